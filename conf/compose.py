@@ -137,6 +137,7 @@ def _choice_file(group: str, choice: str) -> Path:
     raise UserError(f"{group}={choice}: no such {group}; choose one of {files}{more}")
 
 
+@cache
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the content of a YAML file; raise UserError if it does not hold keys."""
     try:
@@ -277,8 +278,7 @@ def _checked(tree: DictConfig, overrides: Sequence[str]) -> Config:
         config = cast(Config, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:
         key = ".".join(re.split(r"[.\[]", error.full_key or "")[:2])
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{key}={show(values.get(key))}: {reason}") from None
+        raise UserError(f"{key}={show(values.get(key))}: {str(error).splitlines()[0]}") from None
     config.overrides = list(overrides)
     epochs, warmup = config.train.epochs, config.schedule.warmup_epochs
     if "schedule.warmup_epochs" not in typed and warmup > epochs / 2:
