@@ -4,7 +4,7 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .PHONY: help env demo test quick gpu soak lint size mutants bench pictures clean lock
-unexport PYTHONHOME PYTHONPATH
+unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 ARGS :=
 PYTHON := python3 python3.14 python3.13 python3.12 python3.11 python
