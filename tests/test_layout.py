@@ -46,28 +46,15 @@ def test_the_core_does_not_know_the_extras() -> None:
     assert not {path: found for path in files if (found := unknown.findall(path.read_text()))}
 
 
-def loaded_by(*statements: str) -> list[set[str]]:
-    """Return the top-level modules that each statement loads, one after the other."""
+def test_slow_packages_are_imported_when_used() -> None:
+    """They take seconds. tests/conf/test_cli.py has what --help imports."""
+    slow = {"torchvision", "tensorboard", "timm", "onnx", "matplotlib"}
     code = "import sys\nbefore = set()"
-    for statement in statements:
-        code += f"\n{statement}\nnow = {{name.split('.')[0] for name in sys.modules}}"
+    for module in ("torch", "pipeline.loader", "train"):  # torch for CUDA imports pynvml
+        code += f"\nimport {module}\nnow = {{name.split('.')[0] for name in sys.modules}}"
         code += "\nprint('>', *(now - before))\nbefore = now"
     lines = [line for line in run_python("-c", code).stdout.splitlines() if line.startswith(">")]
-    return [set(line.split()) for line in lines]
-
-
-def test_slow_packages_are_imported_when_used() -> None:
-    """torch takes seconds: --help and a mistake are answered without it."""
-    slow = {"torchvision", "tensorboard", "timm", "onnx", "matplotlib"}
-    composed = "compose.from_overrides(['data=fake'])"
-    (conf,) = loaded_by(f"from conf import cli, compose; {composed}; cli.help_text('train.py', '')")
-    assert {"conf", "hydra"} <= conf
-    assert conf.isdisjoint({"torch", "numpy", "PIL", "pipeline", "models", "engine", *slow})
-    torch, worker, program = loaded_by(
-        "import torch",  # a build for CUDA imports pynvml
-        "import pipeline.loader",
-        "import train",
-    )
+    torch, worker, program = (set(line.split()) for line in lines)
     assert "pipeline" in worker and {"models", "engine"} <= program
     assert (torch | worker | program).isdisjoint(slow) and "pynvml" not in worker | program
     assert worker.isdisjoint({"models", "engine", "hydra"})
