@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from conf.named import import_object, is_name
+from conf.named import import_object, is_object_name
 from conf.schema import OptimConfig, UserError, did_you_mean, group_names, show
 from models.zoo import import_timm
 
@@ -33,7 +33,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     Raises UserError if `optim.name` names none, or this one does not take `optim.args`.
     """
     create = OPTIMIZERS.get(config.name)
-    if create is None and is_name(config.name):
+    if create is None and is_object_name(config.name):
         create = import_object(config.name, "optim.name")
     create = create or partial(of_class, library_class(config.name))
     try:

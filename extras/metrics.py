@@ -74,6 +74,6 @@ PERCENT = partial(Metric, ".2f", " %", console=False)
 METRICS = {
     "macro_precision": PERCENT(compute=macro_precision, inputs=("label", "prediction")),
     "macro_f1": PERCENT(compute=macro_f1, inputs=("label", "prediction")),
-    "ece": PERCENT(compute=calibration_error, inputs=("top1", "confidence"), lower=True),
+    "ece": PERCENT(compute=calibration_error, inputs=("top1", "confidence"), lower_is_better=True),
     "auc": PERCENT(compute=roc_auc, inputs=("label", "score")),
 }
