@@ -59,7 +59,7 @@ HYDRA = {  # words of Hydra's own command line, and what to write instead
     **dict.fromkeys(("-cn", "--config-name"), "recipe=NAME or recipe=FILE.yaml chooses a config"),
 }
 NAME_LENGTH = 60  # characters of a run's name before its hash
-NAMED_LAST = ("data", "loader", "augment")  # sections whose keys end the name, the last first
+NAMED_LAST = ("data", "loader", "augment")  # keys that come last in the name: augment, loader, data
 KeyValues = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
 

@@ -29,8 +29,8 @@ class Metric:
 
     form: str = ".4g"  # how Python formats it
     unit: str = ""  # what follows the number
-    lower_is_better: bool = False  # whether a lower value is better
-    console: bool = True  # whether the console shows it; by default, unless its name has a slash
+    lower_is_better: bool = False
+    console: bool = True  # whether the console shows it; without an entry here, see `metric_of`
     # For a value that is not a mean over the images: called once per validation with its
     # `inputs`, [N, ...] over the whole split in its order, on the CPU
     compute: Callable[..., float] | None = None
@@ -100,7 +100,7 @@ class BestBy:
     """The value by which the best checkpoint is chosen: train.best_by."""
 
     name: str
-    lower_is_better: bool  # whether a lower value is better
+    lower_is_better: bool
 
     @classmethod
     def of(cls, text: str) -> "BestBy":

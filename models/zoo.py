@@ -141,10 +141,10 @@ def _of_torchvision(
     return model
 
 
-def import_timm(given: str) -> ModuleType:
-    """Import timm; raise UserError if it is missing. `given`: the key=value that asks for it."""
+def import_timm(origin: str) -> ModuleType:
+    """Import timm; raise UserError if it is missing. `origin`: the key=value that asks for it."""
     if importlib.util.find_spec("timm") is None:
-        raise UserError(f"{given}: timm is not installed; pip install timm")
+        raise UserError(f"{origin}: timm is not installed; pip install timm")
     import timm
 
     return timm

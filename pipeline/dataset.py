@@ -97,7 +97,7 @@ class Dataset(ABC):
     def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:  # noqa: B027
         """Take note, in a worker, of the rows of a batch for which it loads samples next.
 
-        `fields`: memory of all rows, for what a dataset writes itself, such as files in one piece.
+        `fields`: memory of the whole batch, for a dataset that writes into it directly.
         """
 
     def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
@@ -196,9 +196,9 @@ class FolderDataset(Dataset):
     def load(self, epoch: int, index: int, rng: random.Random | None = None) -> Mapping[str, Any]:
         """Read, decode and augment a sample.
 
-        `rng`: of the augmentation, if it is not that of the sample: the frames of a clip have equal
-        ones, two views have different ones. Raises UnreadableError, with the name of the sample, if
-        the file cannot be read or decoded; not for an error of a transform.
+        `rng`: replaces the sample's generator: frames of a clip get equal ones, two views different
+        ones. Raises UnreadableError, with the name of the sample, if the file cannot be read or
+        decoded; not for an error of a transform.
         """
         try:
             picture, others = self.load_undecoded(index, rng or sample_rng(self.seed, epoch, index))
