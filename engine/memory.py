@@ -39,7 +39,7 @@ def fit_memory(
     nothing is tried, because the forward pass waits for the other ranks.
 
     Args:
-        train_on_batch: modified: its `step_function` then splits a batch into the new number.
+        train_on_batch: its `step_function` is set to the new number of micro-batches.
         batches: the first batch, which is read only if the step is tried.
     """
     count, images = schedule.micro_batches, schedule.local_batch_size
