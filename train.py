@@ -100,7 +100,7 @@ def train(config: Config) -> dict[str, Any]:
         log = RunLog(feed, schedule, compute, train_on_batch, state=state, run=run, tracker=tracker)
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
-            # A signal interrupted this validation, or it is due only with the keys of this start.
+            # An earlier start did not validate here (signal, other keys), or did on other images.
             validate(feed, compute, state, stop, log)
             save(state, run, log)
 
@@ -284,8 +284,8 @@ def save(state: TrainState, run: Run, log: RunLog) -> None:
 def resolve_config(config: Config, world: World) -> Config:
     """Apply train.prepare, and share rank 0's `run` keys with all ranks. Collective.
 
-    The ranks would resolve ${now:} differently. Raises UserError if they have different devices, or
-    different values of any key but CHOOSE_SAMPLES; also raises what train.prepare raises.
+    The ranks would resolve ${now:} differently. Raises UserError if their types of device differ,
+    or any key but CHOOSE_SAMPLES; also raises what train.prepare raises.
     """
     if config.train.prepare is not None:
         name, parameters = split_entry(config.train.prepare, "train.prepare")
