@@ -5,8 +5,8 @@
     python scripts/bench.py data.root=/imagenet loader.workers=8
 
 Accepts train.py's key=value overrides. Each stage is warmed up and then measured in windows; the
-table shows the median window and the range. Writes bench.json to --out. To compare decoders or
-numbers of workers, run it with other overrides.
+table shows the median window and the range, and then the verdict on the stage `train`. Writes
+bench.json to --out. To compare decoders or numbers of workers, run it with other overrides.
 """
 
 import sys
@@ -40,6 +40,7 @@ from engine.checkpoint import provenance
 from engine.compute import Compute, choose_compute, set_up_kernels
 from engine.distributed import World, join_world
 from engine.files import write_json
+from engine.log.verdict import SLOWER, judge
 from engine.memory import fit_memory
 from engine.metrics import Meter
 from engine.schedule import Schedule, make_schedule
@@ -57,7 +58,7 @@ FOREVER = 1 << 40  # steps; on a GPU, model.compile=auto compiles for so many
 class Stage:
     name: str
     rates: list[float]  # images/s, one per window
-    note: str  # a remark for the table
+    note: str  # a remark for the table, perhaps with lines below it
 
     @property
     def rate(self) -> float:
@@ -83,7 +84,11 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
         stages: list[Stage] = []
         if "loader" in only:
             with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
-                stages.append(measure_loader(feed, config.loader.batch_size, seconds))
+                # Complete batches in host memory, as fast as the loader delivers them.
+                sizes = (len(batch.samples) for batch in feed.train.loader.batches(0, FOREVER))
+                warm_up(sizes, feed)
+                note = f"{feed.pool.active} workers, batch {config.loader.batch_size}"
+                stages.append(Stage("loader", windows(sizes, seconds), note))
         if "step" in only or "train" in only:
             steps = measure_steps(datasets, schedule, compute, world, seconds)
             stages += [stage for stage in steps if stage.name in only]
@@ -105,14 +110,6 @@ def windows(
         finish()
         rates.append(done / (time.perf_counter() - began))
     return rates
-
-
-def measure_loader(feed: Feed, batch_size: int, seconds: float) -> Stage:
-    """Take complete batches in host memory as fast as the loader delivers them."""
-    sizes = (len(batch.samples) for batch in feed.train.loader.batches(0, FOREVER))
-    warm_up(sizes, feed)
-    note = f"{feed.pool.active} workers, batch {batch_size}"
-    return Stage("loader", windows(sizes, seconds), note)
 
 
 def warm_up(sizes: Iterator[int], feed: Feed) -> None:
@@ -151,14 +148,17 @@ def measure_steps(
         sizes = trained(feed.train.batches(0, FOREVER))
         warm_up(sizes, feed)
         finish()
-        feed.train.clock.step_times()
+        feed.step_times()
         fed = windows(sizes, seconds, finish)
-        times = feed.train.clock.step_times()
+        feed.step_rate = median(alone) * (world.device.type != "cpu")  # compared on a GPU only
+        times = feed.step_times()
+        verdict = judge([times] if times else [], 0.0, world, feed)
+        if not feed.step_rate and median(fed) < SLOWER * median(alone):
+            verdict.append("The step is slower than alone: it shares the cores with the loader.")
     note = f"{config.model.name}, batch {schedule.batch_size}, {compute.precision}, "
     note += f"compile {compute.compile}, batch already on the device"
-    waited = f"{100 * times.data_wait:.0f} %" if times else "unknown"
-    waited = f"time in which the device waited for data: {waited}"
-    return [Stage("step", alone, note), Stage("train", fed, waited)]
+    lines = ["the step, fed by the loader", *(f"verdict  {line}" for line in verdict)]
+    return [Stage("step", alone, note), Stage("train", fed, "\n".join(lines))]
 
 
 def main() -> int:

@@ -376,24 +376,19 @@ def check(case: Case) -> Iterator[tuple[str, Row]]:
             yield name, warn(f"check failed with an error: {describe(error)}")
 
 
-def lines(name: str, row: Row) -> Iterator[str]:
-    """Format a row, and below it the remedy and the details, on a terminal up to NAMED."""
-    width = max(map(len, CHECKS))
-    yield f"{row.status:<4}  {name:<{width}}  {row.found}"
-    most = NAMED if sys.stdout.isatty() else len(row.details)
-    below = [f"-> {row.do}"] * bool(row.do) + list(row.details[:most])
-    if len(row.details) > most:
-        below.append(f"and {len(row.details) - most:,} more: redirect the output to list all")
-    yield from (" " * (width + 8) + text for text in below)
-
-
 def main() -> int:
+    """Print each row, and below it the remedy and the details, on a terminal up to NAMED."""
     # Each time the files are listed, it would warn of what `data` reports once.
     logging.getLogger("pipeline.index").setLevel(logging.ERROR)
-    counts = Counter[str]()
+    counts, width = Counter[str](), max(map(len, CHECKS))
     for name, row in check(Case(CONFIG, None if OPTIONS.all else SAMPLE, OPTIONS.ranks)):
         counts[row.status] += 1
-        print(*lines(name, row), sep="\n", flush=True)
+        print(f"{row.status:<4}  {name:<{width}}  {row.found}")
+        most = NAMED if sys.stdout.isatty() else len(row.details)
+        below = [f"-> {row.do}"] * bool(row.do) + list(row.details[:most])
+        if len(row.details) > most:
+            below.append(f"and {len(row.details) - most:,} more: redirect the output to list all")
+        print(*(f"{'':{width + 8}}{text}\n" for text in below), sep="", end="", flush=True)
     print(", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "fail")))
     return 1 if counts["fail"] else 0
 

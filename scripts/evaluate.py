@@ -197,11 +197,14 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
             cure = "data.root=FOLDER (with val/<class>/*) or data.val=/path/to/FOLDER (<class>/*)"
             raise UserError(f"data.root is missing: pass {cure}")
         data = replace(data, root=str(Path(data.val).parent))
-    other_root = "data.root" in typed and find_storage(os.path.join(str(data.root), data.val))
-    if "data.val" in typed or other_root:  # other images than the run has held out
+    found = find_storage(os.path.join(os.path.expanduser(str(data.root)), data.val))
+    if data.source == "folder" and "data.val" in typed and not found and os.path.exists(data.val):
+        cure = f"for the one in the current folder, give data.val={os.path.abspath(data.val)}"
+        raise UserError(f"data.val={data.val}: is not in data.root={data.root}; {cure}")
+    if "data.val" in typed or ("data.root" in typed and found):  # not what the run has held out
         data = replace(data, val_fraction=0.0, val_fold=None)
-    augment = replace(config.augment, batch=[])
-    return replace(trained, config=replace(config, loader=loader, data=data, augment=augment))
+    config = replace(config, augment=replace(config.augment, batch=[]))
+    return replace(trained, config=replace(config, loader=loader, data=data))
 
 
 def outputs_of(
@@ -298,7 +301,7 @@ def print_result(found: Evaluated, folder: Path) -> None:
     results = ", ".join(format_value(name, value) for name, value in found.values.items())
     images, seconds = found.summary["images"], found.summary["seconds"]
     size = f"{images:,} images of {found.datasets.val_size} px, {images / seconds:,.0f}/s"
-    print(f"{name_of(found.trained)}: {results} ({size}); see {folder}")
+    print(f"{name_of(found.trained)}:", f"{results} ({size})", f"see {folder}", sep="\n")
     if (kept := len(found.classes)) < (every := found.trained.num_classes):
         text = f"only the outputs of the {kept:,} classes with images competed, not all {every:,}"
         print(f"{text} (--all-outputs)")

@@ -37,11 +37,13 @@ FORMATS["hub"] = ("timm",)
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = checkpoint_parser(__doc__, "--to FORMAT [options] [key=value ...]")
     add = parser.add_argument
-    add("--to", choices=FORMATS, required=True, help="format of the file")
+    add("--to", choices=FORMATS, help="format of the file; required")
     add("--out", type=Path, metavar="FILE", help="output file (the checkpoint's name, here)")
     add("--preprocessing", action="store_true", help="normalise inside the graph; uint8 input")
     options = parse_paths(parser, words)
-    to, packages = options.to, FORMATS[options.to]
+    to, packages = options.to, FORMATS.get(options.to)
+    if packages is None:
+        parser.error(f"--to: is missing; give {' or '.join(FORMATS)}")
     if missing := [name for name in packages if find_spec(name) is None]:
         parser.error(f"--to {to}: needs {', '.join(missing)}; `pip install {' '.join(packages)}`")
     if options.preprocessing and to in ("safetensors", "hub"):

@@ -328,10 +328,19 @@ def columns(name: str, value: Any) -> dict[str, Any]:
     return {name: value}
 
 
-def write_all(batches: Iterable[list[Result]], output: Output) -> int:
+def predict_all(options: argparse.Namespace) -> int:
     """Write results as they come and report unreadable files; return the exit status."""
+    # "Corrupt EXIF data" and the like: the pixels are not affected
+    warnings.filterwarnings("ignore", module="PIL")
+    trained = open_trained(Path(options.checkpoint), options.overrides, classes=options.classes)
+    device = resolve_device(trained.config.train.device)
+    predictor = Predictor(trained, device, top=options.top, features=options.features)
+    # Any path can be written.
+    sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
+    form = options.format or ("table" if sys.stdout.isatty() else "jsonl")
+    output = Output(form, sys.stdout, predictor.names, options.out)
     total = failed = 0
-    for batch in batches:
+    for batch in predictor.run(find_files(options.paths)):
         output.write([result for result in batch if not result.reason])
         total += len(batch)
         for result in (result for result in batch if result.reason):
@@ -342,19 +351,6 @@ def write_all(batches: Iterable[list[Result]], output: Output) -> int:
     elif not total:
         cli.complain("there are no images at these paths, and none in the list")
     return 0 if total and not failed else 1
-
-
-def predict_all(options: argparse.Namespace) -> int:
-    # "Corrupt EXIF data" and the like: the pixels are not affected
-    warnings.filterwarnings("ignore", module="PIL")
-    trained = open_trained(Path(options.checkpoint), options.overrides, classes=options.classes)
-    device = resolve_device(trained.config.train.device)
-    predictor = Predictor(trained, device, top=options.top, features=options.features)
-    # Any path can be written.
-    sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
-    form = options.format or ("table" if sys.stdout.isatty() else "jsonl")
-    output = Output(form, sys.stdout, predictor.names, options.out)
-    return write_all(predictor.run(find_files(options.paths)), output)
 
 
 if __name__ == "__main__":

@@ -101,16 +101,6 @@ class Result(NamedTuple):
     problem: str = ""  # why it is unreadable
 
 
-def check_image(data: bytes) -> None:
-    """Check that a file is an image and complete; decode it unless its end says so.
-
-    Raises Exception if it is not; Pillow's plugins raise many types.
-    """
-    image = decode.open_image(data)
-    if image.format != "JPEG" or not decode.has_end(data):
-        image.load()
-
-
 def reencoded(data: bytes, name: str, side: int) -> bytes:
     """Return a file whose image has a short side of at most `side` pixels: see --side.
 
@@ -150,10 +140,10 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
             return Result("done_earlier")
     try:
         data = output = read(sample.place)
-        if options.side is None:
-            check_image(data)
-        else:
+        if options.side is not None:
             output = reencoded(data, sample.name, options.side)
+        elif (image := decode.open_image(data)).format != "JPEG" or not decode.has_end(data):
+            image.load()  # raises an error if it is not complete
     except Exception as error:
         return Result("unreadable", problem=describe(error))
     outcome = "copied" if output is data else "encoded"
@@ -179,14 +169,6 @@ def linked_to(place: object, target: Path) -> bool:
     return True
 
 
-def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
-    """Add a file without owner and time, so that equal images give equal tar files."""
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    archive.addfile(member, io.BytesIO(data))
-    archive.members.clear()  # type: ignore[attr-defined]  # 1 kB each
-
-
 def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counter[str], list[str]]:
     """Write all images; return the number of each outcome, and the lines of unreadable.txt."""
     counts: Counter[str] = Counter()
@@ -200,14 +182,17 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
         done = in_threads(max(THREADS, machine.cores()), partial(convert, options), samples)
         done = with_progress(done, len(samples), "images")
         for sample, result in zip(samples, done, strict=True):
-            member = f"{sample.label}/{sample.name}"
+            # Without owner and time, so that equal images give equal tar files.
+            member = tarfile.TarInfo(f"{sample.label}/{sample.name}")
             if result.data:
-                add(archives[sample.split], member, result.data)
+                member.size, archive = len(result.data), archives[sample.split]
+                archive.addfile(member, io.BytesIO(result.data))
+                archive.members.clear()  # type: ignore[attr-defined]  # 1 kB each
             counts[result.outcome] += 1
             counts["bytes"] += result.size
             if result.problem:
                 problem = " ".join(result.problem.split())
-                unreadable.append(f"{sample.split}/{member}\t{problem}")
+                unreadable.append(f"{sample.split}/{member.name}\t{problem}")
     return counts, sorted(unreadable)
 
 

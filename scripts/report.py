@@ -7,8 +7,8 @@
 Reads config.yaml, metrics.jsonl, summary.json, verdict.json and per_class.json of each run
 directory. Files may be missing, as in a run that is in progress. A folder of runs stands for its
 runs. The report is one file: FILE, or report.html in the given folder, for several folders in the
-current one. Every numeric key of metrics.jsonl gets a chart, unless it is always 0. The page links
-to what evaluate.py has made of the best checkpoint in evaluation/ of the current folder.
+current one. Every numeric key of metrics.jsonl gets a chart, unless it is always 0. What
+evaluate.py has made of the best checkpoint in evaluation/ of the current folder is linked.
 
 --reference prints what runs of one recipe with different train.seed have reached, as the node
 `expect` of the recipe's file: later runs are compared with it.
@@ -36,6 +36,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     OPTIONS = arguments()
 
+import csv
 import json
 import math
 import os
@@ -54,7 +55,7 @@ from jinja2 import Template
 
 from conf import cli
 from conf.compose import dotted, read_yaml
-from conf.schema import UserError, show
+from conf.schema import FIELDS, NOTHING, RESULT, UserError, show
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has at least one of them
 SPLITS = ("val", "train")
@@ -87,8 +88,10 @@ class Run:
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {s: [] for s in SPLITS})
     summary: dict[str, Any] = field(default_factory=dict)
     verdict: list[str] = field(default_factory=list)  # the sentences of the run's own verdict
-    # Of the last validation of a classifier: class -> its readable name, images, top-1 in percent
+    # Of a validation of a classifier: class -> its readable name, images, top-1 in percent
     classes: dict[str, tuple[str, int, float]] = field(default_factory=dict)
+    classes_at: str = ""  # the epoch of this validation
+    evaluations: list[Path] = field(default_factory=list)  # folders, of the best checkpoint
     notes: list[str] = field(default_factory=list)  # what cannot be read, changes of the config
 
     def best(self) -> tuple[str, float, dict[str, Any]]:
@@ -104,9 +107,9 @@ class Run:
         (name, _, best), config, summary = self.best(), self.config, self.summary
         cells, epochs = dict[str, str](), rounded(number_in(config.get("train.epochs")))
         for label, row in {"best": best, "last": self.rows["val"][-1]}.items() if best else ():
-            value, epoch = number_in(row.get(name)), round(number_in(row.get("epoch")), 1)
+            value = number_in(row.get(name))
             text = f"{value:.2f} %" if name.startswith("top") else rounded(value)
-            cells[f"{label} {name}"] = f"{text} after epoch {rounded(epoch)} of {epochs}"
+            cells[f"{label} {name}"] = f"{text} {epoch_of(row)} of {epochs}"
         if "seconds" in summary:
             cells["time"] = str(timedelta(seconds=round(number_in(summary["seconds"], 0))))
             cells["device"] = summary.get("device", UNKNOWN)
@@ -162,10 +165,33 @@ def read_run(folder: Path) -> Run:
             run.rows[row["split"]].append(row)
         except ValueError:
             run.notes.append(f"metrics.jsonl: cannot read {line[:40]!r} (a kill cuts a line off)")
-    with suppress(OSError, *DAMAGED):  # there is none, or it is damaged
-        for row in json.loads((folder / "per_class.json").read_bytes())["classes"]:
-            run.classes[row["class"]] = row["name"], row["images"], number_in(row["top1"])
+    read_classes(run)
     return run
+
+
+def read_classes(run: Run) -> None:
+    """Find the evaluations of the best checkpoint, and read their classes, or the last ones."""
+    (_, _, best), rows = run.best(), []
+    with suppress(OSError, *DAMAGED):  # there is none, or it is damaged
+        rows = json.loads((run.folder / "per_class.json").read_bytes())["classes"]
+        run.classes_at = epoch_of(run.rows["val"][-1])
+    for path in sorted(Path("evaluation").glob("*/evaluation.json")):
+        with suppress(OSError, *DAMAGED):  # of another run, perhaps
+            found, folder = json.loads(path.read_bytes()), path.parent
+            of_run = run.folder.resolve() in Path(found["checkpoint"]).resolve().parents
+            if of_run and found["step"] == best["step"]:
+                run.evaluations.append(folder)
+                same = (found["split"], found["images"]) == (run.config["data.val"], best["images"])
+                if same and not found["flip"]:
+                    text = (folder / "per_class.csv").read_text("utf-8", errors="replace")
+                    rows, run.classes_at = [*csv.DictReader(text.splitlines())], epoch_of(best)
+    for row in rows:
+        top1 = math.nan if row["top1"] in (None, "") else float(row["top1"])
+        run.classes[row["class"]] = row["name"], int(row["images"]), top1
+
+
+def epoch_of(row: dict[str, Any]) -> str:
+    return f"after epoch {rounded(round(number_in(row.get('epoch')), 1))}"
 
 
 def read_text(run: Run, name: str) -> str:
@@ -208,7 +234,8 @@ def worst_classes(runs: Sequence[Run]) -> list[list[str]]:
     if not first or any(run.classes.keys() != first.keys() for run in runs):
         return []
     top1 = {key: [run.classes[key][2] for run in runs] for key in first if first[key][1]}
-    columns = [f"run {i}" for i in range(1, len(runs) + 1)] if len(runs) > 1 else ["top1, %"]
+    name = "run {}" if len(runs) > 1 else "top1, %"
+    columns = [f"{name.format(i)} {run.classes_at}" for i, run in enumerate(runs, 1)]
     table = [["class", "images", *columns]]
     for key in sorted(top1, key=lambda key: fmean(top1[key]))[:WORST]:
         name, images, _ = first[key]
@@ -225,8 +252,7 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     rows = [row for run in runs for split in SPLITS for row in run.rows[split]]
     keys = dict.fromkeys(key for row in rows for key in row if key not in NOT_DRAWN)
     drawn_with = {form.format(key) for key in keys for form in ("{}_min", "{}_max", "reference_{}")}
-    splits = dict.fromkeys(SPLITS, "") | {"best": " best"}
-    drawn = [(r, s, f"{i}{splits[s]}", i % 10) for i, r in enumerate(runs, 1) for s in splits]
+    drawn = [(r, s, str(i), i % 10) for i, r in enumerate(runs, 1) for s in (*SPLITS, "best")]
     if len(runs) == 1:
         drawn = [(runs[0], split, label, i) for i, (split, label) in enumerate(LABELS.items(), 1)]
     found = []
@@ -296,30 +322,20 @@ def ticks(low: float, high: float) -> np.ndarray:
     return np.arange(math.floor(low / step), math.ceil(high / step) + 1) * step
 
 
-def evaluations(run: Run, out: Path) -> dict[str, str]:
-    """Return the folders of evaluate.py about the best checkpoint: name -> link from `out`."""
-    links = {}
-    for path in sorted(Path("evaluation").glob("*/evaluation.json")):
-        with suppress(OSError, *DAMAGED):  # of another run, perhaps
-            found = json.loads(path.read_bytes())
-            of_run = run.folder.resolve() in Path(found["checkpoint"]).resolve().parents
-            if of_run and found["step"] == run.best()[2]["step"]:
-                links[path.parent.name] = quote(os.path.relpath(path.parent, out.parent))
-    return links
-
-
 def build(runs: Sequence[Run], out: Path) -> str:
     """Return the page. All text of a run is escaped: no name or value can become markup."""
     runs = sorted(runs, key=lambda run: run.best()[1], reverse=True)
-    best, *others = compared([{**run.headline(), "run": str(run.folder)} for run in runs])
-    columns = [best, *differences(runs), *others]
-    columns.sort(key=lambda column: len(set(column[1:])) == 1)  # those that differ come first
+    name, best, *others = compared([{"run": str(run.folder), **run.headline()} for run in runs])
+    keys: dict[bool, list[list[str]]] = {RESULT: [], NOTHING: []}
+    for row in differences(runs):
+        keys[FIELDS[row[0]].metadata["affects"] if row[0] in FIELDS else RESULT].append(row)
+    columns = [name, best, *keys[RESULT], *others, *keys[NOTHING]]
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
         unlike=[key for key, *_ in differences(runs) if key in VALIDATION],
-        evaluations=evaluations(runs[0], out),
+        evaluations=[quote(os.path.relpath(path, out.parent)) for path in runs[0].evaluations],
         about=read_yaml(lib / "values.yaml"),
         table=[*zip(*columns, strict=True)],
         charts=charts(runs),

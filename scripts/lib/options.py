@@ -9,7 +9,7 @@ from typing import NoReturn
 from conf.schema import NAMES, Config, UserError, did_you_mean
 from conf.start import fail, set_up_process
 
-CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
+CHECKPOINT = "the folder of a run (runs/NAME), a checkpoint, or a file with weights"
 ABOUT = """\
 CHECKPOINT is a run directory or its checkpoints/ (the best checkpoint), best.pt or step-*.pt, or a
 file of torchvision, timm or pytorch/examples (.pth, .pt, .safetensors), for which model.name=NAME
@@ -75,5 +75,6 @@ def parse_paths(
         near = did_you_mean(missing, sorted(runs), count=3, least=0) or f"; give {CHECKPOINT}"
         parser.error(f"{missing}: there is no such run directory or file{near}")
     if not several and len(options.paths) != 1:
-        parser.error(f"CHECKPOINT: {len(options.paths)} are given; give {CHECKPOINT}; see --help")
+        wrong = f"{len(options.paths)} are given, not one" if options.paths else "is missing"
+        parser.error(f"CHECKPOINT: {wrong}; give {CHECKPOINT}; see --help")
     return options

@@ -119,6 +119,5 @@ def exported(path: Path) -> Stated | None:
         "augment.val": about["transforms"],
         "data.exif_orientation": about.get("exif_orientation", False),
     }
-    side = model["image_size"]
-    shape = (*about["input"]["shape"][1:-2], side, side)  # without the batch
+    shape = (*about["input"]["shape"][1:-2], *2 * [model["image_size"]])  # without the batch
     return Stated(values, tuple(json.loads(texts["classes"])), model["num_classes"], shape)

@@ -7,21 +7,19 @@ import pytest
 
 from scripts import evaluate, export, predict, prepare
 
-PATHS = "give a checkpoint, then images or folders, or - for a list"
-
 
 @pytest.mark.parametrize(
     ("script", "words", "message"),
     [
-        (evaluate, "", "CHECKPOINT: 0 are given; give a checkpoint"),
-        (export, "--to pt2", "CHECKPOINT: 0 are given; give a checkpoint"),
+        (evaluate, "", "CHECKPOINT: is missing; give the folder of a run (runs/NAME), a check"),
+        (export, ".", "--to: is missing; give onnx or pt2 or safetensors or hub"),
         (export, ". --to pt2 --out a.onnx", "--out a.onnx: give a file that ends in .pt2"),
         (export, ". --to safetensors --preprocessing", "--preprocessing: a safetensors file has n"),
         (export, ". --to pt2 train.precision=bf16", "train.precision: an exported file computes i"),
         (export, ". --to onnx", "onnxscript, onnxruntime; `pip install onnx onnxscript onnxruntim"),
         (predict, "runs/b,lr=1 a.jpg", "runs/b,lr=1: there is no such run directory or file; give"),
-        (predict, "- .", PATHS),
-        (predict, ".", PATHS),
+        (predict, "- .", "give a checkpoint, then images or folders, or - for a list"),
+        (predict, ".", "give a checkpoint, then images or folders, or - for a list"),
         (predict, ". . --top 0", "--top 0: give 1 or more"),
         (predict, ". . data.val_siz=32", "data.val_siz=32: there is no key"),
         (prepare, "in --to out --side 3", "--side 3: give 8 to 8192"),

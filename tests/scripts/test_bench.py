@@ -13,7 +13,7 @@ def test_stages_on_a_cpu(ranks: Ranks, image_root: Path, tmp_path: Path) -> None
     words = [*SMALL, "loader.workers=1", f"data.root={image_root}"]
     words += ["--out", str(tmp_path), "--seconds", "0.05"]
     done = ranks.run([sys.executable, bench.__file__, *words], 1)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "") and "\nverdict  " in done.stdout
     record = json.loads((tmp_path / "bench.json").read_text())
     assert [stage["name"] for stage in record["stages"]] == list(bench.STAGES)
     assert "batch_size: 8" in record["config"] and record["cores"] >= 1

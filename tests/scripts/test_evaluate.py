@@ -1,6 +1,7 @@
 """Evaluation of a run, of files of other projects and of other data, on small JPEG files."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -79,9 +80,9 @@ def test_command_line(
     for path, name in ((folder, "best"), (last, last.stem)):
         done = ranks.run([*SCRIPT, str(path), *HERE], 1, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        (line,) = done.stdout.splitlines()
-        assert re.search(rf",{name}: loss .*15 images of 32 px.* see evaluation/.*,{name}$", line)
-    stored = json.loads((tmp_path / line.split("see ")[1] / "evaluation.json").read_text())
+        lines = rf"^.*,{name}:\nloss .*15 images of 32 px.*\nsee (evaluation/.*,{name})\n$"
+        (out,) = re.findall(lines, done.stdout)
+    stored = json.loads((tmp_path / out / "evaluation.json").read_text())
     assert stored["loss"] == found.values["loss"] and stored["made_by"]
     assert stored.items() >= {**found.summary, "seconds": stored["seconds"]}.items()
     assert sorted(folder.rglob("*")) == before
@@ -154,10 +155,10 @@ def test_published_weights_on_some_of_the_classes(
         assert found.summary["outputs"] == len(found.classes) == kept.shape[1]
     named = [IMAGENET[place] for place in logits.argmax(1)]
     assert [every.classes[i] for i in every.rows["prediction"]] == named
-    for found, lines in ((some, 2), (every, 1)):
+    for found, lines in ((some, 4), (every, 3)):
         evaluate.print_result(found, tmp_path)
         out = capsys.readouterr().out
-        assert out.count("\n") == lines == 1 + ("only the outputs of the 7 classes with" in out)
+        assert out.count("\n") == lines == 3 + ("only the outputs of the 7 classes with" in out)
     (tmp_path / "val" / IMAGENET[5]).rename(tmp_path / "val" / "n00000000")
     with pytest.raises(UserError, match="7 classes, the model has 1000 classes; give --classes"):
         published_on(published, tmp_path)
@@ -222,7 +223,7 @@ def test_another_task(
     found = evaluate.run(replace(opened(folder), classes=("mass", "a", "b")), ALONE, flip=True)
     assert found.classes == ("mass", "a", "b")
     evaluate.print_result(found, tmp_path)
-    assert re.search(r": mae \d[.\d]* \(15 images of 32 px, ", capsys.readouterr().out)
+    assert re.search(r":\nmae \d[.\d]* \(15 images of 32 px, ", capsys.readouterr().out)
     evaluate.write(found, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["evaluation.json"]
     assert json.loads((tmp_path / "evaluation.json").read_text())["mae"] == found.values["mae"]
@@ -235,6 +236,8 @@ def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_pat
     summary = small_run.run(flat, folder, "data.val_fraction=0.25", *short)
     again = measured(folder)
     assert again.values["top1"] == summary["top1"] and len(again.rows["label"]) == 9
+    with pytest.raises(UserError, match=f"give data.val={image_root / 'val'}$"):
+        opened(folder, f"data.val={os.path.relpath(image_root / 'val')}")
     # Another split, however it is stored, in place of the images that were held out.
     names = [path.stem for path in sorted((image_root / "val").glob("*/*"))]
     assert len(build_val(opened(folder, f"data.root={image_root}").config).val) == len(names)
