@@ -56,6 +56,9 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     its content is wrong.
     """
     root = os.path.expanduser(data.root or "")
+    if os.path.isfile(root) and not find_storage(root):
+        remedy = "unpack a .zip or .tar.gz file first, and give the folder"
+        raise UserError(f"data.root={data.root}: is not a folder, .tar or .csv file; {remedy}")
     train_split, val_split = os.path.join(root, data.train), os.path.join(root, data.val)
     if part := held_out(data):
         if find_storage(val_split):
