@@ -10,7 +10,7 @@ from torch import nn
 from conf.schema import Config
 from engine.compute import Compute, has_batch_norm
 from engine.distributed import World
-from engine.log.console import outcome
+from engine.log.console import results
 from engine.run import Run
 from engine.schedule import Schedule, suited_batch
 from engine.state import TrainState
@@ -23,8 +23,17 @@ FEW_STEPS = 10  # with fewer steps per epoch, a smaller batch size is advised
 def print_plan(
     datasets: Datasets, schedule: Schedule, compute: Compute, state: TrainState, run: Run
 ) -> None:
-    """Print what the run will do, or the summary of an earlier start that finished it."""
+    """Print what the run will do, or the results of an earlier start that finished it."""
     if not run.world.is_main:
+        return
+    if run.finished_summary is not None:
+        more = "a larger train.max_steps to continue, " if state.step < schedule.steps else ""
+        print(
+            f"status    this run is finished after step {state.step:,}: give {more}another "
+            "run.name to train again, or checkpoint.resume=never to start over in this directory",
+            *results(run.path, run.finished_summary),
+            sep="\n",
+        )
         return
     notes = (*run.config.notes, *setup_notes(run.config, datasets, run.world))
     lines = [
@@ -37,13 +46,6 @@ def print_plan(
         name = run.resumed if run.is_first_start else run.resumed.name
         done = ", and no step is left to do" if state.step >= schedule.stop_step else ""
         lines.append(f"state    resumed from {name}{done}")
-    if run.finished_summary is not None:
-        more = "a larger train.max_steps to continue, " if state.step < schedule.steps else ""
-        lines += [
-            f"this run is finished after step {state.step:,}: give {more}another run.name to "
-            "train again, or checkpoint.resume=never to start over in this directory",
-            *outcome(run.path, run.finished_summary, resumes=False),
-        ]
     print(*lines, sep="\n", flush=True)
 
 
