@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 8 train.py data.root=/imagenet
 
 This file contains the algorithm from top to bottom: the loop, the step, its loss, the validation.
-models/ has the networks. Fork this file: no module that it imports depends on it.
+models/ has the networks. Fork this file: no module that it imports depends on it; the scripts call
+`validation_values`, `predictions`, `resolve_config`, `build_state`, `build_loss` and `build_step`.
 """
 
 if __name__ == "__main__":
@@ -78,8 +79,8 @@ def train(config: Config) -> dict[str, Any]:
         world = enter(join_world(config.train.device, config.loader.timeout_seconds))
         config = resolve_config(config, world)
         run = enter(Run(config, world))
-        stored = run.read_checkpoint().get("identity", {})  # {} at step 0
-        datasets, schedule, compute, loss_fn, state = build_parts(config, stored, world)
+        identity = run.read_checkpoint().get("identity", {})  # {} at step 0
+        datasets, schedule, compute, loss_fn, state = build_parts(config, identity, world)
         run.resume(state, run_facts(datasets, schedule, compute), schedule.stop_step)
         print_plan(datasets, schedule, compute, state, run)
         if run.finished_summary is not None:
@@ -92,27 +93,27 @@ def train(config: Config) -> dict[str, Any]:
         tracker.print(feed.line())
         train_on_batch = enter(build_step(schedule, compute, loss_fn, state, world))
         stop = enter(StopSignal(world))
-        first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
-        schedule = fit_memory(schedule, state, world, train_on_batch, first_batches)
-        tune_loader(feed, train_on_batch, compute, state, run=run, stop=stop, tracker=tracker)
+        batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
+        schedule = fit_memory(schedule, train_on_batch, state, world, batches)  # changes both
+        tune_loader(feed, compute, train_on_batch, state, run=run, stop=stop, tracker=tracker)
         run.keep_measured(fitted_batch=schedule.fitted_batch, mode=feed.mode)
-        log = RunLog(schedule, compute, feed, train_on_batch, run=run, state=state, tracker=tracker)
+        log = RunLog(feed, schedule, compute, train_on_batch, state=state, run=run, tracker=tracker)
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
-            # The earlier start was interrupted in this validation, or data.val has changed since.
-            validate(state, compute, feed, log, stop)
+            # An earlier start did not validate here (signal, other keys), or did on other images.
+            validate(feed, compute, state, stop, log)
             save(state, run, log)
 
         # A signal to one rank ends the loop before the same step on all ranks.
         for batch in stop.interruptible(feed.train.batches(state.step, schedule.stop_step)):
             log.begin_step(batch)
-            values = train_on_batch(batch)  # forward, loss, backward, all-reduce, clip, update, EMA
+            values = train_on_batch(batch)  # lr, forward, backward, all-reduce, clip, update, EMA
             state.step += 1
             due = schedule.due(state.step)  # log, epoch, validate, save
             row = log.end_step(values, due)
             check_loss(row)  # the newest row: raises if training has diverged
             if due.validate:
-                validate(state, compute, feed, log, stop)
+                validate(feed, compute, state, stop, log)
             if due.save:
                 save(state, run, log)
         check_loss(log.end_loop())
@@ -163,7 +164,7 @@ def train_step(
         lr: learning rate of the optimiser step, a number or float [] on the device; a parameter
             group with an `lr_scale` uses lr * lr_scale.
         clip_norm: maximum global gradient norm; None disables clipping.
-        micro_batches: number of them; their gradients are averaged, over the ranks once per step.
+        micro_batches: number of equal parts of the batch, whose gradients are averaged.
 
     Returns:
         Named values to log, "loss" among them. One that you add appears in all logs and the report.
@@ -230,7 +231,7 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
 
     Returns:
         Named values of each sample, [B, ...]. Float values [B] are averaged over the split, except
-        `confidence`, `score` and inputs of a metric in METRICS (engine/metrics.py) or log.values.
+        `confidence`, `score` and those that are only inputs of a metric (engine/metrics.py).
     """
     return classifier_values(network(batch["image"]).float(), batch["label"])
 
@@ -245,7 +246,7 @@ def predictions(outputs: Tensor) -> Values:
 
 
 def validate(
-    state: TrainState, compute: Compute, feed: Feed, log: RunLog, stop: StopSignal
+    feed: Feed, compute: Compute, state: TrainState, stop: StopSignal, log: RunLog
 ) -> None:
     """Validate each image once, and note in the state whether the model is the best so far.
 
@@ -283,9 +284,8 @@ def save(state: TrainState, run: Run, log: RunLog) -> None:
 def resolve_config(config: Config, world: World) -> Config:
     """Apply train.prepare, and share rank 0's `run` keys with all ranks. Collective.
 
-    ${now:} differs between the ranks. Raises UserError if the ranks have different kinds of device,
-    or different values of a key that does not say where the samples are; and what train.prepare
-    raises.
+    The ranks would resolve ${now:} differently. Raises UserError if their types of device differ,
+    or any key but CHOOSE_SAMPLES; also raises what train.prepare raises.
     """
     if config.train.prepare is not None:
         name, parameters = split_entry(config.train.prepare, "train.prepare")
@@ -297,11 +297,11 @@ def resolve_config(config: Config, world: World) -> Config:
 
 
 def build_parts(
-    config: Config, stored: dict[str, Any], world: World
+    config: Config, identity: dict[str, Any], world: World
 ) -> tuple[Datasets, Schedule, Compute, Loss, TrainState]:
     """Find the images, and build what the training needs. Collective.
 
-    `stored`: identity of the checkpoint to resume. Raises UserError for nearly every mistake of the
+    `identity`: that of the checkpoint to resume. Raises UserError for nearly every mistake of the
     user, before the run directory is created.
     """
     world.on_all_ranks(lambda: add_values(config.log.values))
@@ -310,8 +310,8 @@ def build_parts(
         start_forkserver()  # it imports what workers need, while this process builds
 
     def build() -> tuple[Datasets, Schedule, Compute, Loss, TrainState]:
-        datasets = build_datasets(config, world.device, stored.get("pixels"))
-        schedule = make_schedule(config, len(datasets.train), world, stored)
+        datasets = build_datasets(config, world.device, identity.get("pixels"))
+        schedule = make_schedule(config, len(datasets.train), world, identity)
         steps, size = schedule.stop_step, schedule.local_batch_size
         compute = choose_compute(config, datasets, world.device, steps=steps, local_batch_size=size)
         set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)

@@ -25,7 +25,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.named import check_there, is_there, names_in
+from conf.named import module_exists, object_names_in, require_module
 from conf.schema import (
     FIELDS,
     FOLDER,
@@ -59,7 +59,7 @@ HYDRA = {  # words of Hydra's own command line, and what to write instead
     **dict.fromkeys(("-cn", "--config-name"), "recipe=NAME or recipe=FILE.yaml chooses a config"),
 }
 NAME_LENGTH = 60  # characters of a run's name before its hash
-NAMED_LAST = ("data", "loader", "augment")  # sections whose keys end the name, the last first
+NAMED_LAST = ("data", "loader", "augment")  # keys that come last in the name: augment, loader, data
 KeyValues = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
 
@@ -87,7 +87,7 @@ def from_overrides(overrides: Sequence[str] = (), *, decided: KeyValues | None =
         _set(tree, dotted({group: read_yaml(file)}), f"{file}: ")
     grouped = dotted(tree)
     _set(tree, typed)
-    config = _checked(tree, overrides)
+    config = _to_config(tree, overrides)
     config.recipe, config.expect = recipe.stem, read_yaml(recipe).get("expect")
     config.changed = _changes(before, tree, config)
     if config.run.name is None:
@@ -255,9 +255,8 @@ def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
     return keys
 
 
-def _checked(tree: DictConfig, overrides: Sequence[str]) -> Config:
-    """Return a tree as a Config; raise UserError for a value that is not allowed.
-
+def _to_config(tree: DictConfig, overrides: Sequence[str]) -> Config:
+    """Turn a tree into a Config: leave out missing code, shorten a long warm-up, and check it.
     An environment variable must not change the training, and its value would be stored: only paths
     may have functions such as `${oc.env:NAME}`, and all keys `${now:FORMAT}`.
     """
@@ -266,12 +265,12 @@ def _checked(tree: DictConfig, overrides: Sequence[str]) -> Config:
         if key not in PATH_KEYS and re.search(r"\$\{(?!now:)[\w.]+:", str(value)):
             allowed = "only ${key} and ${now:FORMAT} are allowed; write the value itself"
             raise UserError(f"{key}={show(value)}: {allowed}")
-        absent = set() if key in NOT_CODE else {n for n in names_in(value) if not is_there(n)}
+        absent = {n for n in object_names_in(value) if key not in NOT_CODE and not module_exists(n)}
         for name in sorted(absent if key in typed else absent - DEFAULT_NAMES):
-            check_there(name, key)
+            require_module(name, key)
         if absent:
             entries = value if isinstance(value, list) else []
-            rest = [entry for entry in entries if not names_in(entry) & absent]
+            rest = [entry for entry in entries if not object_names_in(entry) & absent]
             OmegaConf.update(tree, key, rest if entries else None)
             left_out |= absent
     try:
@@ -341,7 +340,7 @@ def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:
 
 BASE_YAML = read_yaml(FOLDER / "config.yaml")
 DEFAULT_RECIPE: str = next(each["recipe"] for each in BASE_YAML["defaults"] if "recipe" in each)
-DEFAULT_NAMES = names_in(list(dotted(BASE_YAML).values()))  # code that a fork may lack
+DEFAULT_NAMES = object_names_in(list(dotted(BASE_YAML).values()))  # code that a fork may lack
 MULTIRUN = str(BASE_YAML.get("multirun"))  # the program behind -m
 DEFAULTS: DictConfig = OmegaConf.structured(Config)
 _set(DEFAULTS, dotted(BASE_YAML), "conf/config.yaml: ")

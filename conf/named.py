@@ -16,30 +16,30 @@ from conf.schema import UserError
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def is_name(value: Any) -> bool:
+def is_object_name(value: Any) -> bool:
     """Whether a value has the form `module:name`, where the module may have dots."""
     return isinstance(value, str) and re.fullmatch(r"[^\W\d]\w*(\.\w+)*:\w+", value) is not None
 
 
-def is_there(value: str) -> bool:
+def module_exists(value: str) -> bool:
     """Whether the module of `module:name` is a file or a package of this checkout."""
     path = ROOT.joinpath(*value.partition(":")[0].split("."))
     files = path.with_suffix(".py"), path / "__init__.py"
     return any(file.is_file() and file.resolve().is_relative_to(ROOT) for file in files)
 
 
-def names_in(value: Any) -> set[str]:
+def object_names_in(value: Any) -> set[str]:
     """Return the names `module:name` in a value, and in the lists and dicts that it holds."""
     if isinstance(value, dict):
-        return names_in([*value, *value.values()])
+        return object_names_in([*value, *value.values()])
     if isinstance(value, list):
-        return set().union(*map(names_in, value))
-    return {value} if is_name(value) else set()
+        return set().union(*map(object_names_in, value))
+    return {value} if is_object_name(value) else set()
 
 
-def check_there(value: str, key: str) -> None:
+def require_module(value: str, key: str) -> None:
     """Refuse a name whose module is not inside this checkout with a UserError."""
-    if not is_name(value) or not is_there(value):
+    if not is_object_name(value) or not module_exists(value):
         file = value.partition(":")[0].replace(".", "/")
         raise UserError(f"{key}={value}: there is no {file}.py in {ROOT}; only its files are run")
 
@@ -50,7 +50,7 @@ def import_object(value: str, key: str) -> Any:
     Raises UserError if the module is not inside this checkout, or has no such object. `key`: the
     config key, for messages.
     """
-    check_there(value, key)
+    require_module(value, key)
     module, _, name = value.partition(":")
     attribute = getattr(importlib.import_module(module), name, None)
     if attribute is None:

@@ -1,7 +1,7 @@
 """The keys of the config: type, default, what it affects, help sentence and allowed values.
 
 compose.py fills a `Config`, and `check` refuses values that the types accept but the program does
-not. Afterwards nothing changes it; `train.prepare` returns another one.
+not. Training does not change it; `train.prepare` returns another one.
 """
 
 import ast
@@ -188,7 +188,7 @@ DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
 CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.val_fraction", "data.val_fold")
 FAKE = {"data.source": one_of("fake")}
-FILES = {"data.source": Check(lambda source: source not in ("fake", "demo"), "folder")}
+FILES = {"data.source": Check(lambda source: source != "fake", "folder")}
 NO_FOLD = {"data.val_fold": NULL, **FILES}
 STEP = {"schedule.name": one_of("step")}
 # Classes of torch.optim without moments; momentum of rmsprop is one of its optim.args.

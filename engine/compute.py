@@ -191,8 +191,8 @@ def autocast(device_type: str, precision: str) -> torch.autocast:
 def resolve_compile(config: Config, device: torch.device, steps: int, operations: int) -> str:
     """Resolve model.compile=auto.
 
-    `steps` and `operations` of a rank: of the whole run, so that a resumed run, which has fewer
-    left, keeps its mode: another one rounds differently.
+    `steps` and `operations` of a rank, from step 0 to the stop step, not those that are left: a
+    resumed run keeps its mode, as another one rounds differently, unless train.max_steps changes.
     """
     if config.model.compile != "auto":
         return config.model.compile

@@ -1,4 +1,4 @@
-"""Out of GPU memory: the first step is tried with smaller micro-batches; later, a message helps."""
+"""Out of GPU memory: retry the first step with smaller micro-batches; explain a later error."""
 
 import logging
 import re
@@ -27,9 +27,9 @@ OUT_OF_MEMORY = re.compile(
 
 def fit_memory(
     schedule: Schedule,
+    train_on_batch: StepGraph,
     state: TrainState,
     world: World,
-    train_on_batch: StepGraph,
     batches: Iterable[Batch],
 ) -> Schedule:
     """Try a run's first step; return the schedule with micro-batches that fit. Collective.
@@ -39,7 +39,7 @@ def fit_memory(
     nothing is tried, because the forward pass waits for the other ranks.
 
     Args:
-        train_on_batch: it changes to the new micro-batches, which its `step_function` takes.
+        train_on_batch: its `step_function` is set to the new number of micro-batches.
         batches: the first batch, which is read only if the step is tried.
     """
     count, images = schedule.micro_batches, schedule.local_batch_size

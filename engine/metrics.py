@@ -29,8 +29,8 @@ class Metric:
 
     form: str = ".4g"  # how Python formats it
     unit: str = ""  # what follows the number
-    lower: bool = False  # whether a lower value is better
-    console: bool = True  # whether the console shows it; by default, unless its name has a slash
+    lower_is_better: bool = False
+    console: bool = True  # whether the console shows it; without an entry here, see `metric_of`
     # For a value that is not a mean over the images: called once per validation with its
     # `inputs`, [N, ...] over the whole split in its order, on the CPU
     compute: Callable[..., float] | None = None
@@ -53,7 +53,7 @@ def macro_recall(label: Tensor, prediction: Tensor) -> float:
 
 
 METRICS: dict[str, Metric] = {
-    "loss": Metric(".4f", lower=True),
+    "loss": Metric(".4f", lower_is_better=True),
     "top1": Metric(".2f", " %"),
     "top5": Metric(".2f", " %"),
     "macro_recall": Metric(
@@ -100,22 +100,22 @@ class BestBy:
     """The value by which the best checkpoint is chosen: train.best_by."""
 
     name: str
-    lower: bool  # whether a lower value is better
+    lower_is_better: bool
 
     @classmethod
     def of(cls, text: str) -> "BestBy":
         """Read train.best_by: `top1`, or `-loss` if lower is better. Raises UserError."""
         best_by = cls(text.removeprefix("-"), text.startswith("-"))
         metric = METRICS.get(best_by.name)
-        if metric is not None and metric.lower != best_by.lower:
-            better, give = ("lower", "give -") if metric.lower else ("higher", "give ")
+        if metric is not None and metric.lower_is_better != best_by.lower_is_better:
+            better, give = ("lower", "give -") if metric.lower_is_better else ("higher", "give ")
             raise UserError(f"train.best_by={text}: {better} is better; {give}{best_by.name}")
         return best_by
 
     def check(self, names: Sequence[str]) -> None:
         """Refuse a value that is not among those of a validation."""
         if self.name not in names:
-            sign = "-" if self.lower else ""
+            sign = "-" if self.lower_is_better else ""
             raise UserError(
                 f"train.best_by={sign}{self.name}: a validation has no such value; "
                 f"give one of {', '.join(names)}, with - in front if lower is better"
@@ -125,7 +125,7 @@ class BestBy:
     def prefers(self, row: Mapping[str, float], best: Mapping[str, float]) -> bool:
         """Whether a validation is better than the best one so far. A NaN is worse than any."""
         new, old = row[self.name], best.get(self.name, math.nan)
-        return math.isnan(old) or (new < old if self.lower else new > old)
+        return math.isnan(old) or (new < old if self.lower_is_better else new > old)
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from conf.named import import_object, is_name
+from conf.named import import_object, is_object_name
 from conf.schema import OptimConfig, UserError, did_you_mean, group_names, show
 from models.zoo import import_timm
 
@@ -33,7 +33,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     Raises UserError if `optim.name` names none, or this one does not take `optim.args`.
     """
     create = OPTIMIZERS.get(config.name)
-    if create is None and is_name(config.name):
+    if create is None and is_object_name(config.name):
         create = import_object(config.name, "optim.name")
     create = create or partial(of_class, library_class(config.name))
     try:
@@ -76,25 +76,25 @@ def decay_groups(model: nn.Module, config: OptimConfig) -> Groups:
 
 
 def of_class(
-    kind: Callable[..., Optimizer], model: nn.Module, config: OptimConfig, **args: Any
+    optimizer_class: Callable[..., Optimizer], model: nn.Module, config: OptimConfig, **args: Any
 ) -> Optimizer:
     """Create an optimiser of a library's class, with the keys of `optim` that the class takes."""
-    groups, bound = decay_groups(model, config), getattr(kind, "keywords", {})  # set by timm
-    parameters = inspect.signature(kind).parameters
-    takes = {name: p.default for name, p in parameters.items() if name not in bound}
-    for name in args.keys() - takes.keys():
-        raise TypeError(f"{config.name} takes no {name}{did_you_mean(name, takes)}")
+    groups, bound = decay_groups(model, config), getattr(optimizer_class, "keywords", {})  # of timm
+    parameters = inspect.signature(optimizer_class).parameters
+    defaults = {name: p.default for name, p in parameters.items() if name not in bound}
+    for name in args.keys() - defaults.keys():
+        raise TypeError(f"{config.name} takes no {name}{did_you_mean(name, defaults)}")
     keys: dict[str, Any] = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
     moments = ("momentum", "nesterov") if "nesterov" in parameters else ()
     keys |= {name: getattr(config, name) for name in ("weight_decay", *moments)}
     for name, value in [*keys.items()]:
-        if takes.get(name) is None or np.shape(takes[name]) != np.shape(value):
+        if defaults.get(name) is None or np.shape(defaults[name]) != np.shape(value):
             del keys[name]  # such as eps of Adafactor, which is two numbers
-    on_gpu, can = groups[0]["params"][0].is_cuda, takes.keys() & {"fused", "capturable"}
-    if "capturable" not in takes and kind is not torch.optim.SGD:
-        can = set()
-    optimizer = kind(groups, **keys, **{**dict.fromkeys(can, on_gpu), **args})
-    if on_gpu and not can:
+    on_gpu, device_flags = groups[0]["params"][0].is_cuda, defaults.keys() & {"fused", "capturable"}
+    if "capturable" not in defaults and optimizer_class is not torch.optim.SGD:
+        device_flags = set()
+    optimizer = optimizer_class(groups, **keys, **{**dict.fromkeys(device_flags, on_gpu), **args})
+    if on_gpu and not device_flags:
         optimizer.register_step_pre_hook(refuse_capture)
     return optimizer
 

@@ -132,11 +132,11 @@ SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
 
 
 def make_schedule(
-    config: Config, images: int, world: World, stored: Mapping[str, Any] | None = None
+    config: Config, images: int, world: World, identity: Mapping[str, Any] | None = None
 ) -> Schedule:
     """Return the schedule for some training images.
 
-    `stored`: identity of the checkpoint to resume. Raises UserError for a batch that does not fit
+    `identity`: that of the checkpoint to resume. Raises UserError for a batch that does not fit
     the images or the ranks, and for model.sync_bn on several ranks without GPUs.
     """
     size, ranks = config.loader.batch_size, world.size
@@ -154,7 +154,7 @@ def make_schedule(
         raise UserError(
             "model.sync_bn=true: torch has SyncBatchNorm for GPUs only; leave it out on the CPU"
         )
-    fitted = (stored or {}).get("fitted_batch") if config.train.micro_batch is None else None
+    fitted = (identity or {}).get("fitted_batch") if config.train.micro_batch is None else None
     return Schedule(config, images, ranks, fitted)
 
 

@@ -50,7 +50,7 @@ class MovingAverage(nn.Module):
     It starts as a copy of the model. The decay, at most `decay` in (0, 1], warms up as in
     TensorFlow's ExponentialMovingAverage(num_updates=t): update t, counted from 0, uses
     min(decay, (1 + t) / (10 + t)). The average reaches back over at most a ninth of the steps so
-    far, so that of a short run forgets the initial weights. timm and torchvision have no warm-up by
+    far, so even a short run forgets the initial weights. timm and torchvision have no warm-up by
     default; a decay of 0.9999 is reached after 90,000 steps. Integer buffers are copied.
     """
 

@@ -43,7 +43,7 @@ from pipeline.machine import default_cache_dir
 
 logger = logging.getLogger(__name__)
 
-PROBE_WORKERS, PROBE_IMAGES = 2, 256  # how many, and on how many images they are measured first
+PROBE_WORKERS, PROBE_IMAGES = 2, 256  # workers of the first measurement, and its images
 MEASURE_SECONDS = 2.0  # to measure the step, and each trial; accurate to 1 to 2 %
 MIN_STEPS, MAX_STEPS = 4, 200  # steps of a trial
 WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up what the device decodes with
@@ -69,8 +69,8 @@ class StoppedError(RuntimeError):
 
 def tune_loader(
     feed: Feed,
-    train_on_batch: StepGraph,
     compute: Compute,
+    train_on_batch: StepGraph,
     state: TrainState,
     run: Run,
     stop: StopSignal,

@@ -80,7 +80,7 @@ class Expectation(Observer):
         one worse than that for 2 sigma.
         """
         previous, self._last = self._last, row
-        name, side = self._value.name, 2 if self._value.lower else 1
+        name, side = self._value.name, 2 if self._value.lower_is_better else 1
         band = self._band(row["step"], SIGMAS)
         if band is None:
             return {}

@@ -11,7 +11,7 @@ from engine.log.observer import Observer
 
 
 class HParams(Observer):
-    """Writes the row at each validation, with the best value so far. After a resume, it is one."""
+    """Writes the row at each validation, with the best value so far. A resumed run has one row."""
 
     def validated(self, row: Mapping[str, Any], rows: Any) -> None:
         config, name = self.log.run.config, self.log.best_by.name

@@ -40,8 +40,8 @@ def roc_auc(label: Column, score: Column) -> float:
     """
     positive, scores = np.asarray(label) == 1, np.asarray(score)
     scores = np.where(np.isnan(scores), np.where(positive, -np.inf, np.inf), scores)
-    _, place, count = np.unique(scores, return_inverse=True, return_counts=True)
-    rank = (count.cumsum() - (count - 1) / 2)[place]  # from 1; the mean of those of equal scores
+    _, position, count = np.unique(scores, return_inverse=True, return_counts=True)
+    rank = (count.cumsum() - (count - 1) / 2)[position]  # from 1; equal scores get their mean
     ones = int(positive.sum())
     pairs = ones * (len(positive) - ones)
     return float(100 * (rank[positive].sum() - ones * (ones + 1) / 2) / pairs) if pairs else np.nan
@@ -49,11 +49,11 @@ def roc_auc(label: Column, score: Column) -> float:
 
 def calibration_error(top1: Column, confidence: Column) -> float:
     """Return the expected calibration error (Naeini 2015; arXiv 1706.04599) of float [N] each."""
-    place = np.digitize(np.asarray(confidence), np.linspace(0, 1, BINS + 1)[1:-1], right=True)
-    images = np.bincount(place, minlength=BINS)
+    bins = np.digitize(np.asarray(confidence), np.linspace(0, 1, BINS + 1)[1:-1], right=True)
+    images = np.bincount(bins, minlength=BINS)
     percent = 100 * np.asarray(confidence, np.float64), np.asarray(top1, np.float64)
-    confidences, hits = (np.bincount(place, x, BINS) / np.maximum(images, 1) for x in percent)
-    return float((np.abs(hits - confidences) * images).sum() / max(1, len(place)))
+    confidences, hits = (np.bincount(bins, x, BINS) / np.maximum(images, 1) for x in percent)
+    return float((np.abs(hits - confidences) * images).sum() / max(1, len(bins)))
 
 
 def _by_class(label: Column, prediction: Column) -> tuple[Counts, Counts, Counts]:
@@ -74,6 +74,6 @@ PERCENT = partial(Metric, ".2f", " %", console=False)
 METRICS = {
     "macro_precision": PERCENT(compute=macro_precision, inputs=("label", "prediction")),
     "macro_f1": PERCENT(compute=macro_f1, inputs=("label", "prediction")),
-    "ece": PERCENT(compute=calibration_error, inputs=("top1", "confidence"), lower=True),
+    "ece": PERCENT(compute=calibration_error, inputs=("top1", "confidence"), lower_is_better=True),
     "auc": PERCENT(compute=roc_auc, inputs=("label", "score")),
 }

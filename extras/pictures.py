@@ -82,10 +82,10 @@ class Predictions:
         `images`, `confidence` and `accuracy`: for each of the bins (0, 1/15], (1/15, 2/15], ... of
         the confidence, the number of images and two means in percent.
         """
-        place = np.digitize(self.confidences, np.linspace(0, 1, BINS + 1)[1:-1], right=True)
-        images = np.bincount(place, minlength=BINS)
+        bins = np.digitize(self.confidences, np.linspace(0, 1, BINS + 1)[1:-1], right=True)
+        images = np.bincount(bins, minlength=BINS)
         confidence, accuracy = (
-            np.bincount(place, values, BINS) / np.maximum(images, 1)
+            np.bincount(bins, values, BINS) / np.maximum(images, 1)
             for values in (100 * self.confidences, self.values["top1"])
         )
         found = {"images": images, "confidence": confidence, "accuracy": accuracy}

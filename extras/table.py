@@ -37,7 +37,7 @@ def table(data: DataConfig, train: Compose, val: Compose, options: Options) -> S
     paths = [root / f"{name.removesuffix('.csv')}.csv" for name in (data.train, data.val)]
     if part := held_out(data):
         if paths[1].exists():
-            raise UserError(f"{part.given}: there is {paths[1]}; leave out this key to use it")
+            raise UserError(f"{part.origin}: there is {paths[1]}; leave out this key to use it")
         paths = 2 * [root if root.is_file() else paths[0]]
     first, other = TableDataset(paths[0], train, **options), TableDataset(paths[1], val, **options)
     if part:
@@ -77,9 +77,9 @@ class TableDataset(FolderDataset):
             with suppress(ValueError):  # a text is no number
                 values = [float(text) for text in texts if "_" not in text]  # Python reads 1_000
             if len(values) != len(self.columns) or not all(abs(v) < 3e38 for v in values):
-                given = f"{path}: {name}: {','.join(texts)}"
+                origin = f"{path}: {name}: {','.join(texts)}"
                 count = f"give {len(self.columns)} finite number(s)"
-                raise UserError(f"{given}: {count}; for names of classes, leave data=table out")
+                raise UserError(f"{origin}: {count}; for names of classes, leave data=table out")
             numbers[row] = values
         files = {"": [os.fsencode(row[0]) for row in rows]}
         super().__init__(Index.of_files(Folder(str(path.parent)), files), transform, **options)

@@ -108,10 +108,9 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
 
     Args:
         origin: the beginning of messages.
-        new_head: they are the initial weights of a training. If they have no head of this number
-            of classes, it is set to zero as in ViT (arXiv 2010.11929), as gradients of a random
-            head would damage the trained layers; but not a convolution, which a ReLU may follow, as
-            in SqueezeNet.
+        new_head: allow weights without a head for these classes. It is then set to zero (ViT, arXiv
+            2010.11929), because gradients of a random head would damage the trained layers; a
+            convolutional head stays random, because a ReLU may follow (SqueezeNet).
     """
     own = model.state_dict()
     for former, now in RENAMED:

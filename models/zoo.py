@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from conf.named import import_object, is_name
+from conf.named import import_object, is_object_name
 from conf.schema import UserError, did_you_mean, show
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
@@ -90,7 +90,7 @@ def _function(name: str, pretrained: bool) -> Callable[..., nn.Module]:
     """Return the function of (num_classes, image_size, **model.args) that makes a model."""
     if name.startswith("timm/"):
         return partial(_of_timm, name.removeprefix("timm/"), pretrained)
-    if name in OURS or is_name(name):
+    if name in OURS or is_object_name(name):
         if pretrained:
             wrong = f"{name} has no published weights; give a file"
             raise UserError(f"model.weights=pretrained: {wrong}")
@@ -141,10 +141,10 @@ def _of_torchvision(
     return model
 
 
-def import_timm(given: str) -> ModuleType:
-    """Import timm; raise UserError if it is missing. `given`: the key=value that asks for it."""
+def import_timm(origin: str) -> ModuleType:
+    """Import timm; raise UserError if it is missing. `origin`: the key=value that asks for it."""
     if importlib.util.find_spec("timm") is None:
-        raise UserError(f"{given}: timm is not installed; pip install timm")
+        raise UserError(f"{origin}: timm is not installed; pip install timm")
     import timm
 
     return timm

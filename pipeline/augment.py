@@ -5,7 +5,7 @@ Its generator is a pure function of (seed, epoch, index), so the result depends 
 worker nor on restarts.
 
 To add a transform, write a class with keyword-only parameters and name it in TRANSFORMS, or name it
-as module:name in the config. `build` checks the `parameter`s of a dataclass.
+as module:name in the config. `build_transforms` checks the `parameter`s of a dataclass.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from conf.named import import_object, is_name, split_entry
+from conf.named import import_object, is_object_name, split_entry
 from conf.schema import FRACTION, Check, UserError, did_you_mean, each, number, one_of, span, whole
 from pipeline.decode import INTERPOLATIONS, Box, Picture, crop
 
@@ -38,7 +38,7 @@ V2_NAMES = tuple(
 
 def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
     """Return the generator of one sample's augmentation."""
-    # random.Random takes an integer of any length. The fields do not overlap: index < 2**48.
+    # random.Random takes an integer of any length. No overlap: epoch < 2**32, index < 2**48.
     return random.Random((seed << 80) | (epoch << 48) | index)
 
 
@@ -46,7 +46,7 @@ def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
 class Compose:
     """Apply transforms in order."""
 
-    transforms: Sequence[Transform]  # the result of `build`
+    transforms: Sequence[Transform]  # the result of `build_transforms`
     image_size: int = 0  # side of the resulting square images in pixels; 0 if it is not known
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
@@ -56,7 +56,7 @@ class Compose:
 
 
 def parameter(check: Check, default: Any = MISSING) -> Any:
-    """A parameter of a transform, which `build` checks; and its default if it has one."""
+    """A transform's parameter, which `build_transforms` checks; and its default if it has one."""
     return field(default=default, metadata={"check": check})
 
 
@@ -198,7 +198,7 @@ def _v2_transform(made: TorchvisionTransform) -> Any:
     return getattr(v2, made.name)(**made.parameters)
 
 
-def follow(target: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
+def transform_target(target: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
     """Crop, resize and flip a mask or points as their image was; decodes nothing.
 
     Raises ValueError if a mask has another size than the file, or a transform changed the pixels in
@@ -244,7 +244,7 @@ TRANSFORMS: dict[str, Callable[..., Transform]] = {
 }
 
 
-def build(entries: Sequence[Any], table: dict[str, Callable[..., Any]], *, key: str) -> list[Any]:
+def build_transforms(entries: Sequence[Any], table: dict[str, Any], *, key: str) -> list[Any]:
     """Build the transforms that a config list names.
 
     Raises UserError if a name or parameter is unknown, or the transform refuses a value.
@@ -256,7 +256,7 @@ def build(entries: Sequence[Any], table: dict[str, Callable[..., Any]], *, key: 
     """
     transforms = []
     for name, parameters in (split_entry(entry, key) for entry in entries):
-        make = import_object(name, key) if is_name(name) else table.get(name)
+        make = import_object(name, key) if is_object_name(name) else table.get(name)
         if make is None:
             raise UserError(
                 f"{key}: there is no transform {name}; choose from {', '.join(table)}"

@@ -107,8 +107,8 @@ class MixupOrCutmix:
     cutmix_alpha: float = parameter(ALPHA, 1.0)  # as alpha of Cutmix
     p: float = parameter(FRACTION, 1.0)  # probability of either
     switch_p: float = parameter(FRACTION, 0.5)  # probability of cutmix instead of mixup
-    # Images of the global batch that share the draws: 1 draws for each image, the batch size once
-    # for all. The last group is smaller if the batch is no multiple of it.
+    # Images of the global batch that share a draw: 1 for a draw per image, the batch size for one
+    # per batch. The last group is smaller if the batch is no multiple of it.
     group: int = parameter(whole(1, 10**6), 128)
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,7 @@ class RandomErasing:
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         boxes = part.of_rank(self.boxes(part.total, images.shape[-1], part.rng))
-        inside, mean = _inside(boxes, images), images.new_zeros(())  # after normalisation
+        inside, mean = _inside(boxes, images), images.new_zeros(())  # normalised: the mean is 0
         return torch.where(inside, mean, images, out=torch.empty_like(images)), targets
 
     def boxes(self, count: int, image_size: int, rng: np.random.Generator) -> np.ndarray:
@@ -191,7 +191,7 @@ class Mixing:
     def apply(self, images: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Transform float32 [B, ..., C, H, W], and targets if there are any.
 
-        All images of a step get the same draws.
+        All image fields of a batch, and all frames of a sample, get the same draws.
         """
         part = self.part(step, len(images))
         pixels, mixed = images.flatten(1, -3), targets[:, None].flatten(1)  # [B, C, H, W], [B, n]
@@ -230,6 +230,6 @@ def _pasted(
 def _inside(boxes: np.ndarray, images: Tensor) -> Tensor:
     """Return which pixels, bool [B, 1, S, S], lie in each image's (left, top, right, bottom)."""
     left, top, right, bottom = to_device(boxes, images).T[:, :, None]  # each [B, 1]
-    place = torch.arange(images.shape[-1], device=images.device)
-    across, down = (place >= left) & (place < right), (place >= top) & (place < bottom)
+    pixel = torch.arange(images.shape[-1], device=images.device)
+    across, down = (pixel >= left) & (pixel < right), (pixel >= top) & (pixel < bottom)
     return (across[:, None, :] & down[:, :, None])[:, None]

@@ -10,8 +10,7 @@ import torch
 
 from conf.named import import_object, split_entry
 from conf.schema import Config, DataConfig, UserError, describe, did_you_mean
-from pipeline import augment
-from pipeline.augment import Compose
+from pipeline.augment import TRANSFORMS, Compose, build_transforms
 from pipeline.batch import IMAGE, LABEL
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
@@ -53,7 +52,7 @@ def build_datasets(
     data = config.data
     train = build_transform(config.augment.train, "augment.train")
     val = build_transform(config.augment.val, "augment.val")
-    augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")  # refuses mistakes
+    build_transforms(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")  # only to check
     train_split, val_split, classes = build_splits(config, data, train, val)
     if len(classes) < 2 and train_split.fields.get("label") == LABEL:
         raise UserError(
@@ -108,7 +107,7 @@ def build_transform(entries: Sequence[Any], key: str) -> Compose:
     Returns the transforms, with the side of the images that they make. Raises UserError if a
     transform is wrong, or the images that they make have several sizes.
     """
-    transforms = augment.build(entries, augment.TRANSFORMS, key=key)
+    transforms = build_transforms(entries, TRANSFORMS, key=key)
     rng = np.random.default_rng(0)
     sizes = set()
     for seed in range(TRIALS):
@@ -137,7 +136,7 @@ def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose)
     build: Any = DATASETS.get(data.source) or import_object(data.source, "data.source")
     part = held_out(data)
     if part and data.source not in DATASETS and not hasattr(build, "holds_out"):
-        raise UserError(f"{part.given}: data.source={data.source} does not read it; omit it")
+        raise UserError(f"{part.origin}: data.source={data.source} does not read it; omit it")
     # In other modes, a CPU decoder takes the validation images and what the device refuses.
     decoder = config.loader.decoder if config.loader.decoder in DECODERS else "auto"
     options = dict(decoder=decoder, seed=config.train.seed, exif_orientation=data.exif_orientation)

@@ -97,7 +97,7 @@ class Dataset(ABC):
     def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:  # noqa: B027
         """Take note, in a worker, of the rows of a batch for which it loads samples next.
 
-        `fields`: memory of all rows, for what a dataset writes itself, such as files in one piece.
+        `fields`: memory of the whole batch, for a dataset that writes into it directly.
         """
 
     def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
@@ -196,17 +196,17 @@ class FolderDataset(Dataset):
     def load(self, epoch: int, index: int, rng: random.Random | None = None) -> Mapping[str, Any]:
         """Read, decode and augment a sample.
 
-        `rng`: of the augmentation, if it is not that of the sample: the frames of a clip have equal
-        ones, two views have different ones. Raises UnreadableError, with the name of the sample, if
-        the file cannot be read or decoded; not for an error of a transform.
+        `rng`: replaces the sample's generator: frames of a clip get equal ones, two views different
+        ones. Raises UnreadableError, with the name of the sample, if the file cannot be read or
+        decoded; not for an error of a transform.
         """
         try:
-            picture, others = self.sketch(index, rng or sample_rng(self.seed, epoch, index))
+            picture, others = self.load_undecoded(index, rng or sample_rng(self.seed, epoch, index))
             return {**self.image_fields(picture), **others}
         except UnreadableError as error:
             raise UnreadableError(f"{self.name(index)}: {error}") from error
 
-    def sketch(self, index: int, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
+    def load_undecoded(self, index: int, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
         """Read a sample's file, and return its picture before it is decoded, and other fields.
 
         A wrapper that leaves transforms to the device overrides it, with further fields.
@@ -231,7 +231,7 @@ class FolderDataset(Dataset):
         """Return the fields of a sample other than its image, which may be decoded later.
 
         `picture`: what `transform` made of the image, so that a mask can follow; see
-        `augment.follow`. Raises UnreadableError if a file cannot be read.
+        `augment.transform_target`. Raises UnreadableError if a file cannot be read.
         """
         return {"label": self.index.labels.array[index]}
 
@@ -259,9 +259,9 @@ class FolderDataset(Dataset):
         return float(np.mean(self._sizes)) if self._sizes else 0.0
 
     def notes(self) -> list[str]:
-        notes, looked = [], self._of_some(NOTED, decode.lost)
+        notes, looked = [], self._of_some(NOTED, decode.lost_in_rgb)
         level = max(level for level, _ in looked)
-        if 0 < level < decode.LOW_LEVEL:
+        if 0 < level < decode.DARK_LEVEL:
             notes.append(
                 f"the 16-bit images have levels up to {level:,} of 65,535, and training keeps the "
                 f"upper 8 bits: they are nearly black; multiply their levels by {65535 // level}"

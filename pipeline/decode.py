@@ -25,14 +25,14 @@ from pipeline import region
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 INTERPOLATIONS = ("bilinear", "bicubic")
 
-LOW_LEVEL = 1 << 14  # the highest of 16 bits; with a lower one, images become nearly black
+DARK_LEVEL = 1 << 14  # a 16-bit image whose highest level is lower gets nearly black in 8 bits
 MAX_PIXELS = 178_956_970  # Pillow refuses a larger image: decoding takes up to 17 bytes for each
 # A truncated file must be an error with its path, not an image whose lower half is grey.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 # The accepted file contents, whatever the name. Pillow reads many other formats: for EPS it starts
 # Ghostscript, which runs programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-START = b"\xff\xd8"  # first bytes of a JPEG
+JPEG_START = b"\xff\xd8"  # first bytes of a JPEG
 ORIENTATION = 0x0112  # EXIF tag
 # Second bytes of JPEG markers: a Huffman-coded frame in one pass (baseline, extended); segments
 # that can precede it (tables, restart interval, application data, comment).
@@ -245,7 +245,7 @@ def open_image(data: bytes) -> Image.Image:
 
 def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield the marker, start and end of the segments of a JPEG up to its first scan."""
-    marker, at = 0, len(START) if data.startswith(START) else len(data)
+    marker, at = 0, len(JPEG_START) if data.startswith(JPEG_START) else len(data)
     while marker != START_OF_SCAN and at + 4 <= len(data) and data[at] == 0xFF:
         marker, end = data[at + 1], at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
         yield marker, at, end
@@ -275,7 +275,7 @@ def orientation_of(image: Image.Image) -> int:
     return 1
 
 
-def lost(data: bytes) -> tuple[int, bool]:
+def lost_in_rgb(data: bytes) -> tuple[int, bool]:
     """Return what a conversion to 8-bit RGB loses: levels of 16-bit grey, and an alpha channel.
 
     Returns the highest level, 0 for other images and for one that cannot be decoded; and whether

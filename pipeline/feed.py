@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from conf.schema import Config, UserError
-from pipeline import augment, machine
+from pipeline import machine
+from pipeline.augment import build_transforms
 from pipeline.batch import IMAGE, ImageFormat
 from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing, RandomErasing
 from pipeline.build import Datasets
@@ -21,7 +22,7 @@ from pipeline.prefetcher import Prefetcher
 from pipeline.sampler import TrainSampler, val_batches
 from pipeline.shared import page_locked
 
-MIN_BATCHES = 16  # a shorter epoch is over before the number of workers matters
+MIN_BATCHES = 16  # with fewer in an epoch, or left in the run, the workers are not measured
 # Files of at most SMALL_FILE bytes are not measured: a worker decodes 15,500 of them per second, so
 # ENOUGH_WORKERS workers keep up with ResNet-18 at 32 px on an H200 (62,000 images/s).
 SMALL_FILE, ENOUGH_WORKERS = 4096, 4
@@ -154,7 +155,7 @@ def open_feed(
 
 def _mixing(config: Config, datasets: Datasets, world: RankInfo) -> Mixing | None:
     """Return the transforms of augment.batch; None if the list is empty."""
-    transforms = augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
+    transforms = build_transforms(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     if not transforms:
         return None
     label, fields = None, datasets.train.fields

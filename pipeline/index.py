@@ -44,7 +44,7 @@ PAUSES = (0.1, 0.5, 2.0)
 
 @dataclass(frozen=True)
 class Folder:
-    """Files below a folder. For another storage, override both methods."""
+    """Files below a folder. For another storage, override `read`, and `where` for its messages."""
 
     path: str
 
@@ -238,21 +238,21 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     return Index(root, classes, sources, left_out, *arrays)
 
 
-def _scan(files: Sequence[str], given: str) -> Scan:
-    """List the images of a split; `given`: key=value, for messages."""
+def _scan(files: Sequence[str], origin: str) -> Scan:
+    """List the images of a split; `origin`: key=value, for messages."""
     others: listing.LeftOut = {}
     places: listing.Places = {}
     if os.path.isdir(files[0]):
-        classes, listed = listing.list_folder(os.fsencode(files[0]), given, others)
+        classes, listed = listing.list_folder(os.fsencode(files[0]), origin, others)
         stamps = _stamps(listed)
     else:
         listed = list(map(os.fsencode, files))
         stamps = _stamps(listed)  # before reading: a file that changes meanwhile is read again
         if files[0].endswith(".tar"):
-            logger.info("%s: listing the images; the list is cached", given)
-            classes, places = listing.list_tars(files, given, others)
+            logger.info("%s: listing the images; the list is cached", origin)
+            classes, places = listing.list_tars(files, origin, others)
         else:
-            classes = listing.read_list(files[0], given)
+            classes = listing.read_list(files[0], origin)
     left_out = np.array(os.fsencode(listing.count_left_out(others)))
     table = _table(classes.values(), places)
     return Scan(np.array(list(classes)), np.array(listed), stamps, left_out, *table)

@@ -87,7 +87,7 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, list[bytes]]:
+def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, list[bytes]]:
     """List the images in class folders, and all folders; add the rest to `others`."""
     listed = [base]
 
@@ -106,13 +106,13 @@ def list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, list
     _, names, loose = next(walk(base, others))
     if not names:
         above, cure = os.path.dirname(base), "python scripts/prepare.py SOURCE --to DIR makes them"
-        if given.startswith("data.root=") and any(map(is_image, loose)):
+        if origin.startswith("data.root=") and any(map(is_image, loose)):
             cure = f"its images lie directly in it; if it is a class, give {os.fsdecode(above)}"
-        raise UserError(f"{given}: no class folders in it; it needs one folder per class: {cure}")
+        raise UserError(f"{origin}: no class folders in it; it needs one folder per class: {cure}")
     with ThreadPoolExecutor(THREADS) as pool:
         classes = dict(zip(names, pool.map(list_class, names), strict=True))
     for name, images in classes.items():
-        folder = f"{given}: class folder {os.fsdecode(name)}"
+        folder = f"{origin}: class folder {os.fsdecode(name)}"
         if not images:
             kinds = b", ".join(EXTENSIONS[:4]).decode()
             raise UserError(f"{folder} holds no images ({kinds}, ...); fill it or remove it")
@@ -122,7 +122,7 @@ def list_folder(base: bytes, given: str, others: LeftOut) -> tuple[Classes, list
     return classes, listed
 
 
-def list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Classes, Places]:
+def list_tars(files: Sequence[str], origin: str, others: LeftOut) -> tuple[Classes, Places]:
     """List the images in tar files, and the place of each; add the rest to `others`."""
     all_places: Places = {}
     with ThreadPoolExecutor(THREADS) as pool:
@@ -133,7 +133,7 @@ def list_tars(files: Sequence[str], given: str, others: LeftOut) -> tuple[Classe
     others |= {path: why_left_out(path) or LOOSE for path in inside}
     if not paths:
         raise UserError(
-            f"{given}: holds no images in class folders; each image must be <class>/<name>: "
+            f"{origin}: holds no images in class folders; each image must be <class>/<name>: "
             "python scripts/prepare.py SOURCE --to DIR converts other tar files"
         )
     # Folders around all class folders, such as train/, are left out.
@@ -195,7 +195,7 @@ def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
             raise UserError(f"{path}: line {rows.line_num}: {error}; correct it") from None
 
 
-def read_list(path: str, given: str) -> Classes:
+def read_list(path: str, origin: str) -> Classes:
     """Read a CSV file with one image per line: path and label.
 
     A first line that is no file, such as `path,label` or `image,class`, is a header. Returns class
@@ -205,11 +205,11 @@ def read_list(path: str, given: str) -> Classes:
     remedy = "write one image per line, and separate path and label with a comma"
     for line, cells in csv_rows(path):
         if len(cells) != 2 or not all(cells):
-            raise UserError(f"{given}: line {line} is not path,label; {remedy}")
+            raise UserError(f"{origin}: line {line} is not path,label; {remedy}")
         first = os.path.join(os.path.dirname(path), cells[0])
         if line == 1 and not is_image(os.fsencode(first)) and not os.path.exists(first):
             continue
         classes.setdefault(os.fsencode(cells[1]), []).append(os.fsencode(cells[0]))
     if not classes:
-        raise UserError(f"{given}: holds no images; {remedy}")
+        raise UserError(f"{origin}: holds no images; {remedy}")
     return {label: sorted(names) for label, names in sorted(classes.items())}

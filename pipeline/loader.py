@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 # Few enough to spread a batch over the workers, enough to make the cost of messages negligible:
 # at 17,000 images/s the training process handles 530 replies per second.
 TASK_ROWS = 32
-TASKS_AHEAD = 3  # most tasks that a worker has and has not replied to: measured on an H200
+TASKS_AHEAD = 3  # most unfinished tasks of a worker; measured on an H200
 MAX_NAMED = 10  # unreadable images on the console
 STOP_SECONDS = 1.0
 POLL_SECONDS = 1e-3  # how late the end of a copy is noticed, while workers receive tasks
@@ -77,7 +77,7 @@ class Reply(NamedTuple):
     rows: int = 0
     cpu_seconds: float = 0.0
     storage_seconds: float = 0.0  # neither computing nor waiting for a core
-    core_seconds: float = 0.0  # runnable without a core
+    core_seconds: float = 0.0  # ready to run, but waiting for a core
     skipped: Sequence[tuple[int, str]] = ()  # index and message of unreadable samples
     error: str = ""  # why the task failed
     trace: str = ""  # traceback of an error that is not about a file

@@ -25,7 +25,7 @@ from pipeline.loader import Loader
 
 @dataclass(eq=False)
 class Prefetcher:
-    """Moves a loader's batches to a device, `depth` ahead; on a CPU it does not run ahead."""
+    """Moves a loader's batches to a device: a GPU gets up to `depth` ahead, a CPU one at a time."""
 
     loader: Loader
     format: ImageFormat

@@ -26,7 +26,7 @@ class TrainSampler:
     seed: int
     rank: int = 0
     world_size: int = 1
-    # How often an epoch uses an image: the first num_samples / repeats images of its order, as
+    # How often an epoch uses each of its images, the first num_samples / repeats of its order, as
     # timm's RepeatAugSampler. The global batch is sorted by repetition, so that mixup, which blends
     # neighbours, does not blend an image with itself.
     repeats: int = 1
@@ -51,7 +51,7 @@ class TrainSampler:
 
         With `repeats`, each repetition counts as an epoch of its own, because the augmentation
         depends on (seed, epoch, index): repetition r of epoch e is epoch e * repeats + r. With
-        `labels`, each sample does.
+        `labels`, the epoch is the sample's position in the stream.
         """
         stream = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         by_repetition = np.argsort(stream % self.num_samples % self.repeats, kind="stable")

@@ -14,7 +14,7 @@ from pipeline.index import Index, find_storage, load_index
 class HeldOut(NamedTuple):
     """The images of each class that are the validation split, in the order of their hashes."""
 
-    given: str  # key=value, for messages
+    origin: str  # key=value, for messages
     start: float  # first image, as a fraction of those of the class; so is `stop`
     stop: float  # if `start` is 0, at least one image and at most all but one are taken
     fewest: int  # number of images that a class needs
@@ -30,10 +30,10 @@ def held_out(data: DataConfig) -> HeldOut | None:
     return None
 
 
-def refuse_inside(output: str | os.PathLike[str], data: DataConfig, given: str) -> None:
+def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str) -> None:
     """Refuse an output folder inside a split: the next scan would take its folders for classes.
 
-    The folder need not exist. `given`: what the user gave, for the message.
+    The folder need not exist. `origin`: what the user gave, for the message.
     """
     if data.root is None or data.source == "fake":
         return
@@ -44,7 +44,7 @@ def refuse_inside(output: str | os.PathLike[str], data: DataConfig, given: str) 
     for folder in (split.resolve() for split in splits):
         if inner.is_relative_to(folder):
             raise UserError(
-                f"{given}: is inside {folder}, where every folder is a class of images; "
+                f"{origin}: is inside {folder}, where every folder is a class of images; "
                 "give a folder outside it"
             )
 
@@ -63,7 +63,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     if part := held_out(data):
         if find_storage(val_split):
             remedy = "leave out this key to use it, or move it away"
-            raise UserError(f"{part.given}: there is a validation split, {val_split}; {remedy}")
+            raise UserError(f"{part.origin}: there is a validation split, {val_split}; {remedy}")
         index = load_index(train_split if find_storage(train_split) else root, key="data.root")
         train, val = map(index.rows, hold_out(index, part))
         return train, val
@@ -98,7 +98,7 @@ def hold_out(index: Index, part: HeldOut) -> tuple[np.ndarray, np.ndarray]:
         count = len(rows)
         if count < part.fewest:
             raise UserError(
-                f"{part.given}: class {name} has {count} of the {part.fewest} images that it "
+                f"{part.origin}: class {name} has {count} of the {part.fewest} images that it "
                 "needs; add images, or remove the class"
             )
         digests = [blake2b(path, digest_size=8).digest() for path in paths[rows]]

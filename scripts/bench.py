@@ -142,7 +142,7 @@ def measure_steps(
 
     with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
         kept = [batch.clone() for batch in feed.train.batches(0, 4)]
-        fit_memory(schedule, state, world, train_on_batch, kept[:1])
+        fit_memory(schedule, train_on_batch, state, world, kept[:1])
         sizes = trained(cycle(kept))
         for _ in range(20 if world.device.type == "cuda" else 2):
             next(sizes)

@@ -68,7 +68,7 @@ FEW = 30  # points of a curve that are drawn as dots, too
 # Runs that differ in one of these have other validation images, or another best value
 VALIDATION = {"train.best_by", "data.root", "data.val", "data.val_fraction", "data.val_fold"}
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
-# Names of values of the machine begin or end so; other values are of the training.
+# Prefixes and suffixes of names that measure the machine; all others measure the training.
 MACHINE = (("gpu/", "memory/", "host", "images_per_second", "mfu"), ("_fraction", "_ms"))
 DAMAGED = (ValueError, TypeError, LookupError, AttributeError)  # what a wrong content raises
 WIDTH, HEIGHT = 360, 150  # of a chart in SVG units, without its labels

@@ -115,7 +115,7 @@ def test_run_directory(nine_steps: Ended) -> None:
 def test_validation_does_not_count_as_training(
     train_run: Any, folder: Path, monkeypatch: Patch, jump: Callable[[], None]
 ) -> None:
-    """This includes a validation that an earlier start missed."""
+    """A validation that an earlier start missed adds no training time, either."""
     batches = train.validation_batches
     monkeypatch.setattr(train, "validation_batches", lambda *given: jump() or batches(*given))
     train_run("train.validate_every_epochs=9", "checkpoint.every_steps=5")

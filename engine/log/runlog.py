@@ -44,12 +44,12 @@ class RunLog:
     It writes through the tracker, whose exit also closes the observers and the GPU monitor.
     """
 
+    feed: Feed
     schedule: Schedule
     compute: Compute
-    feed: Feed
     train_on_batch: StepGraph
-    run: Run
     state: TrainState
+    run: Run
     tracker: Tracker
 
     def __post_init__(self) -> None:
@@ -192,7 +192,7 @@ class RunLog:
     def finish(self, stop: StopSignal, started: float) -> dict[str, Any]:
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
 
-        `started`: time.monotonic() when the program began. A signal may still arrive during that
+        `started`: time.monotonic() when `train` was called. A signal may still arrive during that
         checkpoint. Raises CheckpointError if it could not be written.
         """
         run, state, by = self.run, self.state, self.best_by.name

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from conf.schema import Config, UserError
 from extras.gpu_decode import geometry as g
-from extras.gpu_decode.decoder import EngineError, GpuDecoder, why_no_engines
+from extras.gpu_decode.decoder import GpuDecoder, JpegEngineError, why_no_engines
 from extras.gpu_decode.geometry import engines_support, write_geometry
 from pipeline.augment import Compose, sample_rng
 from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field
@@ -34,7 +34,7 @@ CPU, HYBRID, GPU = MODES = ("cpu", "hybrid", "gpu")
 # Bytes of a row for a file, as a multiple of the mean. The rows of a task pool theirs: 0.8 % of
 # ImageNet's files have over four times the mean, and decoding those takes a worker 5 ms each.
 ROOM, MIN_ROOM = 1.5, 1 << 15
-READERS = 6  # reading a file and drawing its augmentation takes 0.1 ms: more workers are idle
+READING_WORKERS = 6  # a file and the draws of its augmentation take 0.1 ms: more workers are idle
 FIRST_SHARE = 0.6  # of a hybrid batch for the engines until the rates are known
 MAX_SHARE = 1 - 1 / TASK_ROWS  # leaves workers one image per task, to time them
 AVERAGED = 500  # images, of a worker's time for each
@@ -58,7 +58,7 @@ def engines(dataset: Any, config: Config, device: torch.device) -> Any:
     if config.train.deterministic and not asked:
         reason = reason or "train.deterministic=true excludes them"
     if not reason:
-        return EngineDataset(dataset)
+        return JpegEngineDataset(dataset)
     if asked:
         raise UserError(f"loader.decoder={decoder}: the GPU's JPEG engines: {reason}; use auto")
     if decoder == "auto" and device.type == "cuda" and hasattr(dataset, "transform"):
@@ -75,15 +75,15 @@ def _needs_pixels(dataset: Any) -> str:
     image, row = np.zeros((300, 400, 3), np.uint8), np.zeros(g.COLUMNS)
     source = Picture(JpegFile(b"", (400, 300), lambda *_: image))
     transforms = dataset.transform.transforms
-    for place in range(len(transforms)):
-        chain = Compose(transforms[: place + 1])
+    for number in range(len(transforms)):
+        chain = Compose(transforms[: number + 1])
         pictures = [chain(source, sample_rng(0, 0, trial)) for trial in range(8)]
         if not any(write_geometry(picture, row) for picture in pictures):
-            return f"{type(transforms[place]).__name__} in augment.train needs decoded pixels"
+            return f"{type(transforms[number]).__name__} in augment.train needs decoded pixels"
     return ""
 
 
-class EngineDataset(DatasetWrapper):
+class JpegEngineDataset(DatasetWrapper):
     """A FolderDataset whose samples may be files with the geometry of their crop.
 
     With hybrid, workers decode the largest share with which they and the engines make `demand`
@@ -139,7 +139,7 @@ class EngineDataset(DatasetWrapper):
         With hybrid, another thread of the training process waits for the engines.
         """
         if mode == GPU:
-            return min(READERS, max(2, cores))
+            return min(READING_WORKERS, max(2, cores))
         return max(1, cores - 1) if mode == HYBRID else cores
 
     def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:
@@ -205,7 +205,7 @@ class EngineDataset(DatasetWrapper):
             if self.engine is None:
                 self.engine = GpuDecoder(out[0].device, len(pixels))
             self.engine.make_batch(files, geometry, pixels, *out)
-        except EngineError as error:
+        except JpegEngineError as error:
             logger.warning("%s: the CPU decodes this batch instead", error)
             self._decodes_all = True
             raise RefusedError(str(error)) from error

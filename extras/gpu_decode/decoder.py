@@ -23,16 +23,16 @@ NO_ENGINES = 7  # NVJPEG_STATUS_ARCH_MISMATCH
 ALIGNMENT = 256  # bytes; each decoded image starts at a multiple of it
 
 
-class EngineError(RuntimeError):
+class JpegEngineError(RuntimeError):
     """The JPEG engines are missing or reported an error."""
 
 
-class Engines:
+class JpegEngines:
     """nvJPEG's batched decoder on the hardware engines, called through its C interface.
 
     One call decodes a batch, and ctypes releases the GIL during the call. Python packages for the
-    same library create an object per image, which costs milliseconds per batch. Raises EngineError
-    if this GPU has no JPEG engines, or the driver does not support them.
+    same library create an object per image, which costs milliseconds per batch. Raises
+    JpegEngineError if this GPU has no JPEG engines, or the driver does not support them.
     """
 
     HARDWARE_BACKEND = 3  # NVJPEG_BACKEND_HARDWARE
@@ -56,7 +56,7 @@ class Engines:
         """Decode a batch on `stream`. The caller keeps files and targets alive until it is done.
 
         The engines write at once, even if kernels on `stream` still use the targets
-        (torchcodec#1634). Raises EngineError if a file is damaged or the engines do not support it.
+        (torchcodec#1634). Raises JpegEngineError if a file is damaged, or not for the engines.
 
         Args:
             files: uint64 [n] host addresses of the files.
@@ -75,12 +75,12 @@ class Engines:
     def _call(self, name: str, *arguments: Any) -> None:
         if status := getattr(self.library, name)(*arguments):
             reason = ": this GPU has no JPEG engines" if status == NO_ENGINES else ""
-            raise EngineError(f"{name} of nvJPEG returned status {status}{reason}")
+            raise JpegEngineError(f"{name} of nvJPEG returned status {status}{reason}")
 
 
 @cache  # it takes 0.8 s, and nobody closes them
-def open_engines() -> Engines:
-    """Open the engines of this process's device, or raise EngineError.
+def open_engines() -> JpegEngines:
+    """Open the engines of this process's device, or raise JpegEngineError.
 
     nvJPEG is that of NVIDIA's wheel, of torchvision's wheel or of the CUDA toolkit.
     """
@@ -90,8 +90,8 @@ def open_engines() -> Engines:
         names = [*sorted(map(str, packages.glob(pattern))), *names]
     for name in names:
         with suppress(OSError):
-            return Engines(ctypes.CDLL(name))
-    raise EngineError("nvJPEG is not installed; pip install nvidia-nvjpeg, or torchvision for CUDA")
+            return JpegEngines(ctypes.CDLL(name))
+    raise JpegEngineError("nvJPEG is missing; pip install nvidia-nvjpeg, or torchvision for CUDA")
 
 
 @cache
@@ -102,7 +102,7 @@ def why_no_engines(device: torch.device) -> str | None:
     try:
         torch.cuda.init()
         open_engines()
-    except RuntimeError as error:  # EngineError, or of CUDA
+    except RuntimeError as error:  # JpegEngineError, or of CUDA
         return str(error)
     return None
 
@@ -110,7 +110,7 @@ def why_no_engines(device: torch.device) -> str | None:
 class GpuDecoder:
     """Decodes the encoded rows of a batch, then crops and normalises all rows.
 
-    Raises EngineError if nvJPEG or the engines are missing. Attribute `seconds_per_image`: host
+    Raises JpegEngineError if nvJPEG or the engines are missing. Attribute `seconds_per_image`: host
     time of the engines in the newest batch.
     """
 
@@ -134,8 +134,8 @@ class GpuDecoder:
     ) -> None:
         """Enqueue decoding and the kernel on the current stream.
 
-        Waits on the host until the engines have read the files. Raises EngineError if the engines
-        do not support a file.
+        Waits on the host until the engines have read the files. Raises JpegEngineError if the
+        engines do not support a file.
 
         Args:
             files: uint8 [B, bytes] of the slot, in host memory, one file after the other.

@@ -35,7 +35,7 @@ MOVED = len(NAMES)
 
 def on_gpu(dataset: Any, config: Config, device: torch.device) -> Any:
     """Return a dataset whose operations a GPU applies, or the same one: see data.on_device."""
-    made = ("load", "sketch", "image_fields")
+    made = ("load", "load_undecoded", "image_fields")
     is_plain = all(getattr(type(dataset), n, None) is getattr(FolderDataset, n) for n in made)
     if not is_plain or dataset.fields[IMAGE] != image_field(dataset.transform.image_size):
         return dataset
@@ -61,7 +61,7 @@ class DrawnOperations(DatasetWrapper):
         drawn = Field(np.float64, (self.last.count, COLUMNS), partial=True)
         return {**self.dataset.fields, OPERATIONS: drawn}
 
-    def sketch(self, index: int, rng: Any) -> tuple[Picture, dict[str, Any]]:
+    def load_undecoded(self, index: int, rng: Any) -> tuple[Picture, dict[str, Any]]:
         picture = self.transform(self.dataset.open(index), rng)
         rows = [kernel_row(each, picture.size) for each in self.last.sample(picture.size, rng)]
         # No mask can follow.

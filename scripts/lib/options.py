@@ -54,9 +54,9 @@ def parse_paths(
 ) -> argparse.Namespace:
     """Read the command line: the options, `paths` and `overrides`. A mistake ends the program.
 
-    An existing path is a path even if it contains `=`, as the default names of runs do; so is `-`,
-    and a link to nowhere, which cannot be read, and what has `=` after a `/` only. `several`:
-    whether the paths of images, which may be missing, follow that of the checkpoint.
+    A word with `=`, as in the default names of runs, is a path if it exists (also a dangling link),
+    or has `=` only after a `/`; `-` is one, too. `several`: whether the paths of images, which may
+    be missing, follow that of the checkpoint.
     """
     from conf.compose import read_overrides
 

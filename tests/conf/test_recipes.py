@@ -20,7 +20,7 @@ RECIPES = group_names("recipe")
 
 def transforms(config: Config) -> tuple[augment.Compose, augment.Compose]:
     """Build all three lists; return those for training and for validation."""
-    augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
+    augment.build_transforms(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     train = build_transform(config.augment.train, "augment.train")
     return train, build_transform(config.augment.val, "augment.val")
 

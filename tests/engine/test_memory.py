@@ -76,7 +76,7 @@ def test_micro_batches_halve_until_they_fit(
     given = f"loader.batch_size={images}", "train.ema_decay=0.9"
     schedule, state, train_on_batch, batch = built(*given)
     before, random = params_sha256(state.model), torch.get_rng_state()
-    fitted = fit_memory(schedule, state, ALONE, train_on_batch, [batch])
+    fitted = fit_memory(schedule, train_on_batch, state, ALONE, [batch])
     assert params_sha256(state.model) == before and torch.equal(torch.get_rng_state(), random)
     assert state.ema is not None and state.ema.n_averaged == 0 and not state.optimizer.state
     if found is None:
@@ -95,7 +95,7 @@ def test_not_even_one_image_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, 0))
     schedule, state, train_on_batch, batch = built("loader.batch_size=8")
     with pytest.raises(TrainingError, match="cpu with micro-batches of 1; use a smaller model"):
-        fit_memory(schedule, state, ALONE, train_on_batch, [batch])
+        fit_memory(schedule, train_on_batch, state, ALONE, [batch])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_what_is_not_tried(world: World, step: int, overrides: list[str]) -> Non
     schedule = schedule_of(*overrides)
     state = TrainState(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), step=step)
     graph = StepGraph(lambda batch: {}, lambda step: None, state.clear_gradients, state.model)
-    assert fit_memory(schedule, state, world, graph, never()) == schedule
+    assert fit_memory(schedule, graph, state, world, never()) == schedule
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def train_on_a_full_gpu(mode: str) -> None:
         schedule, state, train_on_batch, batch = built(*size, f"model.compile={mode}", world=world)
         with train_on_batch:
             before = params_sha256(state.model)
-            fitted = fit_memory(schedule, state, world, train_on_batch, [batch])
+            fitted = fit_memory(schedule, train_on_batch, state, world, [batch])
             assert 1 < fitted.micro_batches < 512 and params_sha256(state.model) == before
             for _ in range(6):
                 loss: Tensor = train_on_batch(batch)["loss"]

@@ -115,7 +115,7 @@ def test_resumed_optimizer_uses_the_options_of_the_current_config() -> None:
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "trained"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_untouched(name: str, steps: int) -> None:
+def test_everything_is_restored_on_exit(name: str, steps: int) -> None:
     """All values are restored, bit for bit and weights in place, also if the block raises."""
     state = new_state(name)
     advance(state, steps)

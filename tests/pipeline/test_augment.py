@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline.augment import TRANSFORMS, Compose, RandomResizedCrop, build, follow
+from pipeline.augment import TRANSFORMS, Compose, build_transforms, transform_target
 from pipeline.decode import JpegFile, Picture, open_picture
 from tests.helpers.drawings import draw_image
 from tests.reliability.odd_images import encoded, exif
@@ -20,7 +20,7 @@ PHOTO = draw_image("dots", np.random.default_rng(3)).resize((300, 260))
 
 
 def one(name: str, **parameters: Any) -> Any:
-    return build([{name: parameters}], TRANSFORMS, key="augment.train")[0]
+    return build_transforms([{name: parameters}], TRANSFORMS, key="augment.train")[0]
 
 
 def made(transform: Any, image: Image.Image, seed: int = 0) -> np.ndarray:
@@ -31,9 +31,9 @@ def test_crop_lies_within_the_image() -> None:
     for size in [(1, 1), (1, 500), (2, 3), (300, 200), (4000, 20)]:
         for scale in [(0.08, 1.0), (0.0001, 0.001), (1.0, 1.0)]:
             for ratio in [(3 / 4, 4 / 3), (0.1, 10.0), (2.0, 2.0)]:
-                crop, rng = RandomResizedCrop(size=8, scale=scale, ratio=ratio), random.Random(0)
-                for _ in range(30):
-                    left, top, right, bottom = crop.box(*size, rng)
+                crop = one("random_resized_crop", size=8, scale=scale, ratio=ratio)
+                for seed in range(30):
+                    left, top, right, bottom = crop.box(*size, random.Random(seed))
                     assert 0 <= left < right <= size[0] and 0 <= top < bottom <= size[1]
 
 
@@ -41,7 +41,7 @@ def test_crop_lies_within_the_image() -> None:
 def test_after_ten_tries_the_crop_is_torchvisions_largest_region(size: tuple[int, int]) -> None:
     from torchvision.transforms import RandomResizedCrop as Theirs
 
-    left, top, *end = RandomResizedCrop(size=8, scale=(1, 1)).box(*size, random.Random(0))
+    left, top, *end = one("random_resized_crop", size=8, scale=(1, 1)).box(*size, random.Random(0))
     theirs = Theirs.get_params(torch.empty(3, size[1], size[0]), [1.0, 1.0], [3 / 4, 4 / 3])
     assert (top, left, end[1] - top, end[0] - left) == tuple(theirs)
 
@@ -131,17 +131,17 @@ REFLECTED: Any = {"random_crop": {"size": 150, "padding": 40, "padding_mode": "r
 
 
 def moved(entries: list[Any], seed: int, source: Any = IMAGE) -> Picture:
-    chain = Compose(build(entries, TRANSFORMS, key="augment.train"))
+    chain = Compose(build_transforms(entries, TRANSFORMS, key="augment.train"))
     return chain(Picture(source), random.Random(seed))
 
 
 def own_pixels(picture: Picture) -> float:
     """The share of the image's pixels, as points, that are on their own value in the mask."""
     centres = np.argwhere(MASK)[:, ::-1] + 0.5
-    points = np.floor(follow(centres, picture)).astype(int)
+    points = np.floor(transform_target(centres, picture)).astype(int)
     inside = ((points >= 0) & (points < picture.size)).all(1)
     columns, rows = points[inside].T
-    found = follow(MASK, picture)[rows, columns]
+    found = transform_target(MASK, picture)[rows, columns]
     return float((found == MASK.ravel()[inside])[found > 0].mean())  # 0: cropped, then filled
 
 
@@ -151,7 +151,7 @@ def own_pixels(picture: Picture) -> float:
 def test_every_pixel_of_a_mask_follows_exactly(entries: list[Any]) -> None:
     for seed in range(8):
         picture = moved(entries, seed)
-        np.testing.assert_array_equal(picture.pixels()[..., 0], follow(MASK, picture) * 100)
+        assert (picture.pixels()[..., 0] == transform_target(MASK, picture) * 100).all()
         assert own_pixels(picture) == 1
 
 
@@ -167,7 +167,7 @@ def test_a_mask_follows_where_pixels_are_means(entries: list[Any]) -> None:
     """Pixels near to an edge have a colour between those of both values."""
     for seed in range(4):
         picture = moved(entries, seed)
-        mask, colours = follow(MASK, picture) * 100, picture.pixels()[..., 0].astype(int)
+        mask, colours = transform_target(MASK, picture) * 100, picture.pixels()[..., 0].astype(int)
         assert np.median(abs(colours - mask)) < 5, seed
         assert (abs(colours - mask) > 50).mean() < 0.05, seed
         assert (abs(colours - mask[::-1]) > 50).mean() > 0.2  # the test has the power to tell
@@ -178,16 +178,16 @@ def test_no_mask_follows_a_transform_of_torchvision() -> None:
     """Nor what comes after it."""
     picture = moved([{"v2.RandomRotation": {"degrees": 30}}, FLIP], 3)
     with pytest.raises(ValueError, match=r"^a mask follows crops, resizes and flips only; leave"):
-        follow(MASK, picture)
+        transform_target(MASK, picture)
 
 
 def test_no_mask_follows_a_turned_photo() -> None:
     """It may be of the stored or of the upright pixels."""
     data = encoded(Image.fromarray(IMAGE), exif=exif(3))
-    follow(MASK, open_picture(data, "pillow").mirrored())
+    transform_target(MASK, open_picture(data, "pillow").mirrored())
     turned = open_picture(data, "pillow", exif_orientation=True).mirrored()
     with pytest.raises(ValueError, match=r"turn photos with an EXIF orientation once"):
-        follow(MASK, turned)
+        transform_target(MASK, turned)
 
 
 @pytest.mark.parametrize("mask", [MASK.astype(np.uint8), np.stack([MASK, MASK + 5], axis=-1)])
@@ -195,9 +195,9 @@ def test_a_file_that_stays_encoded_moves_a_mask_alike_without_decoding(mask: np.
     file = JpegFile(b"", (155, 140), lambda *_: pytest.fail("decoded"))
     for seed in range(6):
         pictures = [moved([CROP, FLIP], seed, source) for source in (file, IMAGE)]
-        ours, theirs = (follow(mask, picture, fill=9) for picture in pictures)
+        ours, theirs = (transform_target(mask, picture, fill=9) for picture in pictures)
         np.testing.assert_array_equal(ours, theirs)
         assert ours.dtype == mask.dtype and ours.shape == (150, 150, *mask.shape[2:])
         assert set(np.unique(ours)) == {*np.unique(mask).tolist(), 9}
     with pytest.raises(ValueError, match=r"is \(155, 140\), its image's \(156, 140\)"):
-        follow(mask, Picture(np.zeros((140, 156, 3), np.uint8)).cropped((0, 0, 9, 9)))
+        transform_target(mask, Picture(np.zeros((140, 156, 3), np.uint8)).cropped((0, 0, 9, 9)))

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.augment import build
+from pipeline.augment import build_transforms
 from pipeline.batch_augment import BATCH_TRANSFORMS, BLOCK, Mixing, Part
 
 COUNT, SIDE = 64, 32
 
 
 def one(name: str, **parameters: Any) -> Any:
-    return build([{name: parameters}], BATCH_TRANSFORMS, key="augment.batch")[0]
+    return build_transforms([{name: parameters}], BATCH_TRANSFORMS, key="augment.batch")[0]
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -117,7 +117,7 @@ def test_the_number_of_pixels_is_checked_before_decoding(
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("channels", [1, 3, 5])
 def test_pixels_keep_their_dtype_and_channels(dtype: Any, channels: int) -> None:
-    """Every channel alike."""
+    """Mirroring, crops and resizes give the same as numpy, with any number of channels."""
     two = {np.uint8: (60, 190), np.float32: (-1, 3)}[dtype]
     levels = np.random.default_rng(1).choice(two, (40, 50, channels)).astype(dtype)
     found = decode.Picture(levels).mirrored().cropped((-2, 5, 40, 45)).pixels()

@@ -18,7 +18,7 @@ SPEED = {"cpu": (0, 370), "hybrid": (4000, 320), "gpu": (5000, 10)}
 
 
 def workers_in(mode: str, cores: int) -> int:
-    """As of a dataset."""
+    """As that of `JpegEngineDataset`: six only read, and with hybrid, another thread has a core."""
     return min(6, cores) if mode == "gpu" else cores - (mode == "hybrid")
 
 
@@ -81,7 +81,7 @@ def test_choice_of_the_mode(
 
 
 def test_slow_trials_end_the_search() -> None:
-    """After one of each mode."""
+    """If trials are slow, each mode gets one."""
     speed = SPEED | {"gpu": (7000, 10)}
     _, _, fast = tune(9000, speed)
     _, _, slow = tune(9000, speed, seconds=MODE_SECONDS)

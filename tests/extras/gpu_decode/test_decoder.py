@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from extras.gpu_decode import EngineDataset, geometry
+from extras.gpu_decode import JpegEngineDataset, geometry
 from extras.gpu_decode.decoder import GpuDecoder
 from extras.gpu_decode.geometry import engines_support, write_geometry
 from pipeline import augment, decode
@@ -29,7 +29,7 @@ LISTS = {"train": TRAIN, "val": VAL, "random": [CROP, "horizontal_flip"], "squas
 
 
 def transform(entries: list[Any]) -> Compose:
-    return Compose(augment.build(entries, augment.TRANSFORMS, key="augment.train"), 48)
+    return Compose(augment.build_transforms(entries, augment.TRANSFORMS, key="augment.train"), 48)
 
 
 def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
@@ -208,7 +208,7 @@ def test_batches_agree_with_the_cpu_path(tmp_path: Path, entries: list[Any], mod
         (tmp_path / "train" / "a" / f"{i:02d}.jpg").write_bytes(data)
     index = load_index(tmp_path / "train", key="data.train")
     plain = FolderDataset(index, transform(entries), seed=3)
-    dataset: Any = EngineDataset(plain)
+    dataset: Any = JpegEngineDataset(plain)
     dataset.set_mode(mode)
     format = ImageFormat(torch.device("cuda", 0), mean=[0, 0, 0], std=[1 / 255] * 3)
     by_workers = 0

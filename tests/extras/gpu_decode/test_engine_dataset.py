@@ -15,12 +15,12 @@ from conf.compose import from_overrides
 from conf.schema import UserError
 from engine import checkpoint
 from extras import gpu_decode
-from extras.gpu_decode import GEOMETRY, MIN_ROOM, ROOM, EngineDataset, engines
+from extras.gpu_decode import GEOMETRY, MIN_ROOM, ROOM, JpegEngineDataset, engines
 from extras.gpu_decode import geometry as g
-from extras.gpu_decode.decoder import EngineError
+from extras.gpu_decode.decoder import JpegEngineError
 from extras.gpu_decode.geometry import engines_support
 from pipeline import decode
-from pipeline.augment import TRANSFORMS, Compose, build
+from pipeline.augment import TRANSFORMS, Compose, build_transforms
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.machine import default_cache_dir
 from tests.engine.tune.tuning import compare_always, measure_on_cpu
@@ -55,7 +55,7 @@ class PillowEngines:
         files, geometry, pixels, out, (scale, shift) = given
         images, encoded = pixels.numpy().copy(), np.flatnonzero(geometry[:, g.LENGTH] > 0)
         if self.broken and len(encoded):
-            raise EngineError("nvjpegDecodeBatched returned status 6 (execution failed)")
+            raise JpegEngineError("nvjpegDecodeBatched returned status 6 (execution failed)")
         for row in encoded:
             images[row] = _crop(files.flatten().numpy(), geometry[row].numpy(), images.shape[1])
         out.copy_((torch.from_numpy(images).float() * scale + shift).permute(0, 3, 1, 2))
@@ -89,7 +89,7 @@ def test_workers_decode_what_the_engines_cannot(changeable: Path) -> None:
     large = encoded(Image.effect_noise((600, 600), 100).convert("RGB"), quality=95)
     for path, data in zip(paths, [*contents, encoded(image, exif=exif(6)), large], strict=False):
         path.write_bytes(data)
-    dataset: Any = EngineDataset(plain)
+    dataset: Any = JpegEngineDataset(plain)
     assert dataset.room == max(MIN_ROOM, int(ROOM * plain.mean_bytes()))
     dataset.room = 1 << 14  # that of all rows is not enough for the last one
     dataset.set_mode("hybrid")
@@ -110,7 +110,7 @@ def test_engines_take_the_smallest_share_that_is_enough(
     image_root: Path, demand: float, share: float
 ) -> None:
     """Two workers decode 1,000 images/s, the engines 3,000: together 4,000."""
-    dataset: Any = EngineDataset(crops(image_root / "train"))
+    dataset: Any = JpegEngineDataset(crops(image_root / "train"))
     shared = dataset.shared.array
     dataset.set_mode("hybrid", workers=2, demand=demand)
     assert shared[gpu_decode.SHARE] == gpu_decode.FIRST_SHARE  # until the rates are known
@@ -132,7 +132,7 @@ def test_every_mode_makes_the_batches_of_the_cpu(
 ) -> None:
     """Bit for bit, with every transform of a batch; the CPU decodes all validation images."""
     # The share of the engines would follow from what a busy machine measures.
-    monkeypatch.setattr(EngineDataset, "_balance", lambda dataset: None)
+    monkeypatch.setattr(JpegEngineDataset, "_balance", lambda dataset: None)
     options: Any = {"workers": workers, "dtype": torch.bfloat16}
     overrides = f"augment.batch={batch}", "data.image_size=48"
     with opened(image_root, *overrides, **options) as plain:
@@ -159,7 +159,7 @@ GREY: Any = {"v2.RandomGrayscale": {"p": 0.5}}
 def listed(*entries: Any, kind: Any = Files) -> Any:
     """A list of files that are not there, with these transforms."""
     found = kind(9)
-    found.transform = Compose(build(entries, TRANSFORMS, key="augment.train"), 24)
+    found.transform = Compose(build_transforms(entries, TRANSFORMS, key="augment.train"), 24)
     return found
 
 
@@ -191,7 +191,7 @@ def test_datasets_that_leave_nothing_to_the_engines(
     caplog: pytest.LogCaptureFixture, dataset: Any, reason: str
 ) -> None:
     caplog.set_level("INFO")
-    assert isinstance(extended(dataset), EngineDataset) == (not reason)
+    assert isinstance(extended(dataset), JpegEngineDataset) == (not reason)
     if isinstance(dataset, FolderDataset):
         assert reason in caplog.text and bool(reason) == bool(caplog.text)
     for mode in ("gpu", "hybrid") if reason else ():
@@ -230,7 +230,7 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root: Path, mode: 
         plain = training(feed)
     with opened(image_root, f"augment.train={rand}", *levels, both, **options) as feed:
         dataset: Any = feed.datasets.train
-        assert isinstance(dataset, EngineDataset) and "operations" in dataset.fields
+        assert isinstance(dataset, JpegEngineDataset) and "operations" in dataset.fields
         for batch, before in zip(training(feed), plain, strict=True):
             samples = batch.samples.tolist()
             rows = [FolderDataset.load(dataset.dataset, *each)["operations"] for each in samples]

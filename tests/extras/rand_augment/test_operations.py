@@ -20,7 +20,7 @@ from extras.rand_augment import (
     apply,
     number_of,
 )
-from pipeline.augment import follow
+from pipeline.augment import transform_target
 from pipeline.decode import INTERPOLATIONS, Picture
 from tests.helpers.drawings import draw_image
 
@@ -100,7 +100,7 @@ def test_other_pixels_than_pillows_are_refused_and_no_mask_follows() -> None:
             TrivialAugment()(Picture(pixels), random.Random(0))
     picture = RandAugment()(Picture(np.asarray(IMAGE)), random.Random(0)).mirrored()
     with pytest.raises(ValueError, match=r"^a mask follows crops, resizes and flips only"):
-        follow(np.zeros((120, 176), np.uint8), picture)
+        transform_target(np.zeros((120, 176), np.uint8), picture)
 
 
 @pytest.mark.parametrize(
