@@ -152,6 +152,15 @@ def test_second_process_is_refused_until_the_first_one_is_killed(tmp_path: Path)
 COMPLETE = {"status": "finished", "step": 20, "best_by": "top1"}
 
 
+def test_ctrl_c_says_what_is_saved(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = checkpoint.files(run / "checkpoints")[-1]
+    for folder, saved in ((run, newest), (run / "new", "none")):
+        with pytest.raises(KeyboardInterrupt), directory(folder):
+            raise KeyboardInterrupt
+        says = f"status    stopped by Ctrl-C; newest checkpoint: {saved}\n"
+        assert capsys.readouterr().out == says
+
+
 @pytest.mark.parametrize(
     ("text", "stop_step", "finished"),
     [
