@@ -61,10 +61,7 @@ def _title(by: BestBy) -> str:
 
 
 def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[str]:
-    """Return how a run ended, its results and where its files are, as lines.
-
-    `resumes`: the same command resumes an interrupted run.
-    """
+    """Return the lines of a run's end; `resumes`: the same command resumes an interrupted run."""
     rate, took = summary["images_per_second"], duration(summary["seconds"])
     done = f"step {summary['step']:,}, epoch {summary['epoch']:.4g}"
     result, *files = results(folder, summary)

@@ -127,6 +127,7 @@ def test_a_short_time_has_no_verdict(feed: Feed, judged: list[StepTimes]) -> Non
     assert says == [[]] * 3 and not judged
     assert judge(rows, 20.0, ALONE, feed) == SENTENCES
     assert judged[-1].rate == pytest.approx(3 * 4 * 16 / 20)
+    assert judged[-1].name == "the training process"  # without a host, as there is only one
 
 
 def test_means_are_over_time(feed: Feed, judged: list[StepTimes]) -> None:
