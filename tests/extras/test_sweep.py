@@ -179,6 +179,8 @@ def test_a_signal_reaches_the_job(tmp_path: Path, number: int) -> None:
         else:
             process.send_signal(number)
         assert process.wait() == (128 + number if number != signal.SIGKILL else -number)
+        if number == signal.SIGINT:
+            assert process.stdout and "\njob 1 of 2: stopped with" in process.stdout.read()
         wait_for("the job ends", lambda: not process.members())
     assert (tmp_path / "saved").exists()
     assert (tmp_path / "started").read_text() == "0\n"
