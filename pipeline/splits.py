@@ -87,7 +87,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
 def hold_out(index: Index, part: HeldOut) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the training and the validation samples, the same part of each class.
 
-    Which images are held out depends on a hash of their names only, so it is the same for every
+    Which images are held out depends on a hash of their paths only, so it is the same for every
     seed and storage, and stays nearly the same when images are added.
     """
     labels, paths = index.labels.array, index.paths.array
