@@ -146,10 +146,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 
 def classifier_means(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Return what the training of a classifier logs: top1 and top5, float32 [].
-
-    `logits`: float32 [B, classes]; `labels`: int64 [B].
-    """
+    """Return what the training of a classifier logs: the means of `accuracy`, float32 []."""
     return {name: hit.mean() for name, hit in accuracy(logits, labels).items()}
 
 

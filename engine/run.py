@@ -176,9 +176,12 @@ class Run(AbstractContextManager["Run"]):
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
         self.world.on_rank_0(lambda: self._writing.result() if self._writing else None)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait until the last checkpoint is on disk, and release the lock."""
         self._thread.shutdown()  # not `wait`: its error would hide the one that ends the run
+        if kind is KeyboardInterrupt and self.world.is_main:  # no StopSignal handled it
+            newest = ["none", *checkpoint.files(self.checkpoints)][-1]
+            print(f"status    stopped by Ctrl-C; newest checkpoint: {newest}", flush=True)
         if self._lock is not None:
             os.close(self._lock)
 

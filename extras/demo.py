@@ -2,8 +2,7 @@
 
     python train.py recipe=demo
 
-Ten classes of procedural textures, as JPEG files of many sizes: `ROOT/train/<class>/<nnnn>.jpg` and
-`ROOT/val/<class>/<nnnn>.jpg`.
+Ten classes of procedural textures, as JPEG files of many sizes: `ROOT/<split>/<class>/<nnnn>.jpg`.
 """
 
 import colorsys
@@ -146,7 +145,12 @@ def draw_image(label: str, rng: np.random.Generator) -> Image.Image:
     u, v = (periods * axis + rng.uniform(0, 32) for axis in _rotate(x, y, rng))
     value = TEXTURES[label](u, v, rng)
     drift, light = (_rotate(x, y, rng)[0] for _ in range(2))
-    ground, near, far = _palette(rng)
+    # A ground colour, and two similar hues of another brightness: float32 [3, 3, 1, 1]
+    dark, bright = rng.permutation([rng.uniform(0.05, 0.4), rng.uniform(0.6, 1)])
+    hue = rng.random()
+    hues_and_values = [(rng.random(), dark), (hue, bright), (hue + rng.uniform(-0.2, 0.2), bright)]
+    colours = [colorsys.hsv_to_rgb(h, rng.uniform(0.1, 0.9), v) for h, v in hues_and_values]
+    ground, near, far = np.array(colours, np.float32)[:, :, None, None]
     figure = near - ground + (far - near) * np.clip(drift + 0.5, 0, 1)
     pixels = ground + value * figure  # float32 [3, H, W]
     pixels *= 1 + rng.uniform(0, 0.6) * light
@@ -158,15 +162,6 @@ def draw_image(label: str, rng: np.random.Generator) -> Image.Image:
 def _rotate(x: Plane, y: Plane, rng: np.random.Generator) -> tuple[Plane, Plane]:
     angle = rng.uniform(0, 2 * math.pi)
     return math.cos(angle) * x + math.sin(angle) * y, math.cos(angle) * y - math.sin(angle) * x
-
-
-def _palette(rng: np.random.Generator) -> Plane:
-    """Choose a ground colour and two similar hues of another brightness: float32 [3, 3, 1, 1]."""
-    dark, bright = rng.permutation([rng.uniform(0.05, 0.4), rng.uniform(0.6, 1)])
-    hue = rng.random()
-    hues_and_values = [(rng.random(), dark), (hue, bright), (hue + rng.uniform(-0.2, 0.2), bright)]
-    colours = [colorsys.hsv_to_rgb(h, rng.uniform(0.1, 0.9), value) for h, value in hues_and_values]
-    return np.array(colours, np.float32)[:, :, None, None]
 
 
 def demo(data: DataConfig, train: Compose, val: Compose, options: Options) -> Splits:

@@ -26,6 +26,7 @@ import numpy as np
 from conf.schema import DATA_FOLDERS, UserError
 from engine.compute import has_batch_norm
 from engine.log.observer import Observer
+from engine.log.plan import too_few_steps
 from engine.log.runlog import RunLog
 from engine.metrics import BestBy, format_value, metric_of
 
@@ -116,8 +117,9 @@ class Expectation(Observer):
         loss = min(row.get("loss", 0.0), self.log.row.get("loss", 0.0))
         if "top1" in row and row.get("epoch", 0) >= 1 and not loss < guess:
             text = f"the loss is not below {guess:.2f}, that of a guess: the model learned nothing"
-            line = f"warning   {text}; try a lower optim.lr (docs/faq.md)"
-            return {"expectation": {"line": line}}
+            few = too_few_steps(self.log.run.config, len(self.log.datasets.train))
+            remedy = few or "try a lower optim.lr (docs/faq.md)"
+            return {"expectation": {"line": f"warning   {text}; {remedy}"}}
         if self._final is None or row.get("step") != self._schedule.steps:
             return {"expectation": None}
         name, std, runs = self._value.name, self._final["std"], self._final["runs"] or 0
@@ -151,8 +153,7 @@ def half_width(std: float, runs: int, sigmas: float) -> float:
     """Return how far from the mean of a few runs one more run is expected.
 
     It is the prediction interval of a normal distribution whose mean and standard deviation are
-    uncertain: 3 sigma are 7.3 standard deviations of 5 runs, 4.3 of 10, 3.5 of 20. A good run is
-    more than 3 sigma below the mean with a probability of 0.13 %.
+    uncertain: 3 sigma are 7.3 standard deviations of 5 runs, 4.3 of 10, 3.5 of 20.
     """
     freedom = runs - 1
     # Student's t distribution: with t = sqrt(freedom) * tan(a), the density is proportional to

@@ -27,8 +27,7 @@ class Lamb(torch.optim.Optimizer):
     """AdamW whose update of each tensor is scaled to the norm of the tensor.
 
     Like timm's Lamb with its default options, except that optim.clip_norm clips the gradients.
-    Groups without weight decay (norms and biases) are not scaled. All of it runs on the device of
-    the parameters, also if `lr` is a tensor.
+    Groups without weight decay (norms and biases) are not scaled.
     """
 
     def __init__(

@@ -185,6 +185,7 @@ def _run_job(script: str, fixed: list[str], job: list[str], name: str, told: set
     if not same or _result(config)[2] != "finished" or config.checkpoint.resume == "never":
         status = _run_child([sys.executable, script, *overrides], told)
         if status == 2 or status > 128:
+            print(f"{name}: stopped with status {status}, and the sweep with it")
             sys.exit(status)
         if status != 0:
             return WORST
@@ -199,8 +200,12 @@ def _run_child(command: Sequence[str], told: set[str]) -> int:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit sends it to all processes
         stop_with_parent()
 
+    def stop(number: int, _: object) -> None:
+        child.send_signal(number)
+        print(file=sys.stderr)  # ends the line on which the terminal shows ^C
+
     child = Popen(command, stdin=DEVNULL, stdout=PIPE, errors="replace", preexec_fn=begin)
-    with handle_stops(lambda number, _: child.send_signal(number)):
+    with handle_stops(stop):
         try:
             in_plan = True  # until a line is indented
             for line in child.stdout or ():

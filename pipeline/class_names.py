@@ -7,10 +7,7 @@ TABLE = Path(__file__).with_name("imagenet_classes.tsv")
 
 
 def readable(name: str) -> str:
-    """Return the name to show for a class: `goldfish` for n01443537, any other name unchanged.
-
-    Programs that read our files should use the folder's name, which identifies the class.
-    """
+    """Return the name to show for a class: `goldfish` for n01443537, any other name unchanged."""
     return imagenet_names().get(name, name)
 
 

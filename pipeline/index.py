@@ -209,8 +209,8 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
         raise UserError(
             f"{key}={folder}: there is no such folder; {path.parent} holds "
             f"{', '.join(beside[:5]) or 'no folder'}: data.root must hold train/<class>/* and "
-            "val/<class>/*, or with data.val_fraction=0.1 be classes, .tar or .csv (unpack others)"
-            f"{did_you_mean(path.name, beside)}"
+            "val/<class>/*; with data.val_fraction=0.1 it may hold the classes, or be a .tar or "
+            f".csv file{did_you_mean(path.name, beside)}"
         )
     root = files[0] if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()

@@ -202,13 +202,14 @@ def read_list(path: str, origin: str) -> Classes:
     name -> sorted paths, absolute or relative to the file's folder; the classes are sorted too.
     """
     classes: Classes = {}
+    remedy = "write one image per line, and separate path and label with a comma"
     for line, cells in csv_rows(path):
         if len(cells) != 2 or not all(cells):
-            raise UserError(f"{origin}: line {line} is not path,label; write one image per line")
+            raise UserError(f"{origin}: line {line} is not path,label; {remedy}")
         first = os.path.join(os.path.dirname(path), cells[0])
         if line == 1 and not is_image(os.fsencode(first)) and not os.path.exists(first):
             continue
         classes.setdefault(os.fsencode(cells[1]), []).append(os.fsencode(cells[0]))
     if not classes:
-        raise UserError(f"{origin}: holds no images; write one image per line: path,label")
+        raise UserError(f"{origin}: holds no images; {remedy}")
     return {label: sorted(names) for label, names in sorted(classes.items())}

@@ -121,7 +121,6 @@ def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -
     """Fill the rows of a task, in a worker. The reply reports an exception; the worker goes on.
 
     With `max_bad_fraction`, a row gets the first readable one of the sample and its replacements.
-
     `following`: the samples of this task and of those after it, to read several at a time.
     """
     ring = rings[task.ring]

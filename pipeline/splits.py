@@ -56,6 +56,9 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     its content is wrong.
     """
     root = os.path.expanduser(data.root or "")
+    if os.path.isfile(root) and not find_storage(root):
+        remedy = "unpack a .zip or .tar.gz file first, and give the folder"
+        raise UserError(f"data.root={data.root}: is not a folder, .tar or .csv file; {remedy}")
     train_split, val_split = os.path.join(root, data.train), os.path.join(root, data.val)
     if part := held_out(data):
         if find_storage(val_split):
@@ -84,7 +87,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
 def hold_out(index: Index, part: HeldOut) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the training and the validation samples, the same part of each class.
 
-    Which images are held out depends on a hash of their names only, so it is the same for every
+    Which images are held out depends on a hash of their paths only, so it is the same for every
     seed and storage, and stays nearly the same when images are added.
     """
     labels, paths = index.labels.array, index.paths.array

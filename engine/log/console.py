@@ -61,30 +61,30 @@ def _title(by: BestBy) -> str:
 
 
 def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[str]:
-    """Return the results of a run and where its files are, as lines.
-
-    `resumes`: the same command resumes an interrupted run.
-    """
+    """Return the lines of a run's end; `resumes`: the same command resumes an interrupted run."""
     rate, took = summary["images_per_second"], duration(summary["seconds"])
     done = f"step {summary['step']:,}, epoch {summary['epoch']:.4g}"
-    lines = [
-        "",
-        f"status    {summary['status']} after {done}; this start took {took}",
-        f"result    {_result(summary)}",
-    ]
+    result, *files = results(folder, summary)
+    lines = ["", f"status    {summary['status']} after {done}; this start took {took}", result]
     # What an observer adds to the summary may have a line to print.
     lines += [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
     lines += [f"speed     {rate:,.0f} images/s"] if rate else []  # 0 without a step to measure
-    lines.append(f"run       {folder}")
-    if any(folder.glob("events.*")):
-        lines.append(f"curves    tensorboard --logdir {shlex.quote(str(folder.parent))}")
-    if best := summary["best_checkpoint"]:
-        lines.append(f"best      {folder}/checkpoints/{best}")
+    lines += files
     if skipped := summary["unreadable_images"]:
         lines.append(f"skipped   {skipped:,} unreadable images: scripts/doctor.py --all lists them")
     if summary["signal"] and resumes:
         lines.append("resume    run the same command again to resume")
     return [*lines, *(f"verdict   {line}" for line in summary["verdict"])]
+
+
+def results(folder: Path, summary: Mapping[str, Any]) -> list[str]:
+    """Return what does not depend on the start: the result, and where the files are."""
+    lines = [f"result    {_result(summary)}", f"run       {folder}"]
+    if any(folder.glob("events.*")):
+        lines.append(f"curves    tensorboard --logdir {shlex.quote(str(folder.parent))}")
+    if best := summary["best_checkpoint"]:
+        lines.append(f"best      {folder}/checkpoints/{best}")
+    return lines
 
 
 def _result(summary: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 from conf.schema import Config
 from engine.compute import Compute, has_batch_norm
 from engine.distributed import World
-from engine.log.console import outcome
+from engine.log.console import results
 from engine.run import Run
 from engine.schedule import Schedule, suited_batch
 from engine.state import TrainState
@@ -23,7 +23,7 @@ FEW_STEPS = 10  # with fewer steps per epoch, a smaller batch size is advised
 def print_plan(
     datasets: Datasets, schedule: Schedule, compute: Compute, state: TrainState, run: Run
 ) -> None:
-    """Print what the run will do, or the summary of an earlier start that finished it."""
+    """Print what the run will do, or the results of an earlier start that finished it."""
     if not run.world.is_main:
         return
     notes = (*run.config.notes, *setup_notes(run.config, datasets, run.world))
@@ -31,7 +31,6 @@ def print_plan(
         f"run      {run.path}",
         *plan_lines(datasets, schedule, compute, state.model),
         *(f"note     {note}" for note in notes),
-        *(f"history  {line}" for line in state.history),
     ]
     if run.resumed is not None:
         name = run.resumed if run.is_first_start else run.resumed.name
@@ -39,12 +38,12 @@ def print_plan(
         lines.append(f"state    resumed from {name}{done}")
     if run.finished_summary is not None:
         more = "a larger train.max_steps to continue, " if state.step < schedule.steps else ""
-        lines += [
-            f"this run is finished after step {state.step:,}: give {more}another run.name to "
-            "train again, or checkpoint.resume=never to start over in this directory",
-            *outcome(run.path, run.finished_summary, resumes=False),
+        lines = [  # not the plan, and nothing of the earlier start that looks like a new one
+            f"status    this run is finished after step {state.step:,}: give {more}another "
+            "run.name to train again, or checkpoint.resume=never to start over in this directory",
+            *results(run.path, run.finished_summary),
         ]
-    print(*lines, sep="\n", flush=True)
+    print(*lines, *(f"history  {line}" for line in state.history), sep="\n", flush=True)
 
 
 def plan_lines(
@@ -80,16 +79,18 @@ def plan_lines(
     yield f"device   {compute.name}, {compute.precision}{layout}, compile {compute.compile}{slow}"
 
 
+def too_few_steps(config: Config, images: int) -> str:
+    """Return a note that advises a smaller batch size, if an epoch has few steps; else ""."""
+    size, smaller = config.loader.batch_size, suited_batch(images)
+    lr = config.optim.lr * smaller / size  # arXiv 1706.02677
+    text = f"{images / size:.1f} optimiser steps per epoch are too few to train well; for "
+    text += f"{images:,} images, try loader.batch_size={smaller} optim.lr={lr:.3g}"
+    return text if images / size < FEW_STEPS and smaller < size else ""
+
+
 def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
     """Return notes on values that are allowed, but probably not what the user wants."""
-    notes = []
-    images, size = len(datasets.train), config.loader.batch_size
-    if images / size < FEW_STEPS and (smaller := suited_batch(images)) < size:
-        notes.append(
-            f"{images / size:.1f} optimiser steps per epoch are too few to train well; for "
-            f"{images:,} images, try loader.batch_size={smaller} "
-            f"optim.lr={config.optim.lr * smaller / size:.3g}"  # arXiv 1706.02677
-        )
+    notes = [few] if (few := too_few_steps(config, len(datasets.train))) else []
     if "optim.name" in config.changed and "optim.lr" not in config.changed:
         lr, name = f"optim.lr={config.optim.lr:g}", config.optim.name
         notes.append(f"{lr} was chosen for another optimiser than {name}; give optim.lr=0.001, too")

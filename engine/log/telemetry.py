@@ -45,8 +45,7 @@ QUERIES: dict[str, Callable[[Any, Any], Any]] = {
 def find_gpu(device: torch.device) -> tuple[Any, Any]:
     """Return the module pynvml and NVML's handle of a torch device, found by its UUID.
 
-    The indices differ: NVML counts all GPUs of the machine, torch counts those listed in
-    CUDA_VISIBLE_DEVICES, in CUDA's order, which torch.cuda.utilization() takes for NVML's.
+    The indices differ: NVML counts all GPUs of the machine, torch those of CUDA_VISIBLE_DEVICES.
     """
     import pynvml
 

@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def test_auto_resumes_the_newest_intact_checkpoint(run: Path) -> None:
+def test_auto_resumes_the_newest_intact_checkpoint(run: Path, capsys: Any) -> None:
     ten, twenty = checkpoint.files(run / "checkpoints")
     before = tree(run)
     assert directory(run).read_checkpoint()["identity"] == IDENTITY
@@ -45,6 +45,10 @@ def test_auto_resumes_the_newest_intact_checkpoint(run: Path) -> None:
     assert open_run(run) == twenty and tree(run) == before
     twenty.write_bytes(b"partial")
     assert open_run(run) == ten
+    for folder, newest in ((run, twenty), (run / "new", "none")):
+        with pytest.raises(KeyboardInterrupt), directory(folder):
+            raise KeyboardInterrupt
+        assert capsys.readouterr().out.endswith(f"by Ctrl-C; newest checkpoint: {newest}\n")
     ten.write_bytes(b"partial")
     with pytest.raises(CheckpointError, match="damaged, and so is every checkpoint before it"):
         open_run(run)
@@ -162,9 +166,7 @@ COMPLETE = {"status": "finished", "step": 20, "best_by": "top1"}
         ('{"status": "fin', 20, None),
     ],
 )
-def test_finished_run(
-    run: Path, text: str, stop_step: int, finished: dict[str, Any] | None
-) -> None:
+def test_finished_run(run: Path, text: str, stop_step: int, finished: Any) -> None:
     """Nothing is written in it; otherwise, an earlier summary is removed."""
     (run / "config.yaml").write_text("mine")
     (run / "summary.json").write_text(text)
