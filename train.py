@@ -90,13 +90,13 @@ def train(config: Config) -> dict[str, Any]:
             open_feed(config, datasets, world, compute.dtype, channels_last=compute.channels_last)
         )
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
-        tracker.print(feed.line())
+        tracker.print(feed.console_line())
         train_on_batch = enter(build_step(schedule, compute, loss_fn, state, world))
         stop = enter(StopSignal(world))
         batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         schedule = fit_memory(schedule, train_on_batch, state, world, batches)  # changes both
         tune_loader(feed, compute, train_on_batch, state, run=run, stop=stop, tracker=tracker)
-        run.keep_measured(fitted_batch=schedule.fitted_batch, mode=feed.mode)
+        run.add_to_identity(fitted_batch=schedule.fitted_batch, mode=feed.mode)
         log = RunLog(feed, schedule, compute, train_on_batch, state=state, run=run, tracker=tracker)
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
@@ -201,7 +201,7 @@ def build_loss(config: Config, datasets: Datasets, compute: Compute) -> Loss:
     Raises UserError if train.loss or a key that belongs to it is wrong.
     """
     weights = class_weights(config.train, datasets, compute.device)
-    loss_fn = compute.autocast()(compile_function(training_loss, compute.compile))
+    loss_fn = compute.autocast()(compile_function(training_loss, compute.compile_mode))
     return partial(loss_fn, criterion=build_criterion(config.train, weights))
 
 

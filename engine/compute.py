@@ -59,7 +59,7 @@ class Compute:
     name: str  # name of the GPU; "cpu" on a CPU
     precision: str
     channels_last: bool
-    compile: str
+    compile_mode: str
     rewrite: str | None  # `model.rewrite` where it helps: for compiled bf16 on a GPU
     image_shape: tuple[int, ...]  # a training image on the device, (..., C, S, S)
     parameters: int
@@ -126,7 +126,7 @@ def choose_compute(
         name=torch.cuda.get_device_name(device) if on_gpu else device.type,
         precision=precision,
         channels_last=models.use_channels_last(config.model.channels_last, model, device.type),
-        compile=mode,
+        compile_mode=mode,
         rewrite=config.model.rewrite if rewritten else None,
         image_shape=shape,
         parameters=sum(parameter.numel() for parameter in model.parameters()),

@@ -168,7 +168,7 @@ class Run(AbstractContextManager["Run"]):
             raise diverged(f"the weights are not finite at step {content['step']}")
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 
-    def keep_measured(self, *, fitted_batch: int | None, mode: str) -> None:
+    def add_to_identity(self, *, fitted_batch: int | None, mode: str) -> None:
         """Make what was measured at the start a part of the identity: a resumed run keeps it."""
         self.facts["identity"] |= {"fitted_batch": fitted_batch, "pixels": mode}
 

@@ -107,7 +107,7 @@ def _cache(feed: Feed, compute: Compute, run: Run) -> Path:
     world, identity = run.world, run.facts["identity"]
     machine = [platform.node(), len(feed.pool.workers), world.size, world.local_size]
     decoders = [feed.config.loader.decoder, feed.datasets.train.decoder]
-    known = [compute.name, compute.compile, torch.__version__, *decoders, *machine]
+    known = [compute.name, compute.compile_mode, torch.__version__, *decoders, *machine]
     known += [f"{key}={identity[key]}" for key in sorted(identity) if key.startswith(SPEED_NAMES)]
     name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
     return default_cache_dir() / f"autotune-{name}.json"

@@ -155,7 +155,7 @@ def measure_steps(
         fed = windows(sizes, seconds, finish)
         times = feed.train.clock.step_times()
     note = f"{config.model.name}, batch {schedule.batch_size}, {compute.precision}, "
-    note += f"compile {compute.compile}, batch already on the device"
+    note += f"compile {compute.compile_mode}, batch already on the device"
     waited = f"{100 * times.data_wait:.0f} %" if times else "unknown"
     waited = f"time in which the device waited for data: {waited}"
     return [Stage("step", alone, note), Stage("train", fed, waited)]
