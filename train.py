@@ -93,14 +93,15 @@ def train(config: Config) -> dict[str, Any]:
         tracker.print(feed.console_line())
         train_on_batch = enter(build_step(schedule, compute, loss_fn, state, world))
         stop = enter(StopSignal(world))
-        batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
-        schedule = fit_memory(schedule, train_on_batch, state, world, batches)  # changes both
+        first_batch = stop.interruptible(feed.train.batches(state.step, state.step + 1))
+        # May reduce the micro-batch, in the schedule and in train_on_batch.
+        schedule = fit_memory(schedule, train_on_batch, state, world, first_batch)
         tune_loader(feed, compute, train_on_batch, state, run=run, stop=stop, tracker=tracker)
         run.add_to_identity(fitted_batch=schedule.fitted_batch, mode=feed.mode)
         log = RunLog(feed, schedule, compute, train_on_batch, state=state, run=run, tracker=tracker)
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
-            # An earlier start did not validate here (signal, other keys), or did on other images.
+            # No validation yet: a signal or other keys prevented it, or its images have changed.
             validate(feed, compute, state, stop, log)
             save(state, run, log)
 
@@ -110,8 +111,8 @@ def train(config: Config) -> dict[str, Any]:
             values = train_on_batch(batch)  # lr, forward, backward, all-reduce, clip, update, EMA
             state.step += 1
             due = schedule.due(state.step)  # log, epoch, validate, save
-            row = log.end_step(values, due)
-            check_loss(row)  # the newest row: raises if training has diverged
+            newest = log.end_step(values, due)
+            check_loss(newest)  # often of an earlier step: reading this one's would wait
             if due.validate:
                 validate(feed, compute, state, stop, log)
             if due.save:
@@ -285,7 +286,7 @@ def resolve_config(config: Config, world: World) -> Config:
     """Apply train.prepare, and share rank 0's `run` keys with all ranks. Collective.
 
     The ranks would resolve ${now:} differently. Raises UserError if their types of device differ,
-    or any key but CHOOSE_SAMPLES; also raises what train.prepare raises.
+    or their values of a key that is not in CHOOSE_SAMPLES; and what train.prepare raises.
     """
     if config.train.prepare is not None:
         name, parameters = split_entry(config.train.prepare, "train.prepare")

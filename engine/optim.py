@@ -79,7 +79,7 @@ def from_class(
     optimizer_class: Callable[..., Optimizer], model: nn.Module, config: OptimConfig, **args: Any
 ) -> Optimizer:
     """Create an optimiser of a library's class, with the keys of `optim` that the class takes."""
-    groups, bound = decay_groups(model, config), getattr(optimizer_class, "keywords", {})  # of timm
+    groups, bound = decay_groups(model, config), getattr(optimizer_class, "keywords", {})  # by timm
     parameters = inspect.signature(optimizer_class).parameters
     defaults = {name: p.default for name, p in parameters.items() if name not in bound}
     for name in args.keys() - defaults.keys():
@@ -100,7 +100,7 @@ def from_class(
 
 
 def refuse_capture(optimizer: Optimizer, *_: Any) -> None:
-    """Raise RuntimeError in a CUDA graph, which would repeat one number of steps from the host."""
+    """Raise RuntimeError in a capture: a graph would repeat the step count of this moment."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{type(optimizer).__name__} computes a part of its step on the host")
 

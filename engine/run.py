@@ -36,7 +36,7 @@ WEIGHTS = ("model.weights",)  # keys that name a file, whose content counts
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
 VALIDATED_ON |= {"data.exif_orientation"}
-BEGAN, WITH = "began at step ", " with "  # parts of a line of the history: a step, a checkpoint
+BEGAN, WITH = "began at step ", " with "  # of a line in the history: `began at step 5 with PATH`
 
 
 class Run(AbstractContextManager["Run"]):

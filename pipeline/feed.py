@@ -132,7 +132,7 @@ def open_feed(
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
     mixing = _mixing(config, datasets, world)
     local_batch_size = loader.batch_size // world.size
-    # The step's batch and 4 ready ones (8 were not faster); 2 of large ones, of 0.6 GB and more.
+    # The batch of the step and 4 ready ones (8 were not faster), or 2 of more than 2,048 images.
     in_use = 5 if local_batch_size <= 2048 else 3
     slots = slots_needed(local_batch_size, workers=max_workers, in_use=in_use)
     limit = data.max_bad_fraction if data.on_error == "skip" else None

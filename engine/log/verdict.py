@@ -21,7 +21,7 @@ DRAINED_BY_WORKERS = 0.1  # DRAINED where the training process lacks a CPU core
 # by up to 13 % from run to run.
 VARIES_ON_CPU = 0.2
 # Fractions of the images/s that the step alone reached just after the start: the loader can cost 3
-# to 5 %. Below SLOWER something is wrong: over hours a GPU runs warmer and slower.
+# to 5 %. A GPU that gets warm in hours loses some more: only below SLOWER something is wrong.
 AS_FAST, SLOWER = 0.97, 0.9
 SPARE = 1.3  # workers that can supply this many times the rate do not limit it
 SHORT_EPOCH, SHORT_RUN = 20.0, 3.0  # seconds of steps; a shorter one gets no verdict
@@ -123,7 +123,7 @@ def input_cause(run: StepTimes) -> str:
     """Return the stage of the input that limits."""
     if run.on_gpu and run.copy >= COPIES:  # decoding on the device takes the place of the copy
         return "copy-bound" if run.mode == "cpu" else ENGINES
-    if run.storage_ms > run.cpu_ms:  # perhaps of single files: all workers wait for the slowest
+    if run.storage_ms > run.cpu_ms:  # may come from a few slow files: a batch waits for its slowest
         return "input-bound by storage"
     if run.workers * run.per_worker > SPARE * run.rate:
         return ENGINES if run.device_decodes else "input-bound by the hand-off"
