@@ -21,7 +21,7 @@ DRAINED_BY_WORKERS = 0.1  # DRAINED where the training process lacks a CPU core
 # by up to 13 % from run to run.
 VARIES_ON_CPU = 0.2
 # Fractions of the images/s that the step alone reached just after the start: the loader can cost 3
-# to 5 %. A GPU that gets warm in hours loses some more: only below SLOWER something is wrong.
+# to 5 %. A GPU that gets warm in hours loses some more: only below SLOWER is something wrong.
 AS_FAST, SLOWER = 0.97, 0.9
 SPARE = 1.3  # workers that can supply this many times the rate do not limit it
 SHORT_EPOCH, SHORT_RUN = 20.0, 3.0  # seconds of steps; a shorter one gets no verdict
