@@ -86,9 +86,7 @@ def train(config: Config) -> dict[str, Any]:
         if run.finished_summary is not None:
             return run.finished_summary
 
-        feed = enter(
-            open_feed(config, datasets, world, compute.dtype, channels_last=compute.channels_last)
-        )
+        feed = enter(open_feed(config, datasets, world, compute.dtype, compute.channels_last))
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         tracker.print(feed.console_line())
         train_on_batch = enter(build_step(schedule, compute, loss_fn, state, world))
@@ -102,7 +100,7 @@ def train(config: Config) -> dict[str, Any]:
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
             # No validation yet: a signal or other keys prevented it, or its images have changed.
-            validate(feed, compute, state, stop, log)
+            validate(feed, compute, schedule, state, stop, log)
             save(state, run, log)
 
         # A signal to one rank ends the loop before the same step on all ranks.
@@ -114,7 +112,7 @@ def train(config: Config) -> dict[str, Any]:
             newest = log.end_step(values, due)
             check_loss(newest)  # often of an earlier step: reading this one's would wait
             if due.validate:
-                validate(feed, compute, state, stop, log)
+                validate(feed, compute, schedule, state, stop, log)
             if due.save:
                 save(state, run, log)
         check_loss(log.end_loop())
@@ -141,8 +139,7 @@ def build_step(
         seed_step(config.train.seed, step, world.rank)
         lr.fill_(schedule.lr(step))
 
-    clear_gradients = state.clear_gradients
-    return StepGraph(step_function, before_step, clear_gradients=clear_gradients, network=network)
+    return StepGraph(step_function, before_step, state.clear_gradients, network)
 
 
 def train_step(
@@ -247,7 +244,12 @@ def predictions(outputs: Tensor) -> Values:
 
 
 def validate(
-    feed: Feed, compute: Compute, state: TrainState, stop: StopSignal, log: RunLog
+    feed: Feed,
+    compute: Compute,
+    schedule: Schedule,
+    state: TrainState,
+    stop: StopSignal,
+    log: RunLog,
 ) -> None:
     """Validate each image once, and note in the state whether the model is the best so far.
 
@@ -256,13 +258,12 @@ def validate(
     next start validates again.
     """
     networks = [state.model] if state.ema is None else [state.ema.module, state.model]
-    schedule, world = log.schedule, log.world
     with log.pause():
         for network in networks:
-            world.broadcast_buffers(network)
+            log.world.broadcast_buffers(network)
         batches = validation_batches(feed, stop, schedule.micro_batches)
         with compute.autocast(), feed.for_validation():
-            result, *raw_results = evaluate(networks, validation_values, batches, world)
+            result, *raw_results = evaluate(networks, validation_values, batches, log.world)
         if result.images < len(feed.datasets.val):
             return  # a signal has ended it
         row = {"step": state.step, "epoch": schedule.epoch(state.step), **result.values()}

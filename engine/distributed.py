@@ -215,8 +215,7 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             prefix = os.environ.get("TRAINER_STORE_PREFIX", "")
             if local_size == size:
                 prefix += os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            if prefix:
-                store = dist.PrefixStore(prefix, store)
+            store = dist.PrefixStore(prefix, store)
             dist.init_process_group(
                 backend, timeout=timeout, store=store, rank=rank, world_size=size
             )
