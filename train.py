@@ -86,22 +86,21 @@ def train(config: Config) -> dict[str, Any]:
         if run.finished_summary is not None:
             return run.finished_summary
 
-        feed = enter(
-            open_feed(config, datasets, world, compute.dtype, channels_last=compute.channels_last)
-        )
+        feed = enter(open_feed(config, datasets, world, compute.dtype, compute.channels_last))
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
-        tracker.print(feed.line())
+        tracker.print(feed.console_line())
         train_on_batch = enter(build_step(schedule, compute, loss_fn, state, world))
         stop = enter(StopSignal(world))
-        batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
-        schedule = fit_memory(schedule, train_on_batch, state, world, batches)  # changes both
+        first_batch = stop.interruptible(feed.train.batches(state.step, state.step + 1))
+        # May reduce the micro-batch, in the schedule and in train_on_batch.
+        schedule = fit_memory(schedule, train_on_batch, state, world, first_batch)
         tune_loader(feed, compute, train_on_batch, state, run=run, stop=stop, tracker=tracker)
-        run.keep_measured(fitted_batch=schedule.fitted_batch, mode=feed.mode)
+        run.add_to_identity(fitted_batch=schedule.fitted_batch, mode=feed.mode)
         log = RunLog(feed, schedule, compute, train_on_batch, state=state, run=run, tracker=tracker)
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
-            # An earlier start did not validate here (signal, other keys), or did on other images.
-            validate(feed, compute, state, stop, log)
+            # No validation yet: a signal or other keys prevented it, or its images have changed.
+            validate(feed, compute, schedule, state, stop, log)
             save(state, run, log)
 
         # A signal to one rank ends the loop before the same step on all ranks.
@@ -110,10 +109,10 @@ def train(config: Config) -> dict[str, Any]:
             values = train_on_batch(batch)  # lr, forward, backward, all-reduce, clip, update, EMA
             state.step += 1
             due = schedule.due(state.step)  # log, epoch, validate, save
-            row = log.end_step(values, due)
-            check_loss(row)  # the newest row: raises if training has diverged
+            newest = log.end_step(values, due)
+            check_loss(newest)  # often of an earlier step: reading this one's would wait
             if due.validate:
-                validate(feed, compute, state, stop, log)
+                validate(feed, compute, schedule, state, stop, log)
             if due.save:
                 save(state, run, log)
         check_loss(log.end_loop())
@@ -140,8 +139,7 @@ def build_step(
         seed_step(config.train.seed, step, world.rank)
         lr.fill_(schedule.lr(step))
 
-    clear_gradients = state.clear_gradients
-    return StepGraph(step_function, before_step, clear_gradients=clear_gradients, network=network)
+    return StepGraph(step_function, before_step, state.clear_gradients, network)
 
 
 def train_step(
@@ -201,7 +199,7 @@ def build_loss(config: Config, datasets: Datasets, compute: Compute) -> Loss:
     Raises UserError if train.loss or a key that belongs to it is wrong.
     """
     weights = class_weights(config.train, datasets, compute.device)
-    loss_fn = compute.autocast()(compile_function(training_loss, compute.compile))
+    loss_fn = compute.autocast()(compile_function(training_loss, compute.compile_mode))
     return partial(loss_fn, criterion=build_criterion(config.train, weights))
 
 
@@ -246,7 +244,12 @@ def predictions(outputs: Tensor) -> Values:
 
 
 def validate(
-    feed: Feed, compute: Compute, state: TrainState, stop: StopSignal, log: RunLog
+    feed: Feed,
+    compute: Compute,
+    schedule: Schedule,
+    state: TrainState,
+    stop: StopSignal,
+    log: RunLog,
 ) -> None:
     """Validate each image once, and note in the state whether the model is the best so far.
 
@@ -255,13 +258,12 @@ def validate(
     next start validates again.
     """
     networks = [state.model] if state.ema is None else [state.ema.module, state.model]
-    schedule, world = log.schedule, log.world
     with log.pause():
         for network in networks:
-            world.broadcast_buffers(network)
+            log.world.broadcast_buffers(network)
         batches = validation_batches(feed, stop, schedule.micro_batches)
         with compute.autocast(), feed.for_validation():
-            result, *raw_results = evaluate(networks, validation_values, batches, world)
+            result, *raw_results = evaluate(networks, validation_values, batches, log.world)
         if result.images < len(feed.datasets.val):
             return  # a signal has ended it
         row = {"step": state.step, "epoch": schedule.epoch(state.step), **result.values()}
@@ -285,7 +287,7 @@ def resolve_config(config: Config, world: World) -> Config:
     """Apply train.prepare, and share rank 0's `run` keys with all ranks. Collective.
 
     The ranks would resolve ${now:} differently. Raises UserError if their types of device differ,
-    or any key but CHOOSE_SAMPLES; also raises what train.prepare raises.
+    or their values of a key that is not in CHOOSE_SAMPLES; and what train.prepare raises.
     """
     if config.train.prepare is not None:
         name, parameters = split_entry(config.train.prepare, "train.prepare")

@@ -50,7 +50,7 @@ TEXT_KEYS = {name for name, field in FIELDS.items() if field.type in (str, str |
 PATH_KEYS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint.resume", "run.dir")
 # Keys in which `module:name` is not a name of code in this checkout.
 NOT_CODE = {*PATH_KEYS, "run.name", "train.class_weights", "model.args", "optim.args"}
-# Group -> key that takes more than the choices of the group.
+# Group -> what to write before a name that is not among the choices of the group.
 NAME_KEYS = {"model": "model.name", "data": "data.root", "optim": "optim.lr=0.001 optim.name"}
 FLAGS = "docs/from-other-trainers.md has the keys for the flags of other trainers"
 HYDRA = {  # words of Hydra's own command line, and what to write instead
@@ -257,6 +257,7 @@ def dotted(content: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _to_config(tree: DictConfig, overrides: Sequence[str]) -> Config:
     """Turn a tree into a Config: leave out missing code, shorten a long warm-up, and check it.
+
     An environment variable must not change the training, and its value would be stored: only paths
     may have functions such as `${oc.env:NAME}`, and all keys `${now:FORMAT}`.
     """

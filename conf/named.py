@@ -1,4 +1,4 @@
-"""Import the code that a config names as module:name; nothing else does.
+"""Import the code that a config names as module:name. No other module does this.
 
     python train.py model.name=experiments.networks:tiny
 

@@ -37,8 +37,8 @@ PEAK_FLOPS = {
 # model.compile=auto compiles for more steps than this. On one H200, ResNet-50 compiles in a minute,
 # at later starts in 11 s, and then saves 18 of the 53 ms of a step of 256 images.
 MANY_STEPS = 2_000
-# With more operations per GPU than this, an hour of an H200, auto is `tuned`. For ResNet-50, the
-# first start then takes 132 s more, and a step is 1.06 times as fast.
+# With more operations per GPU than this, auto is `tuned`: ResNet-50 takes 3 hours for them on an
+# H200. Its first start then takes 132 s more, and a step is 1.06 times as fast.
 MANY_OPERATIONS = 2e18
 
 # With model.compile=recompute, the forward pass keeps at most this share of the activations, and
@@ -59,7 +59,7 @@ class Compute:
     name: str  # name of the GPU; "cpu" on a CPU
     precision: str
     channels_last: bool
-    compile: str
+    compile_mode: str
     rewrite: str | None  # `model.rewrite` where it helps: for compiled bf16 on a GPU
     image_shape: tuple[int, ...]  # a training image on the device, (..., C, S, S)
     parameters: int
@@ -126,7 +126,7 @@ def choose_compute(
         name=torch.cuda.get_device_name(device) if on_gpu else device.type,
         precision=precision,
         channels_last=models.use_channels_last(config.model.channels_last, model, device.type),
-        compile=mode,
+        compile_mode=mode,
         rewrite=config.model.rewrite if rewritten else None,
         image_shape=shape,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -191,8 +191,8 @@ def autocast(device_type: str, precision: str) -> torch.autocast:
 def resolve_compile(config: Config, device: torch.device, steps: int, operations: int) -> str:
     """Resolve model.compile=auto.
 
-    `steps` and `operations` of a rank, from step 0 to the stop step, not those that are left: a
-    resumed run keeps its mode, as another one rounds differently, unless train.max_steps changes.
+    `steps` and `operations`: those of a rank in the whole run, not only those that are left. So a
+    resumed run keeps its mode, unless train.max_steps changes; another mode rounds differently.
     """
     if config.model.compile != "auto":
         return config.model.compile

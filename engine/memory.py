@@ -55,7 +55,7 @@ def fit_memory(
                     "with micro-batches of 1; use a smaller model.name or data.image_size"
                 )
             count = count_micro_batches(images, images // count // 2)
-    if world.device.type == "cuda":  # StepGraph reads the peak; what was tried does not count
+    if world.device.type == "cuda":  # StepGraph reads the peak: leave out the trials
         torch.cuda.reset_peak_memory_stats()
     if count == schedule.micro_batches:
         return schedule

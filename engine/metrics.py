@@ -198,7 +198,7 @@ class Meter:
     def read(self) -> tuple[int, int, dict[str, float]] | None:
         """Return what was sent and not yet read, if anything: last step, number of steps, means.
 
-        Called one step after `send`, it does not wait: the copy is complete by then.
+        Called one step after `send`, it waits for that step only, while the GPU runs the next one.
         """
         if self._sent is None:
             return None

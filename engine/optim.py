@@ -35,7 +35,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     create = OPTIMIZERS.get(config.name)
     if create is None and is_object_name(config.name):
         create = import_object(config.name, "optim.name")
-    create = create or partial(of_class, library_class(config.name))
+    create = create or partial(from_class, find_class(config.name))
     try:
         return create(model, config, **config.args)
     except (TypeError, ValueError) as error:
@@ -44,7 +44,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
         raise UserError(f"optim.args={show(config.args)}: {error}; change them") from None
 
 
-def library_class(name: str) -> Callable[..., Optimizer]:
+def find_class(name: str) -> Callable[..., Optimizer]:
     """Return the class of torch.optim whose name this is in lower case; that of timm for timm/NAME.
 
     Raises UserError if there is none, or the training step cannot use it.
@@ -75,11 +75,11 @@ def decay_groups(model: nn.Module, config: OptimConfig) -> Groups:
     return [group for group in groups if group["params"]]
 
 
-def of_class(
+def from_class(
     optimizer_class: Callable[..., Optimizer], model: nn.Module, config: OptimConfig, **args: Any
 ) -> Optimizer:
     """Create an optimiser of a library's class, with the keys of `optim` that the class takes."""
-    groups, bound = decay_groups(model, config), getattr(optimizer_class, "keywords", {})  # of timm
+    groups, bound = decay_groups(model, config), getattr(optimizer_class, "keywords", {})  # by timm
     parameters = inspect.signature(optimizer_class).parameters
     defaults = {name: p.default for name, p in parameters.items() if name not in bound}
     for name in args.keys() - defaults.keys():
@@ -100,13 +100,13 @@ def of_class(
 
 
 def refuse_capture(optimizer: Optimizer, *_: Any) -> None:
-    """Raise RuntimeError in a CUDA graph, which would repeat one number of steps from the host."""
+    """Raise RuntimeError in a capture: a graph would repeat the step count of this moment."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{type(optimizer).__name__} computes a part of its step on the host")
 
 
 def sgd(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
-    optimizer = of_class(torch.optim.SGD, model, config, **args)
+    optimizer = from_class(torch.optim.SGD, model, config, **args)
     if optimizer.defaults["fused"] and optimizer.defaults["momentum"]:
         # If torch.amp.GradScaler skips its first step, it does not write the momentum: random
         # values remain.
@@ -115,7 +115,7 @@ def sgd(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     return optimizer
 
 
-adamw = partial(of_class, torch.optim.AdamW)
+adamw = partial(from_class, torch.optim.AdamW)
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adamw": adamw}
 
 

@@ -36,7 +36,7 @@ WEIGHTS = ("model.weights",)  # keys that name a file, whose content counts
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
 VALIDATED_ON |= {"data.exif_orientation"}
-BEGAN, WITH = "began at step ", " with "  # parts of a line of the history: a step, a checkpoint
+BEGAN, WITH = "began at step ", " with "  # of a line in the history: `began at step 5 with PATH`
 
 
 class Run(AbstractContextManager["Run"]):
@@ -168,7 +168,7 @@ class Run(AbstractContextManager["Run"]):
             raise diverged(f"the weights are not finite at step {content['step']}")
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 
-    def keep_measured(self, *, fitted_batch: int | None, mode: str) -> None:
+    def add_to_identity(self, *, fitted_batch: int | None, mode: str) -> None:
         """Make what was measured at the start a part of the identity: a resumed run keeps it."""
         self.facts["identity"] |= {"fitted_batch": fitted_batch, "pixels": mode}
 

@@ -128,8 +128,8 @@ class TrainState:
         if stored.get("loss_scale"):  # empty without fp16
             self.scaler.load_state_dict(self.scaler.state_dict() | stored["loss_scale"])
         # The optimiser's state, such as momentum, comes from the checkpoint, and so do the steps
-        # that some optimisers of timm count in their groups. Its options, such as weight decay,
-        # come from the config, except `capturable`: it decides on which device the state is.
+        # that some optimisers of timm count in their groups. Its options are those of this
+        # start: weight decay, and also `capturable`, which decides on which device the state is.
         old, now = stored["optimizer"]["param_groups"], self.optimizer.param_groups
         groups = [
             {**group, **chosen, "params": group["params"]}

@@ -56,7 +56,7 @@ class StepGraph(AbstractContextManager["StepGraph"]):
         self.disabled_reason = None if on_gpu else "it is only for CUDA"  # why there is no graph
         self.steps_before_capture = STEPS_BEFORE_CAPTURE_DDP if has_ddp else STEPS_BEFORE_CAPTURE
         self._needed = 0  # bytes of a step, beyond what is allocated between steps
-        self._steps = 0  # before a capture
+        self._steps = 0  # so far, on a GPU; `reset` lowers it, which delays the next capture
         # A graph, with the batch that it reads and the values that it writes at each replay.
         self._captured: tuple[torch.cuda.CUDAGraph, Batch, Values] | None = None
 

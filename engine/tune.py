@@ -54,7 +54,7 @@ MARGIN = 1.15  # supply over demand: workers slow each other down, and batches c
 SHARED_MARGIN = 1.25
 TOLERANCE = 0.02  # a smaller share of the time waiting for input ends the search
 MIN_GAIN = 1.015  # a rate must be this many times higher to justify more workers or another mode
-MIN_STEP_RATE = 0.95  # share of the step's own rate; a loaded host costs 1 to 2 % in any case
+MIN_STEP_RATE = 0.95  # share of its rate alone; below it, workers slow the step (a busy host: 2 %)
 # With several ranks, each gets this many times the fewest workers that were enough in a trial. All
 # ranks wait for the one whose workers are late, and on four H200s with 64 cores, a worker took 1.4
 # times as long per image in the run as in the trial.
@@ -107,7 +107,7 @@ def _cache(feed: Feed, compute: Compute, run: Run) -> Path:
     world, identity = run.world, run.facts["identity"]
     machine = [platform.node(), len(feed.pool.workers), world.size, world.local_size]
     decoders = [feed.config.loader.decoder, feed.datasets.train.decoder]
-    known = [compute.name, compute.compile, torch.__version__, *decoders, *machine]
+    known = [compute.name, compute.compile_mode, torch.__version__, *decoders, *machine]
     known += [f"{key}={identity[key]}" for key in sorted(identity) if key.startswith(SPEED_NAMES)]
     name = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
     return default_cache_dir() / f"autotune-{name}.json"

@@ -82,8 +82,8 @@ def validation_batches(feed: Feed, stop: StopSignal, micro_batches: int) -> Iter
 
     They are split as in training, because a whole batch may not fit into the GPU's memory.
     """
-    batches = feed.val.batches(0, feed.val_batches)
-    for _ in range(stop.world.max(feed.val_batches)):
+    batches = feed.val.batches(0, feed.num_val_batches)
+    for _ in range(stop.world.max(feed.num_val_batches)):
         if stop.poll():
             return
         if (batch := next(batches, None)) is not None:  # a rank may have one batch less

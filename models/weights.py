@@ -134,7 +134,7 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     if head:
         names, count = ", ".join(head), own[head[0]].shape[0]
         logger.warning(f"{origin}: {names} are new: the file has no head for these {count} classes")
-    own.update(weights)  # the model's own has versions of layers, which MNASNet requires
+    own.update(weights)  # `own` also has the versions of layers (`_metadata`), for MNASNet
     model.load_state_dict(own)
 
 

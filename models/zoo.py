@@ -89,7 +89,7 @@ def build(
 def _function(name: str, pretrained: bool) -> Callable[..., nn.Module]:
     """Return the function of (num_classes, image_size, **model.args) that makes a model."""
     if name.startswith("timm/"):
-        return partial(_of_timm, name.removeprefix("timm/"), pretrained)
+        return partial(_build_timm, name.removeprefix("timm/"), pretrained)
     if name in OURS or is_object_name(name):
         if pretrained:
             wrong = f"{name} has no published weights; give a file"
@@ -101,10 +101,10 @@ def _function(name: str, pretrained: bool) -> Callable[..., nn.Module]:
             f"model.name={name}: no such model{hint} timm/<name> works if timm is installed; our "
             f"own are {', '.join(OURS)}"
         )
-    return partial(_of_torchvision, name, pretrained)
+    return partial(_build_torchvision, name, pretrained)
 
 
-def _of_torchvision(
+def _build_torchvision(
     name: str,
     pretrained: bool,
     num_classes: int,
@@ -150,7 +150,7 @@ def import_timm(origin: str) -> ModuleType:
     return timm
 
 
-def _of_timm(
+def _build_timm(
     name: str,
     pretrained: bool,
     num_classes: int,

@@ -38,7 +38,7 @@ V2_NAMES = tuple(
 
 def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
     """Return the generator of one sample's augmentation."""
-    # random.Random takes an integer of any length. No overlap: epoch < 2**32, index < 2**48.
+    # No overlap: epoch < 2**32 (the position in the stream if classes are sampled), index < 2**48.
     return random.Random((seed << 80) | (epoch << 48) | index)
 
 

@@ -61,8 +61,8 @@ class Batch:
     # Name -> tensor [B, ...], as `batch[name]`. For the step, images are [B, ..., C, H, W] in the
     # training dtype, normalised, and TARGET is there if batch transforms mixed the labels.
     fields: dict[str, Tensor]
-    # int64 [B, 2], the (epoch, index) of each row; EMPTY_ROW where a short batch has no sample, in
-    # which the fields are those of an earlier batch
+    # int64 [B, 2], the (epoch, index) of each row; EMPTY_ROW in the rows of a short batch
+    # without a sample, whose fields still hold an earlier batch
     samples: Tensor
     step: int  # step of the sampler
 

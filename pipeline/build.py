@@ -134,9 +134,9 @@ Options = dict[str, Any]  # arguments of FolderDataset
 def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:
     """Call a function of DATASETS, or the one that data.source names."""
     build: Any = DATASETS.get(data.source) or import_object(data.source, "data.source")
-    part = held_out(data)
-    if part and data.source not in DATASETS and not hasattr(build, "holds_out"):
-        raise UserError(f"{part.origin}: data.source={data.source} does not read it; omit it")
+    held = held_out(data)
+    if held and data.source not in DATASETS and not hasattr(build, "holds_out"):
+        raise UserError(f"{held.origin}: data.source={data.source} does not read it; omit it")
     # In other modes, a CPU decoder takes the validation images and what the device refuses.
     decoder = config.loader.decoder if config.loader.decoder in DECODERS else "auto"
     options = dict(decoder=decoder, seed=config.train.seed, exif_orientation=data.exif_orientation)

@@ -32,7 +32,7 @@ class StepTimes(NamedTuple):
     copy: float = 0.0
     ranks_wait: float = 0.0  # the step waited for other ranks to have their batches
     drained: float = 0.0  # share of the steps before which the GPU had finished all its work
-    core: float = 0.0  # since the last reading, the training thread waited for a CPU core
+    core_wait: float = 0.0  # since the last reading, the training thread waited for a CPU core
     copy_ms: float = 0.0  # median
     step_ms: float = 0.0  # median
     step_worst_ms: float = 0.0  # the slowest step
@@ -202,7 +202,7 @@ class StepClock:
             copy=float(copies.sum()) / total,
             ranks_wait=float(ms("begin", "ready").sum()) / total,
             drained=sum(m.drained for m in events) / len(events),
-            core=min(1.0, (self._core[1] - before) / max(self._core[0] - began, 1e-6)),
+            core_wait=min(1.0, (self._core[1] - before) / max(self._core[0] - began, 1e-6)),
             copy_ms=float(np.median(copies)),
             step_ms=float(np.median(spans)),
             step_worst_ms=float(spans.max()),

@@ -25,7 +25,7 @@ from pipeline import region
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 INTERPOLATIONS = ("bilinear", "bicubic")
 
-DARK_LEVEL = 1 << 14  # a 16-bit image whose highest level is lower gets nearly black in 8 bits
+DARK_LEVEL = 1 << 14  # a 16-bit image whose highest level is lower becomes nearly black in 8 bits
 MAX_PIXELS = 178_956_970  # Pillow refuses a larger image: decoding takes up to 17 bytes for each
 # A truncated file must be an error with its path, not an image whose lower half is grey.
 ImageFile.LOAD_TRUNCATED_IMAGES = False

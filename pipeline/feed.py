@@ -46,7 +46,7 @@ class Feed:
     pool: Pool  # the workers
     train: Prefetcher
     val: Prefetcher
-    val_batches: int  # number of validation batches of this rank
+    num_val_batches: int  # number of validation batches of this rank
     modes: Sequence[str]  # modes of the training split to compare; training begins with the first
     num_cores: int  # number of workers for which this rank has cores
     max_workers: int  # number of workers for which the buffers are allocated
@@ -54,7 +54,7 @@ class Feed:
     mode: str = "cpu"  # mode of the training samples, one of `modes`
     step_rate: float = 0.0  # images/s of this rank's step without the loader; 0 if not measured
 
-    def line(self) -> str:
+    def console_line(self) -> str:
         """Return the active workers and the decoder, for the console."""
         workers, decoder = self.pool.active, self.datasets.train.decoder
         names = " or ".join(decoder if mode == "cpu" else mode for mode in self.modes)
@@ -121,27 +121,26 @@ def open_feed(
         # for storage, and need no core then.
         active, started = datasets.train.workers_in(modes[0], num_cores), num_cores
         max_workers = max(started, 2 * active if measured else 0)
-    part = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
+    of_world = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
     labels = datasets.train.labels if config.train.class_weights == "sampled" else None
     count, seed = len(datasets.train), config.train.seed
     train_sampler = TrainSampler(
-        num_samples=count, seed=seed, repeats=data.repeats, labels=labels, **part
+        num_samples=count, seed=seed, repeats=data.repeats, labels=labels, **of_world
     )
-    val_samples = val_batches(num_samples=len(datasets.val), **part)
+    val_samples = val_batches(num_samples=len(datasets.val), **of_world)
     highest = datasets.val.fields[IMAGE].highest  # in an evaluation, `train` is a stand-in
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
     mixing = _mixing(config, datasets, world)
-    share = loader.batch_size // world.size
-    # The step's batch and 4 ready ones (8 were not faster); 2 of large ones, of 0.6 GB and more.
-    in_use = 5 if share <= 2048 else 3
-    slots = slots_needed(share, workers=max_workers, in_use=in_use)
+    local_batch_size = loader.batch_size // world.size
+    # The batch of the step and 4 ready ones (8 were not faster), or 2 of more than 2,048 images.
+    in_use = 5 if local_batch_size <= 2048 else 3
+    slots = slots_needed(local_batch_size, workers=max_workers, in_use=in_use)
     limit = data.max_bad_fraction if data.on_error == "skip" else None
-    rings = Ring(datasets.train, share, slots, limit), Ring(datasets.val, share, slots)
+    train_ring = Ring(datasets.train, local_batch_size, slots, limit)
+    rings = train_ring, Ring(datasets.val, local_batch_size, slots)
     pool = Pool(rings, timeout_seconds=loader.timeout_seconds)
-    train_loader = Loader(pool, 0, train_sampler.samples, in_use=in_use)
-    val_loader = Loader(pool, 1, val_samples.__getitem__, in_use=in_use)
-    train = Prefetcher(train_loader, images, mixing)
-    val = Prefetcher(val_loader, images)
+    train = Prefetcher(Loader(pool, 0, train_sampler.samples, in_use=in_use), images, mixing)
+    val = Prefetcher(Loader(pool, 1, val_samples.__getitem__, in_use=in_use), images)
     known: dict[str, Any] = dict(num_cores=num_cores, max_workers=max_workers, measured=measured)
     feed = Feed(config, datasets, pool, train, val, len(val_samples), modes, **known)
     buffers = [buffer for ring in rings for buffer in ring.buffers]
@@ -168,5 +167,5 @@ def _mixing(config: Config, datasets: Datasets, world: RankInfo) -> Mixing | Non
                 "augment.batch: mixup and cutmix mix a class number or floating-point numbers; "
                 f"besides images, a sample has {', '.join(others) or 'nothing'}; leave them out"
             )
-    part = {"rank": world.rank, "world_size": world.size}
-    return Mixing(transforms, len(datasets.classes), seed=config.train.seed, label=label, **part)
+    count, seed = len(datasets.classes), config.train.seed
+    return Mixing(transforms, count, seed=seed, label=label, rank=world.rank, world_size=world.size)

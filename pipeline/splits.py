@@ -60,12 +60,12 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
         remedy = "unpack a .zip or .tar.gz file first, and give the folder"
         raise UserError(f"data.root={data.root}: is not a folder, .tar or .csv file; {remedy}")
     train_split, val_split = os.path.join(root, data.train), os.path.join(root, data.val)
-    if part := held_out(data):
+    if held := held_out(data):
         if find_storage(val_split):
             remedy = "leave out this key to use it, or move it away"
-            raise UserError(f"{part.origin}: there is a validation split, {val_split}; {remedy}")
+            raise UserError(f"{held.origin}: there is a validation split, {val_split}; {remedy}")
         index = load_index(train_split if find_storage(train_split) else root, key="data.root")
-        train, val = map(index.rows, hold_out(index, part))
+        train, val = map(index.rows, hold_out(index, held))
         return train, val
     if not find_storage(val_split):  # perhaps one level higher or deeper
         for folder in (Path(os.path.abspath(root)).parent, *sorted(Path(root).glob("*"))):
@@ -84,7 +84,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     return train, val
 
 
-def hold_out(index: Index, part: HeldOut) -> tuple[np.ndarray, np.ndarray]:
+def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the training and the validation samples, the same part of each class.
 
     Which images are held out depends on a hash of their paths only, so it is the same for every
@@ -96,13 +96,13 @@ def hold_out(index: Index, part: HeldOut) -> tuple[np.ndarray, np.ndarray]:
     is_val = np.zeros(len(labels), bool)
     for name, rows in zip(index.classes, of_classes, strict=True):
         count = len(rows)
-        if count < part.fewest:
+        if count < held.fewest:
             raise UserError(
-                f"{part.origin}: class {name} has {count} of the {part.fewest} images that it "
+                f"{held.origin}: class {name} has {count} of the {held.fewest} images that it "
                 "needs; add images, or remove the class"
             )
         digests = [blake2b(path, digest_size=8).digest() for path in paths[rows]]
-        low, high = round(part.start * count), round(part.stop * count)
+        low, high = round(held.start * count), round(held.stop * count)
         if low == 0:
             high = min(max(1, high), count - 1)
         is_val[rows[sorted(range(count), key=digests.__getitem__)[low:high]]] = True

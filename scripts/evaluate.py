@@ -150,9 +150,9 @@ def run(
         feed.for_validation(),
         autocast(device.type, precision),
     ):
-        batches = feed.val.batches(0, feed.val_batches)
+        batches = feed.val.batches(0, feed.num_val_batches)
         if world.is_main:
-            batches = with_progress(batches, feed.val_batches, "batches")
+            batches = with_progress(batches, feed.num_val_batches, "batches")
         # As in the run: sums depend on it in the last digits.
         parted = (part for batch in batches for part in batch.split(micro_batches))
         (validation,) = evaluate([model], measure, parted, world)

@@ -69,9 +69,6 @@ def call_main(
     return main
 
 
-# The same seed gives the same model, independent of the loader.
-
-
 @pytest.mark.parametrize(
     "overrides",
     [["loader.workers=0"], ["loader.workers=4", "log.every_steps=4", "checkpoint.every_steps=2"]],
@@ -155,8 +152,6 @@ def test_best_follows_top1(train_run: Any, folder: Path) -> None:
     newest = checkpoint.file_name(second["step"])
     assert left == {"best.pt", first["best_checkpoint"], newest}
 
-
-# A run that stops and resumes gives the result of an uninterrupted run.
 
 RESUMED = {
     "NAdam, classes drawn alike": ["optim.name=nadam", "train.class_weights=sampled"],
@@ -258,9 +253,6 @@ def test_resume_from_a_path(train_run: Any, folder: Path, nine_steps: Ended) -> 
     assert rows(folder, "val") == rows(nine_steps[0], "val")
     assert summary["history"] == [f"began at step 5 with {path}"]
     assert tree(nine_steps[0]) == before
-
-
-# The effect of a second command with other keys.
 
 
 def test_accepted_changes_are_reported_by_every_start(call_main: Any, folder: Path) -> None:

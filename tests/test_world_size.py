@@ -83,7 +83,7 @@ with join_world("cpu") as world:
         compute = choose_compute(config, datasets, world.device, 0)
         network = build_state(config, datasets, compute, world).model
         with open_feed(config, datasets, world) as feed:
-            batches = feed.val.batches(0, feed.val_batches)
+            batches = feed.val.batches(0, feed.num_val_batches)
             (one,) = evaluate([network], validation_values, batches, world)
         values, rows = one.values(), one.rows
         found.append([values, one.images, *(rows[name].tolist() for name in sorted(rows))])

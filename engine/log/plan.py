@@ -55,12 +55,12 @@ def plan_lines(
         f"data     {schedule.images:,} training and {len(datasets.val):,} validation images, "
         f"{classes} {'classes' if 'label' in datasets.train.fields else 'outputs'}"
     )
-    part = schedule.local_batch_size // schedule.micro_batches
+    micro_batch = schedule.local_batch_size // schedule.micro_batches
     steps = f"{schedule.stop_step:,} of {schedule.batch_size} images"
     if schedule.ranks > 1:
         steps += f" ({schedule.local_batch_size} on each of {schedule.ranks} ranks)"
     if schedule.micro_batches > 1:
-        steps += f" in {schedule.micro_batches} micro-batches of {part}"
+        steps += f" in {schedule.micro_batches} micro-batches of {micro_batch}"
     epochs = f"{config.train.epochs:g} epoch{'' if config.train.epochs == 1 else 's'}"
     steps += f", {schedule.steps_per_epoch:,.1f} per epoch, {epochs}"
     if (every := config.train.validate_every_epochs) != 1:
@@ -68,15 +68,15 @@ def plan_lines(
     if schedule.stop_step < schedule.steps:
         steps += f", in all {schedule.steps:,} steps: stops early"
     yield f"steps    {steps}"
-    group = part * (schedule.ranks if config.model.sync_bn else 1)
+    group = micro_batch * (schedule.ranks if config.model.sync_bn else 1)
     norm = f"; BatchNorm over {group} images" if has_batch_norm(model) else ""
     yield (
         f"model    {compute.parameters / 1e6:.2f} M parameters, {compute.flops / 1e9:.2f} GFLOP "
         f"forward per {datasets.train_size} px image; validated at {datasets.val_size} px{norm}"
     )
     layout = ", channels_last" if compute.channels_last else ""
-    slow = "" if compute.compile == "off" else " (takes minutes at the first start)"
-    yield f"device   {compute.name}, {compute.precision}{layout}, compile {compute.compile}{slow}"
+    slow = "" if (mode := compute.compile_mode) == "off" else " (takes minutes at the first start)"
+    yield f"device   {compute.name}, {compute.precision}{layout}, compile {mode}{slow}"
 
 
 def too_few_steps(config: Config, images: int) -> str:

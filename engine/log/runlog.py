@@ -76,12 +76,12 @@ class RunLog:
     def _start_observers(self) -> None:
         for name, observer, parameters in named_observers(self.config):
             create = partial(observer, self, **parameters)
-            started = self.tracker.guard(name, create, raised=UserError)  # before the first step
+            started = self.tracker.guard(name, create, reraise=UserError)  # before the first step
             if started is not None:
                 self._observers.append((name, started))
                 self.tracker.callback(self.tracker.guard, name, started.close)
 
-    def _tell(self, event: Callable[[Observer], Any]) -> dict[str, Any]:
+    def _notify(self, event: Callable[[Observer], Any]) -> dict[str, Any]:
         """Call a method of each observer; return what they add, all together."""
         added: dict[str, Any] = {}
         for name, observer in self._observers:
@@ -95,13 +95,14 @@ class RunLog:
             draw = partial(draw_batch, batch, train.format, self.datasets.classes)
             self.tracker.images(draw, batch.step + 1)
             train.clock.skip()
-        self._tell(lambda observer: observer.begin_step(batch.step))
+        self._notify(lambda observer: observer.begin_step(batch.step))
         train.clock.ranks_ready()
 
     def end_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
         """Add the values of a step, float [] on the device; return the newest log row.
 
-        Waits for the GPU only before a validation or a checkpoint, and at the end of an epoch.
+        One step after a row was due, waits for the step of that row, while the device runs this
+        one. If an epoch ends or a checkpoint follows, a row that is due waits for its own step.
         """
         step = self.state.step
         self._report()  # an earlier step: its values arrived while this one was launched
@@ -113,7 +114,7 @@ class RunLog:
             every = self.config.log.every_steps
             of = f"step {step:,} of {self.schedule.stop_step:,}"
             self.tracker.print(f"{of}: training; a row follows every {every:,} steps")
-        self._tell(lambda observer: observer.end_step(step))
+        self._notify(lambda observer: observer.end_step(step))
         if due.epoch or due.save:
             self.feed.train.clock.end_step()
             self._report()
@@ -159,7 +160,7 @@ class RunLog:
         row = row | {"split": "val", "images": result.images, "seconds": seconds}
         names, epochs = result.names(), self.config.train.epochs
         self.tracker.print(val_line(row, names, self.best_by, epochs, best=best))
-        self._write(row | self._tell(lambda observer: observer.validated(row, result.rows)))
+        self._write(row | self._notify(lambda observer: observer.validated(row, result.rows)))
 
     def _report(self) -> None:
         """Write the row of an interval of steps, if one was sent and not yet read."""
@@ -187,7 +188,7 @@ class RunLog:
 
     def _write(self, row: dict[str, Any]) -> None:
         self.tracker.row(row)
-        self._tell(lambda observer: observer.logged(row))
+        self._notify(lambda observer: observer.logged(row))
 
     def finish(self, stop: StopSignal, started: float) -> dict[str, Any]:
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
@@ -226,7 +227,7 @@ class RunLog:
             "verdict": self._verdict(0, SHORT_RUN) or [few],
             "unreadable_images": len(set[int]().union(*unreadable)),
         }
-        summary |= self._tell(lambda observer: observer.finish(summary))
+        summary |= self._notify(lambda observer: observer.finish(summary))
         if self.world.is_main:
             write_json(run.path / "summary.json", summary)
         resumes = self.config.checkpoint.resume == "auto"

@@ -126,16 +126,16 @@ class Tracker(ExitStack):
         if self._board is not None:
             self.guard(name, call, self._board)
 
-    def guard(self, name: str, call: Callable[..., Any], *arguments: Any, raised: Any = ()) -> Any:
+    def guard(self, name: str, call: Callable[..., Any], *arguments: Any, reraise: Any = ()) -> Any:
         """Call a writer. After its first failure, warn, and do not call it again.
 
-        An error of a type in `raised` is raised instead.
+        An error of a type in `reraise` is raised instead.
         """
         if name in self._failed:
             return None
         try:
             return call(*arguments)
-        except raised:
+        except reraise:
             raise
         except Exception as error:
             missing = isinstance(error, ModuleNotFoundError) and error.name

@@ -21,7 +21,7 @@ DRAINED_BY_WORKERS = 0.1  # DRAINED where the training process lacks a CPU core
 # by up to 13 % from run to run.
 VARIES_ON_CPU = 0.2
 # Fractions of the images/s that the step alone reached just after the start: the loader can cost 3
-# to 5 %. Below SLOWER something is wrong: over hours a GPU runs warmer and slower.
+# to 5 %. A GPU that gets warm in hours loses some more: only below SLOWER is something wrong.
 AS_FAST, SLOWER = 0.97, 0.9
 SPARE = 1.3  # workers that can supply this many times the rate do not limit it
 SHORT_EPOCH, SHORT_RUN = 20.0, 3.0  # seconds of steps; a shorter one gets no verdict
@@ -87,9 +87,9 @@ def combine(ranks: Sequence[StepTimes]) -> StepTimes:
     row = max(ranks, key=lambda rank: (max(rank.idle, WAITS), rank.drained))
     sums = {key: len(ranks) * getattr(row, key) for key in ("rate", "step_rate", "workers")}
     row = row._replace(**sums)
-    cores = [rank.core for rank in ranks]
+    cores = [rank.core_wait for rank in ranks]
     if not row.on_gpu:
-        return row._replace(core=min(cores))
+        return row._replace(core_wait=min(cores))
     # Before each step, the processes agree whether to continue, and one that lacks a CPU core
     # delays all of them: for this time, all had their images and waited for each other.
     waits = [rank.idle + rank.ranks_wait for rank in ranks]
@@ -101,13 +101,13 @@ def combine(ranks: Sequence[StepTimes]) -> StepTimes:
     hosts = max(stalled + max(rank.late for rank in ranks), *cores)
     if len(ranks) > 1 and all(rank.busy >= SATURATED for rank in ranks) and hosts < max(waits) / 2:
         wait, late = max(waits), 0.0
-    return row._replace(data_wait=wait, late=late, core=max(cores))
+    return row._replace(data_wait=wait, late=late, core_wait=max(cores))
 
 
 def cause_of(run: StepTimes, ranks: Sequence[StepTimes]) -> str:
     """Return the name of the cause that costs the largest share of the time."""
     lost = {
-        "core-bound": 0.0 if run.on_gpu or run.core < VARIES_ON_CPU else run.core,
+        "core-bound": 0.0 if run.on_gpu or run.core_wait < VARIES_ON_CPU else run.core_wait,
         "input-bound": run.data_wait,
         "launch-bound": run.late if run.on_gpu else 0.0,
     }
@@ -124,7 +124,7 @@ def input_cause(run: StepTimes) -> str:
     """Return the stage of the input that limits."""
     if run.on_gpu and run.copy >= COPIES:  # decoding on the device takes the place of the copy
         return "copy-bound" if run.mode == "cpu" else ENGINES
-    if run.storage_ms > run.cpu_ms:  # perhaps of single files: all workers wait for the slowest
+    if run.storage_ms > run.cpu_ms:  # may come from a few slow files: a batch waits for its slowest
         return "input-bound by storage"
     if run.workers * run.per_worker > SPARE * run.rate:
         return ENGINES if run.device_decodes else "input-bound by the hand-off"
@@ -138,7 +138,7 @@ def lacks_core(run: StepTimes, ranks: Sequence[StepTimes]) -> bool:
     """Whether the GPU waits for its host because the host waits for a core, or workers take it."""
     if run.late >= WAITS and not run.graph_refused:
         # Other threads of the processes exchange the messages of the ranks.
-        if run.core >= run.late / 2 or run.core_ms > run.cpu_ms:
+        if run.core_wait >= run.late / 2 or run.core_ms > run.cpu_ms:
             return True
     late = sum(rank.late for rank in ranks)  # one rank's delay delays all
     idle = late >= WAITS or sum(rank.drained for rank in ranks) >= DRAINED_BY_WORKERS
@@ -158,11 +158,11 @@ def figures(cause: str, run: StepTimes, ranks: Sequence[StepTimes]) -> list[str]
         f"per image, {workers} computes {run.cpu_ms:.1f} ms, and waits {run.storage_ms:.1f} ms for "
         f"storage and {run.core_ms:.1f} ms for a core"
     )
-    longest = max(ranks, key=lambda rank: rank.core)
+    longest = max(ranks, key=lambda rank: rank.core_wait)
     exchange = "; a step includes the exchange of gradients" if len(ranks) > 1 else ""
     refused = f"; the step is not one CUDA graph: {run.graph_refused}" if run.graph_refused else ""
     of_cause = {
-        "core-bound": f"{longest.name} waited {longest.core:.0%} of the time for a core",
+        "core-bound": f"{longest.name} waited {longest.core_wait:.0%} of the time for a core",
         "copy-bound": f"copying a batch takes {run.copy_ms:.1f} ms",
         "launch-bound": f"the GPU was idle {run.late:.0%} of the time, and before "
         f"{run.drained:.0%} of the steps, although the images were ready{refused}",

@@ -31,5 +31,5 @@ def schedule(images: int = 100, *given: Any, ranks: int = 1, **changes: Any) -> 
 
 def compute(**changes: Any) -> Compute:
     given = {"device": ALONE.device, "name": "cpu", "precision": "fp32", "channels_last": False}
-    given |= {"compile": "off", "rewrite": None, "image_shape": (3, 224, 224)}
+    given |= {"compile_mode": "off", "rewrite": None, "image_shape": (3, 224, 224)}
     return Compute(**{**given, "parameters": 25_557_032, "flops": 8_178_000_000, **changes})

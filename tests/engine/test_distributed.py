@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +27,11 @@ from train import build_state
 
 def test_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 of each of two nodes; without WORLD_SIZE, left-over variables mean nothing."""
-    given = list[dict[str, object]]()
+    given = list[dict[str, Any]]()
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.append(more))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([("store", 3, 4)]))
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 3, 4)]))
     place = {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
@@ -38,8 +40,9 @@ def test_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with join_world("cpu", timeout_seconds=60) as world:
         assert world == World(3, 4, 2, torch.device("cpu"))
-    store = {"store": "store", "rank": 3, "world_size": 4}
-    assert given == [{"timeout": timedelta(minutes=10), **store}]
+    (group,) = given
+    assert group.pop("store").underlying_store is store
+    assert group == {"timeout": timedelta(minutes=10), "rank": 3, "world_size": 4}
 
 
 def test_two_ranks(ranks: Ranks) -> None:

@@ -181,7 +181,8 @@ def check_validation_stops(world: World) -> None:
                         signal.raise_signal(signal.SIGTERM)
                     yield batch
 
-            feed: Any = SimpleNamespace(val=SimpleNamespace(batches=val), val_batches=len(batches))
+            split, count = SimpleNamespace(batches=val), len(batches)
+            feed: Any = SimpleNamespace(val=split, num_val_batches=count)
             assert len([*validation_batches(feed, stop, micro_batches=2)]) == 2 * found
 
 

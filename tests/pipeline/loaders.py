@@ -138,7 +138,7 @@ def training(feed: Feed) -> list[Batch]:
 
 def validation(feed: Feed) -> list[Batch]:
     """All validation batches, on the host."""
-    return [on_device(batch, "cpu") for batch in feed.val.batches(0, feed.val_batches)]
+    return [on_device(batch, "cpu") for batch in feed.val.batches(0, feed.num_val_batches)]
 
 
 def same(one: Batch, other: Batch) -> bool:

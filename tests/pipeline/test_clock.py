@@ -108,6 +108,6 @@ def test_points_within_a_step_on_a_cpu(clock: Clock, monkeypatch: pytest.MonkeyP
         found.end_step()
     times = found.step_times()
     assert times is not None
-    assert times.core == pytest.approx(3 / 32)
+    assert times.core_wait == pytest.approx(3 / 32)
     assert times.ranks_wait == pytest.approx(3 / 32)
     assert times.compute == pytest.approx(29 / 32)

@@ -112,7 +112,7 @@ def check(batch: Batch, dataset: Dataset, samples: np.ndarray) -> None:
 def test_fields_arrive_as_they_are_loaded(fields: Callable[[int], Fields]) -> None:
     """Also in a short last batch."""
     with opened(fields, "loader.workers=2") as feed:
-        for part, stop in ((feed.train, 6), (feed.val, feed.val_batches)):
+        for part, stop in ((feed.train, 6), (feed.val, feed.num_val_batches)):
             for batch in part.batches(0, stop):
                 check(batch, part.loader.dataset, part.loader.samples(batch.step))
         assert batch.step == 1 and batch.valid.sum() == 3

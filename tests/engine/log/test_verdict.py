@@ -53,10 +53,10 @@ ONE_RANK: list[tuple[dict[str, Any], str]] = [
         "the images were ready; the step is not one CUDA graph: two shapes.",
     ),
     (
-        {"step_rate": 7500, "core": 0.4},
+        {"step_rate": 7500, "core_wait": 0.4},
         "compute-bound: ... , 88% of the 7,500 that it processed alone",
     ),
-    ({**CPU, "core": 0.4}, "the CPU waited ... rank 0 on node0 waited 40% of the time for a core"),
+    ({**CPU, "core_wait": 0.4}, "the CPU waited ... on node0 waited 40% of the time for a core"),
 ]
 
 
