@@ -110,18 +110,18 @@ class Expectation(Observer):
     def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Return what summary.json says about the expectation; None if the run is not the recipe.
 
-        The last validation may be that of an earlier epoch than the last one. Of any run, the line
-        says if neither it nor the training was better than a guess.
+        Of any run, a warning says if neither training nor validation was better than a guess.
         """
+        found: dict[str, Any] = {"expectation": None}
         row, guess = self._last, math.log(len(self.log.datasets.classes))
         loss = min(row.get("loss", 0.0), self.log.row.get("loss", 0.0))
         if "top1" in row and row.get("epoch", 0) >= 1 and not loss < guess:
             text = f"the loss is not below {guess:.2f}, that of a guess: the model learned nothing"
             few = too_few_steps(self.log.run.config, len(self.log.datasets.train))
-            remedy = few or "try a lower optim.lr (docs/faq.md)"
-            return {"expectation": {"line": f"warning   {text}; {remedy}"}}
-        if self._final is None or row.get("step") != self._schedule.steps:
-            return {"expectation": None}
+            text += f"; {few or 'try a lower optim.lr (docs/faq.md)'}"
+            found["warning"] = {"line": f"warning   {text}"}
+        if self._final is None or row.get("step") != self._schedule.steps:  # of an earlier epoch
+            return found
         name, std, runs = self._value.name, self._final["std"], self._final["runs"] or 0
         expected, difference = self._final[name], round(row[name] - self._final[name], 4)
         source = f"{self._final['status']}, {self._final['source']}"
@@ -136,7 +136,7 @@ class Expectation(Observer):
         facts = {key: value for key, value in self._final.items() if key != "reference"}
         compared = {"spread": spread, "difference": difference, "verdict": verdict}
         line = f"recipe    {format_value(name, row[name])}: {text}"
-        return {"expectation": {"value": name, **facts, **compared, "line": line}}
+        return found | {"expectation": {"value": name, **facts, **compared, "line": line}}
 
     def _band(self, step: int, sigmas: float) -> tuple[float, float, float] | None:
         """Return mean, lower and upper limit of good runs; None unless the step ends an epoch."""

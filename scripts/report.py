@@ -157,8 +157,8 @@ def read_run(folder: Path) -> Run:
     run.verdict = run.summary.get("verdict", [])
     if not run.verdict and (folder / "verdict.json").exists():
         run.verdict = json.loads(read_text(run, "verdict.json"))["verdict"]
-    if line := (run.summary.get("expectation") or {}).get("line"):
-        run.verdict = [*run.verdict, " ".join(line.split())]
+    lines = [v["line"] for v in run.summary.values() if isinstance(v, dict) and "line" in v]
+    run.verdict = [*run.verdict, *(" ".join(line.split()) for line in lines)]
     for line in read_text(run, "metrics.jsonl").splitlines():
         try:
             row = json.loads(line)

@@ -91,6 +91,7 @@ def test_the_summary_at_the_end(
     for loss, nothing in ((6.92, True), (float("nan"), True), (6.8, False)):
         compared.log.row["loss"] = loss  # of the training
         assert ("below 6.91, that of a guess" in str(compared.finish({}))) == nothing
+        assert compared.finish({})["expectation"]["line"].startswith("recipe    top1")
     compared.log.row["loss"], compared.log.run.config.loader.batch_size = 6.92, 2**18
     assert "; 4.9 optimiser steps per epoch are too few" in str(compared.finish({}))
 
