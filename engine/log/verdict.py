@@ -34,7 +34,7 @@ def judge(rows: Sequence[StepTimes], shortest: float, world: World, feed: Feed) 
     """Judge log rows of all ranks; no sentence below `shortest` seconds of steps. Collective."""
     times = None
     if sum(row.seconds for row in rows) >= shortest:
-        host = f" on {socket.gethostname()}" * (world.size > world.local_size)  # several nodes
+        host = f" on {socket.gethostname()}" if world.size > world.local_size else ""  # of nodes
         who = f"rank {world.rank}{host}" if world.size > 1 else "the training process"
         times = mean_of(rows)._replace(name=who)
     ranks = [rank for rank in world.all_gather(times) if rank is not None]
