@@ -2,20 +2,23 @@
 
     augment.train=[..., {extras.rand_augment:RandAugment: {operations: timm, magnitude: 21}}]
 
-In a worker, Pillow applies the operations. If one of them ends augment.train and the training runs
-on a GPU, workers only draw the operations, and on_gpu.py applies those of a batch, with the same
-pixels.
+In a worker, Pillow applies the operations. If one of them ends augment.train and the
+training runs on a GPU, workers only draw the operations, and on_gpu.py applies those of a batch,
+with the same pixels.
 """
 
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
-from conf.schema import FRACTION, number, one_of, whole
+from conf.schema import FRACTION, NULL, each, number, one_of, whole
+from pipeline.augment import parameter
 from pipeline.decode import INTERPOLATIONS, Picture
 
 
@@ -32,99 +35,8 @@ class Operation(NamedTuple):
     fill: int = 0
 
 
-class RandAugment:
-    """Apply random operations of a fixed strength (arXiv 1909.13719).
-
-    timm's magnitudes go from 0 to 10, not to STRENGTHS: its rand-m7-mstd0.5-inc1 is {operations:
-    timm, magnitude: 21, magnitude_std: 1.5, p: 0.5, interpolation: random}, and the mean colour of
-    the dataset as `fill`.
-
-    Args:
-        count: number of operations per image.
-        magnitude: strength from 0 to STRENGTHS.
-        magnitude_std: standard deviation of the strength of each operation, which is drawn from a
-            normal distribution, rounded and clipped to [0, STRENGTHS]; 0: all have `magnitude`.
-        p: probability of each operation.
-        operations: their list and their strengths: those of torchvision's RandAugment, the wide
-            ones of its TrivialAugmentWide, or those of timm that increase with the magnitude.
-        interpolation: of shear, translation and rotation: nearest (torchvision's default),
-            bilinear, bicubic, or random to draw bilinear or bicubic for each operation, as timm.
-        fill: level, or [red, green, blue], of the pixels from outside the image.
-    """
-
-    def __init__(
-        self,
-        *,
-        count: int = 2,
-        magnitude: float = 9,
-        magnitude_std: float = 0,
-        p: float = 1,
-        operations: str = "torchvision",
-        interpolation: str = "nearest",
-        fill: int | Sequence[int] = 0,
-    ) -> None:
-        self.count = whole(1, 100).require("count", count)
-        self.magnitude = number(0, STRENGTHS).require("magnitude", magnitude)
-        self.magnitude_std = number(0, STRENGTHS).require("magnitude_std", magnitude_std)
-        self.p = FRACTION.require("p", p)
-        self.operations = one_of(*LISTS).require("operations", operations)
-        allowed = ("nearest", *INTERPOLATIONS, "random")
-        self.interpolation = one_of(*allowed).require("interpolation", interpolation)
-        levels = list(fill) if isinstance(fill, list | tuple) else [fill] * 3
-        if len(levels) != 3:
-            raise ValueError(f"fill={fill}: give a level or [red, green, blue]")
-        red, green, blue = (whole(0, 255).require("fill", level) for level in levels)
-        self.fill = red | green << 8 | blue << 16  # a colour as Pillow's whole number
-
-    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        pixels = picture.pixels()
-        if pixels.dtype != np.uint8 or pixels.shape[2:] != (3,):
-            raise ValueError("RandAugment, TrivialAugment: need uint8 images of 3 channels")
-        image = Image.fromarray(pixels)
-        for operation in self.sample(picture.size, rng):
-            image = apply(image, operation)
-        return Picture(np.asarray(image), untracked=True)
-
-    def sample(self, size: tuple[int, int], rng: random.Random) -> list[Operation]:
-        """Sample the operations of an image of this (width, height)."""
-        return [self._sample_one(size, rng) for _ in range(self.count)]
-
-    def _sample_one(self, size: tuple[int, int], rng: random.Random) -> Operation:
-        if self.p < 1 and rng.random() >= self.p:
-            return Operation("identity", 0)
-        strength, names = self._strength(rng) / STRENGTHS, LISTS[self.operations]
-        name = names[int(rng.random() * len(names))]
-        sign = 1 if rng.random() < 0.5 else -1
-        value = number_of(name, sign * strength, size, self.operations)
-        if name not in MATRICES:
-            return Operation(name, value)
-        interpolation = self.interpolation
-        if interpolation == "random":
-            interpolation = INTERPOLATIONS[rng.random() < 0.5]
-        return Operation(name, value, Image.Resampling[interpolation.upper()], self.fill)
-
-    def _strength(self, rng: random.Random) -> float:
-        if self.magnitude_std == 0:
-            return self.magnitude
-        magnitude = round(rng.gauss(self.magnitude, self.magnitude_std))
-        return min(max(magnitude, 0), STRENGTHS)
-
-
-class TrivialAugment(RandAugment):
-    """Apply one random operation of random strength, as torchvision's TrivialAugmentWide.
-
-    Its strengths are the wide ones of arXiv 2103.10158; `interpolation` and `fill` are those of
-    RandAugment.
-    """
-
-    def __init__(self, *, interpolation: str = "nearest", fill: int | Sequence[int] = 0) -> None:
-        super().__init__(count=1, operations="wide", interpolation=interpolation, fill=fill)
-
-    def _strength(self, rng: random.Random) -> float:
-        return int(rng.random() * (STRENGTHS + 1))
-
-
 STRENGTHS = 30  # steps from the weakest to the strongest: torchvision's 31 bins, counted from 0
+LEVEL = whole(0, 255)
 
 
 def _rotation(degrees: float, size: tuple[int, int]) -> tuple[float, ...]:
@@ -202,3 +114,75 @@ def number_of(name: str, strength: float, size: tuple[int, int], operations: str
         case "solarize_add":
             return int(110 * s)
     return 0
+
+
+@dataclass(kw_only=True)
+class RandAugment:
+    """Apply random operations of a fixed strength (arXiv 1909.13719).
+
+    timm's magnitudes go from 0 to 10, not to STRENGTHS: its rand-m7-mstd0.5-inc1 is {operations:
+    timm, magnitude: 21, magnitude_std: 1.5, p: 0.5, interpolation: random}, and the mean colour of
+    the dataset as `fill`.
+    """
+
+    count: int = parameter(whole(1, 100), 2)  # operations per image
+    # strength; null draws that of each operation, all with the same probability
+    magnitude: float | None = parameter(number(0, STRENGTHS) | NULL, 9)
+    # standard deviation of the strength of each operation, which is drawn from a normal
+    # distribution, rounded and clipped to [0, STRENGTHS]
+    magnitude_std: float = parameter(number(0, STRENGTHS), 0)
+    p: float = parameter(FRACTION, 1)  # probability of each operation
+    # Their list and their strengths: those of torchvision's RandAugment, the wide ones of its
+    # TrivialAugmentWide, or those of timm that increase with the magnitude.
+    operations: str = parameter(one_of(*LISTS), "torchvision")
+    # of shear, translation and rotation: torchvision's default is nearest; random draws bilinear or
+    # bicubic for each operation, as timm
+    interpolation: str = parameter(one_of("nearest", *INTERPOLATIONS, "random"), "nearest")
+    # level, or [red, green, blue], of the pixels from outside the image
+    fill: int | Sequence[int] = parameter(LEVEL | each(LEVEL, 3, 3), 0)
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        image = rgb_image(picture)
+        for operation in self.sample(picture.size, rng):
+            image = apply(image, operation)
+        return Picture(np.asarray(image), untracked=True)
+
+    def sample(self, size: tuple[int, int], rng: random.Random) -> list[Operation]:
+        """Sample the operations of an image of this (width, height)."""
+        return [self._sample_one(size, rng) for _ in range(self.count)]
+
+    def _sample_one(self, size: tuple[int, int], rng: random.Random) -> Operation:
+        if self.p < 1 and rng.random() >= self.p:
+            return Operation("identity", 0)
+        strength, names = self._strength(rng) / STRENGTHS, LISTS[self.operations]
+        name = names[int(rng.random() * len(names))]
+        sign = 1 if rng.random() < 0.5 else -1
+        value = number_of(name, sign * strength, size, self.operations)
+        if name not in MATRICES:
+            return Operation(name, value)
+        interpolation = self.interpolation
+        if interpolation == "random":
+            interpolation = INTERPOLATIONS[rng.random() < 0.5]
+        red, green, blue = [self.fill] * 3 if isinstance(self.fill, int) else self.fill
+        fill = red | green << 8 | blue << 16  # a colour as Pillow's whole number
+        return Operation(name, value, Image.Resampling[interpolation.upper()], fill)
+
+    def _strength(self, rng: random.Random) -> float:
+        if self.magnitude is None:
+            return int(rng.random() * (STRENGTHS + 1))
+        if self.magnitude_std == 0:
+            return self.magnitude
+        magnitude = round(rng.gauss(self.magnitude, self.magnitude_std))
+        return min(max(magnitude, 0), STRENGTHS)
+
+
+# One operation, as torchvision's TrivialAugmentWide (arXiv 2103.10158).
+TrivialAugment = partial(RandAugment, count=1, magnitude=None, operations="wide")
+
+
+def rgb_image(picture: Picture) -> Image.Image:
+    """Return the pixels as Pillow's image; ValueError if they are not uint8 [H, W, 3]."""
+    pixels = picture.pixels()
+    if pixels.dtype != np.uint8 or pixels.shape[2:] != (3,):
+        raise ValueError("RandAugment, TrivialAugment: need uint8 RGB images")
+    return Image.fromarray(pixels)

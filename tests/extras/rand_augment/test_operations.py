@@ -3,7 +3,6 @@
 import itertools
 import random
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -96,17 +95,8 @@ def test_operation_of_every_strength_is_timms(monkeypatch: pytest.MonkeyPatch, n
 
 def test_other_pixels_than_pillows_are_refused_and_no_mask_follows() -> None:
     for pixels in (np.zeros((9, 9, 1), np.uint8), np.zeros((9, 9, 3), np.uint16)):
-        with pytest.raises(ValueError, match="Augment: need uint8 images of 3 channels"):
+        with pytest.raises(ValueError, match="Augment: need uint8 RGB images"):
             TrivialAugment()(Picture(pixels), random.Random(0))
     picture = RandAugment()(Picture(np.asarray(IMAGE)), random.Random(0)).mirrored()
     with pytest.raises(ValueError, match=r"^a mask follows crops, resizes and flips only"):
         transform_target(np.zeros((120, 176), np.uint8), picture)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"count": 0}, {"magnitude": 31}, {"p": 1.1}, {"operations": "timms"}, {"fill": [0, 0, 256]}],
-)
-def test_invalid_parameter_is_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{next(iter(given))}=.*: give "):
-        RandAugment(**given)
