@@ -6,9 +6,11 @@ import pytest
 
 import train
 from tests.conf.refused import offered
+from tests.helpers.libraries import timm_module
 from tests.helpers.results import rows
 
-RECIPES = ["rn50_a3", "rn50_a2", "rn50_modern", "rn50_fast", "convnext_t", "vit_s16"]
+RECIPES = ["rn50_a3", "rn50_a2", "rn50_modern", "rn50_fast", "convnext_t", "vit_s16", "deit3_s16"]
+MORE = {"rn50_fast": ["train.prepare=null", "optim.lr=1e-3"], "deit3_s16": ["data.val_size=32"]}
 SMALL = ["data.image_size=32", "data.val_size=48", "loader.batch_size=8", "loader.workers=0"]
 SMALL += ["log.every_steps=1", "log.trackers=[]", "train.max_steps=2", "train.device=cpu"]
 
@@ -19,9 +21,9 @@ SMALL += ["log.every_steps=1", "log.trackers=[]", "train.max_steps=2", "train.de
 def test_recipe_trains(recipe: str, image_root: Path, tmp_path: Path) -> None:
     """All of it but the numbers of pixels: two steps, then a validation."""
     words = [f"recipe=imagenet_{recipe}", f"data.root={image_root}", f"run.dir={tmp_path}", *SMALL]
-    config = offered(
-        [*words, *(["train.prepare=null", "optim.lr=1e-3"] if "fast" in recipe else [])]
-    )
+    config = offered([*words, *MORE.get(recipe, [])])
+    if config.model.name.startswith("timm/"):
+        timm_module("models")
     summary = train.train(config)
     assert summary["step"] == 2
     found = rows(tmp_path, "train")

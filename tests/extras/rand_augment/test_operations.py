@@ -6,7 +6,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from extras.rand_augment import (
     LISTS,
@@ -15,6 +15,7 @@ from extras.rand_augment import (
     STRENGTHS,
     Operation,
     RandAugment,
+    ThreeAugment,
     TrivialAugment,
     apply,
     number_of,
@@ -100,3 +101,19 @@ def test_other_pixels_than_pillows_are_refused_and_no_mask_follows() -> None:
     picture = RandAugment()(Picture(np.asarray(IMAGE)), random.Random(0)).mirrored()
     with pytest.raises(ValueError, match=r"^a mask follows crops, resizes and flips only"):
         transform_target(np.zeros((120, 176), np.uint8), picture)
+
+
+def test_three_augment_is_deit_iiis(transforms: ModuleType) -> None:
+    """Its operations are torchvision's and Pillow's; each of the three has the same probability."""
+    theirs, kinds = transforms.functional, []
+    for seed in range(60):
+        rng = random.Random(seed)
+        blurred = IMAGE.filter(ImageFilter.GaussianBlur(rng.uniform(0.1, 2)))
+        kinds.append(int(rng.random() * 3))
+        expected = [transforms.Grayscale(3)(IMAGE), theirs.solarize(IMAGE, 128), blurred][kinds[-1]]
+        for position in np.argsort([rng.random() for _ in range(3)]):
+            name = ("brightness", "contrast", "saturation")[position]
+            expected = getattr(theirs, f"adjust_{name}")(expected, rng.uniform(0.7, 1.3))
+        found = ThreeAugment()(Picture(np.asarray(IMAGE)), random.Random(seed))
+        np.testing.assert_array_equal(found.pixels(), expected)
+    assert min(map(kinds.count, range(3))) >= 12
