@@ -193,7 +193,7 @@ def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> Non
         assert abs(curve["top1"][-1] - expect["top1"]) <= expect["std"]
         assert expect["status"] == "reproduced here"
     data = f"{expect['train_images']:,} {expect['format']}, {expect['classes']:,} classes"
-    runs, facts = expect["runs"], ("hardware", "time", "source", "status")
+    runs, facts = expect["runs"], ("hardware", "time", "source")
     spread = f" +/- {half_width(expect['std'], runs, GOOD_SIGMAS):.2g}" if runs else ""
     hardware, time, *rest = (expect[name] for name in facts)
     cells = [f"`{recipe}`", data, hardware, time, f"{expect['top1']:g}{spread}", *rest]
