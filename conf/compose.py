@@ -34,6 +34,7 @@ from conf.schema import (
     Config,
     UserError,
     check,
+    config_values,
     did_you_mean,
     group_names,
     last_name,
@@ -64,7 +65,9 @@ KeyValues = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
 
 
-def from_overrides(overrides: Sequence[str] = (), *, decided: KeyValues | None = None) -> Config:
+def from_overrides(
+    overrides: Sequence[str] = (), *, decided: KeyValues | None = None, varied: Collection[str] = ()
+) -> Config:
     """Compose and check a config from the overrides on a command line.
 
     A typed group of a section with a name (optim, schedule, model) also resets the keys that it
@@ -72,6 +75,7 @@ def from_overrides(overrides: Sequence[str] = (), *, decided: KeyValues | None =
     sections the values of the recipe stay: data=fake keeps the image size.
 
     `decided`: values that replace the recipe's; other values of the recipe may refer to them.
+    `varied`: keys and groups that the default run.name has in any case.
     Raises UserError for a key, group choice or value that is not allowed.
     """
     typed = read_overrides(overrides)
@@ -91,8 +95,11 @@ def from_overrides(overrides: Sequence[str] = (), *, decided: KeyValues | None =
     config.recipe, config.expect = recipe.stem, read_yaml(recipe).get("expect")
     config.changed = _changes(before, tree, config)
     if config.run.name is None:
-        swept = {name for name, value in typed.items() if grouped[name] != value}
-        tree.run.name = _run_name(recipe.stem, config, swept)
+        differ = {k.partition(".")[0] for k in config.changed if grouped[k] != before[k]}
+        words = {k: show(v) for k, v in config_values(config).items() if k in varied}
+        words |= {k: v for k, v in _changes(grouped, tree, config).items() if k in typed}
+        words |= {k: file.stem for k, file in groups.items() if k in differ or k in varied}
+        tree.run.name = _run_name(recipe.stem, config, words, {"data.root", *varied})
         config.run = cast(Any, OmegaConf.to_object(tree.run))
     return config
 
@@ -308,32 +315,32 @@ def _changes(before: KeyValues, tree: DictConfig, config: Config) -> dict[str, s
     return changed
 
 
-def _run_name(recipe: str, config: Config, swept: Collection[str]) -> str:
-    """Return the default run.name: the recipe, and keys that affect the result and differ from it.
+def _run_name(recipe: str, config: Config, words: Mapping[str, str], kept: Collection[str]) -> str:
+    """Return the default run.name: the recipe, and `words`, what is typed that affects the result.
 
-    Such as `cifar10,optim.lr=0.3,data.root=photos`. With the default recipe, which says nothing
-    about own images, it begins with the model. A fold and typed keys come first, then keys that a
-    group sets, and keys of data, loader and augment last. A path is shortened to its last part; the
-    run's identity tells two folders of one name apart. Characters that are unsafe in a file name
-    are replaced, and parts beyond NAME_LENGTH left out, except data.root. Then a hash follows, so
-    that two commands have the same name only for the same training.
+    Such as `cifar10,optim=adamw,optim.lr=0.3,data.root=photos`. With the default recipe, which says
+    nothing about own images, it begins with the model. A fold comes first; augment, loader and data
+    come last. A path is shortened to its last part; the run's identity tells two folders of one
+    name apart. Characters that are unsafe in a file name are replaced, and parts beyond NAME_LENGTH
+    left out, except `kept`. Then a hash follows, so that two commands have the same name only for
+    the same training.
     """
-    values = dict(config.changed)
+    values = dict(words)
     if config.checkpoint.resume not in ("auto", "never"):  # starts from another run's weights
         values["checkpoint.resume"] = str(last_name(config.checkpoint.resume))
     if recipe == DEFAULT_RECIPE:
-        recipe = values.pop("model.name", config.model.name)
+        recipe = values.pop("model", None) or values.pop("model.name", config.model.name)
 
     def rank(key: str) -> list[bool]:
-        of_input = [key.startswith(f"{section}.") for section in NAMED_LAST]
-        is_first = key in ("model.name", "data.val_fold")
-        return [not is_first, key not in swept, *of_input]
+        of_input = [key.partition(".")[0] == section for section in NAMED_LAST]
+        return [key not in ("model", "model.name", "data.val_fold"), *of_input]
 
-    full = [recipe, *(f"{key}={values[key]}" for key in sorted(values, key=rank))]
+    keys = sorted((key for key in (*GROUPS, *FIELDS) if key in values), key=rank)
+    full = [recipe, *(f"{key}={values[key]}" for key in keys)]
     safe = (re.sub(r"[^\w.+=-]+", "-", part, flags=re.ASCII).strip("-") for part in full)
     name, *rest = (p.replace("=-", "=")[:NAME_LENGTH] for p in safe)  # [0.9,0.95] as 0.9-0.95
-    for part in rest:
-        if len(f"{name},{part}") <= NAME_LENGTH or part.startswith("data.root="):
+    for key, part in zip(keys, rest, strict=True):
+        if len(f"{name},{part}") <= NAME_LENGTH or key in kept:
             name += f",{part}"
     whole = ",".join(full)
     return name if name == whole else f"{name},{hashlib.sha256(whole.encode()).hexdigest()[:8]}"

@@ -147,13 +147,8 @@ def _key(override: str) -> str:
 
 def _named(fixed: Sequence[str], job: Sequence[str]) -> tuple[list[str], Config]:
     """Return the overrides and the config of a job; its run's default name has all varied keys."""
-    config = from_overrides(words := [*fixed, *job])
-    first, _, rest = str(config.run.name).partition(",")
-    lacking = [w for w in job if f",{_key(w)}" not in f",{rest}" and not w.endswith(f"={first}")]
-    if lacking and not any(word.startswith("run.name=") for word in words):
-        more = [re.sub(r"[^\w.+=-]+", "-", word, flags=re.ASCII) for word in lacking]
-        words.append(f"run.name={','.join([first, *more, rest]).strip(',')}")
-    return words, from_overrides(words) if lacking else config
+    config = from_overrides(words := [*fixed, *job], varied=[_key(word) for word in job])
+    return [*words, f"run.name={config.run.name}"], config
 
 
 def _values(text: str) -> list[str]:

@@ -40,10 +40,10 @@ OTHER = [  # pairs that train different things; tests/equal has more names
     ("data.image_size=176", "data.image_size=176 data.val_size=224"),
     ("model.weights=/a/b-c.pth", "'model.weights=/a/b c.pth'"),
     ("optim=adamw", "optim.name=adamw"),
+    ("recipe=cifar10 optim=adamw", "recipe=cifar10 optim=adamw optim.lr=0.2"),
     (FORKED, f"{FORKED} optim.momentum=0.5"),
     ("loader.decoder=hybrid", "loader.decoder=gpu"),
 ]
-LONG = "optim=adamw augment=strong data.val=/elsewhere/val model=vit_s16 train.epochs=300"
 # run_identity holds what these stand for.
 IGNORED = ("data.root", "data.val", "loader.decoder", "model.weights")
 
@@ -67,6 +67,8 @@ def test_another_training_has_another_directory(one: str, other: str) -> None:
 
 NAMES = {  # tests/equal has more
     "model.name=timm/resnet18": "timm-resnet18,data.root=imagenet,",
+    "recipe=cifar10 train.epochs=2": "cifar10,train.epochs=2,data.root=imagenet",
+    "optim=adamw optim.lr=1 model=resnet18": "resnet18,optim=adamw,optim.lr=1,data.root=imagenet",
     "model.name=a_model_of_" + 70 * "x": "a_model_of_" + 49 * "x" + ",",
 }
 

@@ -18,7 +18,7 @@ from tests.conf.refused import refusal
 from tests.helpers.processes import ROOT, Started, needs_linux, wait_for
 
 FAKE = "data=fake"
-NAME = "resnet50,data.source=fake"
+NAME = "resnet50,data=fake"
 
 
 @pytest.mark.parametrize(
