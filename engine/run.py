@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from concurrent import futures
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -57,6 +58,7 @@ class Run(AbstractContextManager["Run"]):
         self.stop_step = 0  # where training ends
         # Step of the newest checkpoint, perhaps still being written; at first, that of the start
         self.last_saved_step = 0
+        self._made_for: TrainState | None = None  # the state, if this start has made the folder
         self._stored: dict[str, Any] = {}  # content of `resumed`, until it is loaded
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self._writing: futures.Future[None] | None = None
@@ -91,9 +93,8 @@ class Run(AbstractContextManager["Run"]):
         refuse_inside(self.path, self.config.data, f"run.dir={self.path}")
         content = {file.name for file in self.path.iterdir()} if self.path.exists() else set()
         if content and not content & {"config.yaml", "checkpoints", ".lock"}:
-            raise UserError(
-                f"run.dir={self.path}: holds files that are not of a run; give a folder of its own"
-            )
+            cure = "give a folder of its own"
+            raise UserError(f"run.dir={self.path}: holds files that are not of a run; {cure}")
         restarts = self.config.checkpoint.resume == "never"
         return [] if restarts else checkpoint.files(self.checkpoints)[::-1]
 
@@ -127,6 +128,7 @@ class Run(AbstractContextManager["Run"]):
         if self.config.checkpoint.resume == "never" and self.path.exists():
             os.close(_lock(self.path))  # fails if another process trains in it
             _move_aside(self.path)
+        self._made_for = None if self.path.exists() else state
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.path)
         for left in self.checkpoints.glob("*.tmp"):  # a kill leaves them
@@ -177,12 +179,17 @@ class Run(AbstractContextManager["Run"]):
         self.world.on_rank_0(lambda: self._writing.result() if self._writing else None)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait until the last checkpoint is on disk, and release the lock."""
+        """Wait until the last checkpoint is on disk, and release the lock; remove an empty run."""
         self._thread.shutdown()  # not `wait`: its error would hide the one that ends the run
         if kind is KeyboardInterrupt and self.world.is_main:  # no StopSignal handled it
             newest = ["none", *checkpoint.files(self.checkpoints)][-1]
             print(f"status    stopped by Ctrl-C; newest checkpoint: {newest}", flush=True)
         if self._lock is not None:
+            stopped = kind is KeyboardInterrupt or (self.path / "summary.json").exists()
+            state, saved = self._made_for, checkpoint.files(self.checkpoints)
+            if stopped and not saved and state and state.step == self.last_saved_step:
+                shutil.rmtree(self.path)
+                print(f"removed   {self.path}: no step was made", flush=True)
             os.close(self._lock)
 
 
@@ -278,9 +285,8 @@ def _lock(path: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise UserError(
-            f"run.dir={path}: another process is training in it; give another run.dir or run.name"
-        ) from None
+        cure = "give another run.dir or run.name"
+        raise UserError(f"run.dir={path}: another process is training in it; {cure}") from None
     return lock
 
 

@@ -149,8 +149,7 @@ def test_best_follows_top1(train_run: Any, folder: Path) -> None:
     assert all(second[name] == first[name] for name in ("best_top1", "best_checkpoint"))
     assert checkpoint.find_checkpoint(folder) == path and same(checkpoint.load(path), weights)
     left = {each.name for each in path.parent.iterdir()}
-    newest = checkpoint.file_name(second["step"])
-    assert left == {"best.pt", first["best_checkpoint"], newest}
+    assert left == {"best.pt", first["best_checkpoint"], checkpoint.file_name(second["step"])}
 
 
 RESUMED = {
@@ -181,8 +180,7 @@ def test_resume_after_max_steps(
     part = train_run(*overrides, "train.max_steps=3")
     assert (part["status"], part["step"], stored(folder)["step"]) == ("finished", 3, 3)
     assert [r["step"] for r in rows(folder, "val")] == [3]
-    rest = train_run(*overrides, "loader.workers=2")
-    assert rest["params_sha256"] == whole["params_sha256"]
+    assert train_run(*overrides, "loader.workers=2")["params_sha256"] == whole["params_sha256"]
     assert same({**stored(folder), "best": 0}, {**stored(tmp_path / "whole"), "best": 0})
     assert rows(folder, "val")[1:] == rows(tmp_path / "whole", "val")
     losses = [[r["loss"] for r in rows(each, "train")] for each in (folder, tmp_path / "whole")]
@@ -212,8 +210,7 @@ def test_signal_while_validating(
         assert found == ("interrupted", step, signal.SIGTERM)
 
     interrupted_at(5)
-    resume = "resume    run the same command again to resume\n"
-    assert resume in capsys.readouterr().out
+    assert "resume    run the same command again to resume\n" in capsys.readouterr().out
     second = train_run("train.max_steps=8")
     assert [r["step"] for r in rows(folder, "val")] == [5, 8]
     for _ in range(2):
@@ -242,6 +239,20 @@ def test_signal_while_saving(
     assert saved[-1] == 5 and saved.count(5) == 1
     assert rows(folder, "train")[-1]["step"] == 5
     assert train_run()["params_sha256"] == nine_steps[1]["params_sha256"]
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], 2 * [signal.SIGINT]])
+def test_a_stop_before_the_first_step_leaves_no_folder(
+    numbers: list[signal.Signals], call_main: Any, folder: Path, monkeypatch: Patch
+) -> None:
+    """Unless it was there before."""
+    stop = lambda *_, **__: [signal.raise_signal(number) for number in numbers]  # noqa: E731
+    monkeypatch.setattr(train, "tune_loader", stop)
+    status, said, _ = call_main()
+    assert status == 128 + numbers[0] and not folder.exists()
+    assert said.endswith(f"removed   {folder}: no step was made\n") and "result" not in said
+    folder.mkdir()
+    assert call_main()[0] == 128 + numbers[0] and folder.exists()
 
 
 def test_resume_from_a_path(train_run: Any, folder: Path, nine_steps: Ended) -> None:
@@ -320,8 +331,7 @@ def test_unreadable_images_of_all_ranks(image_root: Path, tmp_path: Path, ranks:
     assert done.returncode == 0 and done.stderr.count(" skipped ") == 2, done.stderr
     assert "\nskipped   3 unreadable images: " in done.stdout
     assert json.loads((folder / "summary.json").read_text())["unreadable_images"] == 3
-    other = tmp_path / "other"
-    done = ranks.run(command(root, other, *options, "data.max_bad_fraction=0.04"), 2)
+    done = ranks.run(command(root, tmp_path / "other", *options, "data.max_bad_fraction=0.04"), 2)
     assert done.returncode == 1
     error = "data.max_bad_fraction=0.04: 2 of 36 training images cannot be read, for example "
     assert error in done.stderr
@@ -362,6 +372,5 @@ def test_disk_full(train_run: Any, call_main: Any, folder: Path, nine_steps: End
     assert f"{folder}/checkpoints/step-00000005.pt: cannot be written" in error
     assert rows(folder, "train")[-1]["step"] == 6
     assert not (folder / "summary.json").exists()
-    left = {path.name for path in (folder / "checkpoints").glob("step*")}
-    assert left == {"step-00000003.pt"}
+    assert {path.name for path in (folder / "checkpoints").glob("step*")} == {"step-00000003.pt"}
     assert train_run()["params_sha256"] == nine_steps[1]["params_sha256"]

@@ -66,6 +66,8 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
     done = f"step {summary['step']:,}, epoch {summary['epoch']:.4g}"
     result, *files = results(folder, summary)
     lines = ["", f"status    {summary['status']} after {done}; this start took {took}", result]
+    if not summary["step"]:
+        return lines[:2]
     # What an observer adds to the summary may have a line to print.
     lines += [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
     lines += [f"speed     {rate:,.0f} images/s"] if rate else []  # 0 without a step to measure
