@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 # Module -> package that provides it. Without tensorboard a run prints a warning and continues.
@@ -63,6 +63,17 @@ def stop_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def on_new_line(handler: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
+    """Return a signal handler that first ends the line on which a terminal shows ^C."""
+
+    def handle(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and os.isatty(0) and os.environ.get("RANK", "0") == "0":
+            os.write(2, b"\n")  # `print` may not be called while it runs
+        handler(number, frame)
+
+    return handle
+
+
 @contextmanager
 def handle_stops(handler: Callable[[int, object], None]) -> Iterator[None]:
     """Call `handler` for the signals that stop a training and arrive in the `with` block.
@@ -70,7 +81,7 @@ def handle_stops(handler: Callable[[int, object], None]) -> Iterator[None]:
     SIGHUP stays ignored if it was ignored before, as under nohup.
     """
     before = {
-        number: signal.signal(number, handler)
+        number: signal.signal(number, on_new_line(handler))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
     }
@@ -84,8 +95,7 @@ def handle_stops(handler: Callable[[int, object], None]) -> Iterator[None]:
 def complain(message: str, *, once: bool = False) -> None:
     """Print one line on stderr, even if a path in it contains a line break; `once` per node."""
     if not (once and os.environ.get("LOCAL_RANK", "0") != "0"):
-        line = " ".join(message.splitlines())
-        print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}", file=sys.stderr)
 
 
 def fail(message: str) -> NoReturn:

@@ -195,12 +195,8 @@ def _run_child(command: Sequence[str], told: set[str]) -> int:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit sends it to all processes
         stop_with_parent()
 
-    def stop(number: int, _: object) -> None:
-        child.send_signal(number)
-        print(file=sys.stderr)  # ends the line on which the terminal shows ^C
-
     child = Popen(command, stdin=DEVNULL, stdout=PIPE, errors="replace", preexec_fn=begin)
-    with handle_stops(stop):
+    with handle_stops(lambda number, _: child.send_signal(number)):
         try:
             in_plan = True  # until a line is indented
             for line in child.stdout or ():
