@@ -136,7 +136,8 @@ class RunLog:
             self._judged = len(self._times)
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
                 cause, before = lines[0].partition(":")[0], self._cause
-                if cause != before:  # do not repeat it in each epoch of a long run
+                # Not in each epoch of a long run, and not in the last one: `finish` prints it.
+                if cause != before and self.state.step < self.schedule.stop_step:
                     self.tracker.print(*(f"verdict  {line}" for line in lines))
                 self._cause = cause
                 epoch = round(self.schedule.epoch(self.state.step), 4)
@@ -182,8 +183,7 @@ class RunLog:
         row = train_row(step, values, times, schedule, self.compute)
         row |= self.monitor.read() | memory_figures(pool.pids, self.world.device)
         self._write(row)
-        epochs = self.config.train.epochs
-        self.tracker.print(train_line(row, values, self.best_by, epochs))
+        self.tracker.print(train_line(row, values, self.best_by, self.config.train.epochs))
         self.row, self._line_due = row, math.inf
 
     def _write(self, row: dict[str, Any]) -> None:
