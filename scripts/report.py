@@ -55,9 +55,9 @@ from jinja2 import Template
 
 from conf import cli
 from conf.compose import dotted, read_yaml
-from conf.schema import FIELDS, NOTHING, RESULT, UserError, show
+from conf.schema import UserError, override_keys, show
 
-FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has at least one of them
+FILES = ("metrics.jsonl", "summary.json")  # a run directory has at least one of them
 SPLITS = ("val", "train")
 LABELS = {"val": "validation", "train": "training", "reference": "earlier runs of the recipe"}
 LABELS["best"] = "best checkpoint"  # a curve of one point
@@ -84,6 +84,7 @@ class Run:
     status: str = "not finished"
     config_text: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
+    typed: set[str] = field(default_factory=set)  # keys and groups
     # The rows of metrics.jsonl by split, in ascending order of their steps
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {s: [] for s in SPLITS})
     summary: dict[str, Any] = field(default_factory=dict)
@@ -128,8 +129,8 @@ def read_runs(folder: Path) -> list[Run]:
     if not any((folder / name).is_file() for name in FILES):
         folders = sorted({path.parent for name in FILES for path in folder.glob(f"*/{name}")})
     if not folders:
-        wrong = f"holds no run (no {' or '.join(FILES)})" if folder.is_dir() else "no such folder"
-        raise UserError(f"{folder}: {wrong}; give a run directory, for example runs/demo")
+        why = f"no {' or '.join(FILES)} in it or below" if folder.is_dir() else "no such folder"
+        raise UserError(f"{folder}: {why}; give a run directory, for example runs/demo")
     runs = []
     for path in folders:
         try:
@@ -147,6 +148,8 @@ def read_run(folder: Path) -> Run:
     run.config_text = read_text(run, "config.yaml")
     if run.config_text:
         run.config = dotted(read_yaml(folder / "config.yaml"))
+    lines = read_text(run, "overrides.yaml").splitlines()
+    run.typed = override_keys(line.lstrip("-'\" ") for line in lines)
     run.name = str(run.config.get("run.name") or folder.resolve().name)
     run.summary = json.loads(read_text(run, "summary.json") or "{}")
     run.status = str(run.summary.get("status", run.status))
@@ -326,18 +329,18 @@ def build(runs: Sequence[Run], out: Path) -> str:
     """Return the page. All text of a run is escaped: no name or value can become markup."""
     runs = sorted(runs, key=lambda run: run.best()[1], reverse=True)
     name, best, *others = compared([{"run": str(run.folder), **run.headline()} for run in runs])
-    keys: dict[bool, list[list[str]]] = {RESULT: [], NOTHING: []}
-    for row in differences(runs):
-        keys[FIELDS[row[0]].metadata["affects"] if row[0] in FIELDS else RESULT].append(row)
-    columns = [name, best, *keys[RESULT], *others, *keys[NOTHING]]
+    typed = set().union(*(run.typed for run in runs))
+    rows = differences(runs)
+    columns = [r for r in rows if typed & {r[0], r[0].removesuffix(".name")}]  # model=: model.name
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
-        unlike=[key for key, *_ in differences(runs) if key in VALIDATION],
+        unlike=[key for key, *_ in rows if key in VALIDATION],
         evaluations=[quote(os.path.relpath(path, out.parent)) for path in runs[0].evaluations],
         about=read_yaml(lib / "values.yaml"),
-        table=[*zip(*columns, strict=True)],
+        table=[*zip(name, best, *columns, *others, strict=True)],
+        folded=[row for row in rows if row not in columns],
         charts=charts(runs),
         classes=worst_classes(runs),
         width=WIDTH,

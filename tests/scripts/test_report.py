@@ -13,6 +13,7 @@ import pytest
 from conf.schema import UserError
 from scripts import evaluate, report
 from tests.helpers import small_run
+from tests.helpers.processes import ROOT
 
 HOSTILE = "</title></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
 FORBIDDEN = ("script", "link", "iframe", "object", "base", "form", "img")
@@ -40,10 +41,14 @@ class Page:
         )
         for _, shape in shapes[1:]:  # inside the chart, and no NaN
             assert re.fullmatch(r"[MLHV0-9. hZ]*", shape.replace("-0.0", "0.0"))
-        head, *rows = (["".join(cell.itertext()).strip() for cell in r] for r in root.iter("tr"))
-        self.facts = [dict(zip(head, row, strict=True)) for row in rows if len(row) == len(head)]
-        self.classes = [row for row in rows if len(row) < len(head)]
-        self.best = [r.get("class") == "best" for r in root.iter("tr")][1:]
+        tables = {table.attrib["class"]: [*table.iter("tr")] for table in root.iter("table")}
+        self.best = [row.get("class") == "best" for row in tables["runs"][1:]]
+        (head, *rows), self.classes, others = (
+            [["".join(cell.itertext()).strip() for cell in row] for row in tables.get(kind, [])]
+            for kind in ("runs", "classes", "others")
+        )
+        self.facts = [dict(zip(head, row, strict=True)) for row in rows]
+        self.folded_keys = [row[0] for row in others]
         self.colours = {(i.attrib["class"][:2], str(i.tail).split()[0]) for i in root.iter("i")}
 
 
@@ -60,7 +65,7 @@ def runs(whole_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("runs")
     small_run.run(image_root, folder / "first", "run.name=first")
     others = ["optim.lr=0.05", "train.epochs=1", "log.every_steps=3", "run.name=second"]
-    small_run.run(image_root, folder / "second", *others)
+    small_run.run(image_root, folder / "second", *others, "optim=adamw")
     return folder
 
 
@@ -110,8 +115,9 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert lr == {str(runs / "first"): "0.2", str(runs / "second"): "0.05"}
     best = [float(facts["best top1"].split()[0]) for facts in page.facts]
     assert best == sorted(best, reverse=True) and page.best.index(True) == 0 < sum(page.best) < 2
-    *keys, last = page.facts[0]  # the last one has no effect on the result
-    assert keys[:4] == ["run", "best top1", "optim.lr", "train.epochs"] and last[:4] == "log."
+    typed = ["optim.name", "optim.lr", "train.epochs", "log.every_steps"]
+    assert [*page.facts[0]][:7] == ["run", "best top1", *typed, "last top1"]
+    assert page.folded_keys == ["key", "optim.nesterov", "optim.weight_decay", "optim.clip_norm"]
     assert page.colours == {("c1", "1"), ("c2", "2")} and sum("first:" in x for x in page.said) > 3
     means = [float(row[2]) + float(row[3]) for row in page.classes[1:]]
     assert page.classes[0][2][:12] == "run 1 after " and means == sorted(means)
@@ -134,7 +140,7 @@ def test_a_run_that_has_not_ended(copied: Path, tmp_path: Path) -> None:
     assert any("summary.json is missing; metrics.jsonl: cannot" in text for text in page.said)
     assert page.facts[0]["best top1"].endswith("after epoch 1.1 of 2")  # the last row is truncated
     assert not (tmp_path / "outside").exists()
-    (copied / "metrics.jsonl").unlink()  # it has only begun
+    (copied / "metrics.jsonl").write_text("")  # it has only begun
     assert not made(copied).titles
 
 
@@ -201,5 +207,7 @@ def test_damaged_files_and_no_runs(copied: Path, tmp_path: Path) -> None:
         (copied / name).write_text("" if name == "metrics.jsonl" else '{"verdict": []}')
     with pytest.raises(UserError, match="/gone: no such folder; give a run directory, for example"):
         report.read_runs(tmp_path / "gone")
-    with pytest.raises(UserError, match=r": holds no run \(no config.yaml or metrics.jsonl or sum"):
-        report.read_runs(Path(__file__).parent)
+    with pytest.raises(
+        UserError, match=r": no metrics.jsonl or summary.json in it or below; give "
+    ):
+        report.read_runs(ROOT)  # conf/config.yaml is not that of a run
