@@ -60,7 +60,8 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
             sys.exit(import_object(MULTIRUN, "-m")(overrides, script, options))
         config = from_overrides(overrides)
         if options.cfg is not None:
-            _show(to_yaml(config, options.package))
+            more = f"# train.prepare sets more at the start: see the top of {config.recipe}.yaml\n"
+            _show(to_yaml(config, options.package) + more * (config.train.prepare is not None))
         require_root(config)
     except (UserError, argparse.ArgumentError) as error:
         fail(str(error))

@@ -5,7 +5,7 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from subprocess import PIPE
+from subprocess import PIPE, STDOUT
 from unittest.mock import Mock
 
 import pytest
@@ -88,14 +88,26 @@ def test_ctrl_c_before_torch_is_imported_is_quiet() -> None:
         assert (*run.communicate(), run.returncode) == ("", "", -signal.SIGINT)  # a shell: 130
 
 
+def test_ctrl_c_ends_the_line_on_which_a_terminal_shows_it() -> None:
+    code = "from conf.start import *\nwith handle_stops(lambda *_:print(1)): signal.raise_signal(2)"
+    end, terminal = os.openpty()
+    done = run_command([sys.executable, "-c", code], stdin=terminal, stderr=STDOUT)
+    assert done.stdout == "\n1\n"
+    os.close(end)
+    os.close(terminal)
+
+
 def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     """Without data, too."""
-    for words, of in ((["run.name='yes'"], None), (["-p", "optim", "recipe=cifar10"], "optim")):
+    cases = (["run.name='yes'"], None), (["-p", "optim", "recipe=cifar10"], "optim")
+    for words, of in (*cases, (["recipe=finetune"], None)):
         with pytest.raises(SystemExit) as stop:
             cli.parse(["--cfg", "job", *words], script="train.py", purpose="")
         assert stop.value.code == 0
         expected = sections(from_overrides(words[-1:]))
-        assert yaml.safe_load(capsys.readouterr().out) == (expected[of] if of else expected)
+        printed = capsys.readouterr().out
+        assert yaml.safe_load(printed) == (expected[of] if of else expected)
+        assert ("see the top of finetune.yaml" in printed) == (words[-1] == "recipe=finetune")
 
 
 PATHS = ["/data/ü b", "/d/(2012)", "/d/a=b", "/d/[x", "/d/{x}", "/d/#1", "/d/it's", "/d/a,b"]
