@@ -60,7 +60,8 @@ HYDRA = {  # words of Hydra's own command line, and what to write instead
     **dict.fromkeys(("-cn", "--config-name"), "recipe=NAME or recipe=FILE.yaml chooses a config"),
 }
 NAME_LENGTH = 60  # characters of a run's name before its hash
-NAMED_LAST = ("data", "loader", "augment")  # keys that come last in the name: augment, loader, data
+NAMED_FIRST = ("model", "model.name", "data.val_fold")  # keys that come first in the name
+NAMED_LAST = {"augment": 1, "loader": 2, "data": 3}  # sections that come last, in this order
 KeyValues = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
 
@@ -329,13 +330,9 @@ def _run_name(recipe: str, config: Config, words: Mapping[str, str], kept: Colle
     if config.checkpoint.resume not in ("auto", "never"):  # starts from another run's weights
         values["checkpoint.resume"] = str(last_name(config.checkpoint.resume))
     if recipe == DEFAULT_RECIPE:
-        recipe = values.pop("model", None) or values.pop("model.name", config.model.name)
-
-    def rank(key: str) -> list[bool]:
-        of_input = [key.partition(".")[0] == section for section in NAMED_LAST]
-        return [key not in ("model", "model.name", "data.val_fold"), *of_input]
-
-    keys = sorted((key for key in (*GROUPS, *FIELDS) if key in values), key=rank)
+        recipe = values.pop("model", "") or values.pop("model.name", config.model.name)
+    order = sorted((*GROUPS, *FIELDS), key=lambda key: NAMED_LAST.get(key.partition(".")[0], 0))
+    keys = [key for key in dict.fromkeys((*NAMED_FIRST, *order)) if key in values]
     full = [recipe, *(f"{key}={values[key]}" for key in keys)]
     safe = (re.sub(r"[^\w.+=-]+", "-", part, flags=re.ASCII).strip("-") for part in full)
     name, *rest = (p.replace("=-", "=")[:NAME_LENGTH] for p in safe)  # [0.9,0.95] as 0.9-0.95

@@ -504,9 +504,8 @@ def check(config: Config) -> None:
             needed = " and ".join(f"{k.removesuffix('.name')}={c.says}" for k, c in when.items())
             raise UserError(f"{shown}: has no effect with {others}; give {needed}, or leave it out")
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
-        raise UserError(
-            "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
-        )
+        cure = "increase it or set nesterov to false"
+        raise UserError(f"optim.nesterov=true: needs optim.momentum > 0; {cure}")
     warmup, epochs = config.schedule.warmup_epochs, config.train.epochs
     if 0 < epochs <= warmup:
         given = f"schedule.warmup_epochs={show(warmup)}: not less than train.epochs={show(epochs)}"

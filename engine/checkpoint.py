@@ -132,10 +132,8 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
             if path != paths[0]:
                 logger.warning("%s: damaged; continuing from %s instead", paths[0], path.name)
             return path, load(path, verified=True)
-    raise CheckpointError(
-        f"{paths[0]}: damaged, and so is every checkpoint before it; start over with "
-        "checkpoint.resume=never"
-    )
+    wrong = f"{paths[0]}: damaged, and so is every checkpoint before it"
+    raise CheckpointError(f"{wrong}; start over with checkpoint.resume=never")
 
 
 def load(path: Path, *, verified: bool = False) -> dict[str, Any]:
@@ -146,9 +144,8 @@ def load(path: Path, *, verified: bool = False) -> dict[str, Any]:
     give = "the path of a step-*.pt"
     content: dict[str, Any] = read_file(path, origin=str(path), give=give)
     if not is_ours(content):
-        raise UserError(
-            f"{path}: not a checkpoint of this program: needs {', '.join(PARTS)}; give {give}"
-        )
+        needs = f"needs {', '.join(PARTS)}; give {give}"
+        raise UserError(f"{path}: not a checkpoint of this program: {needs}")
     if not verified:
         verify(path)
     if content["format"] != FORMAT:

@@ -115,12 +115,10 @@ class BestBy:
     def check(self, names: Sequence[str]) -> None:
         """Refuse a value that is not among those of a validation."""
         if self.name not in names:
-            sign = "-" if self.lower_is_better else ""
-            raise UserError(
-                f"train.best_by={sign}{self.name}: a validation has no such value; "
-                f"give one of {', '.join(names)}, with - in front if lower is better"
-                f"{did_you_mean(self.name, names)}"
-            )
+            given = f"train.best_by={'-' * self.lower_is_better}{self.name}"
+            cure = f"give one of {', '.join(names)}, with - in front if lower is better"
+            cure += did_you_mean(self.name, names)
+            raise UserError(f"{given}: a validation has no such value; {cure}")
 
     def prefers(self, row: Mapping[str, float], best: Mapping[str, float]) -> bool:
         """Whether a validation is better than the best one so far. A NaN is worse than any."""

@@ -140,20 +140,16 @@ def make_schedule(
     the images or the ranks, and for model.sync_bn on several ranks without GPUs.
     """
     size, ranks = config.loader.batch_size, world.size
+    given = f"loader.batch_size={size}"
     if size > images:
-        raise UserError(
-            f"loader.batch_size={size}: larger than the training split ({images} images); "
-            "give at most that"
-        )
+        cure = "give at most that"
+        raise UserError(f"{given}: larger than the training split ({images} images); {cure}")
     if size % ranks:
-        raise UserError(
-            f"loader.batch_size={size}: the global batch must be a multiple of the {ranks} ranks; "
-            f"set it to {max(1, size // ranks) * ranks}"
-        )
+        multiple = f"a multiple of the {ranks} ranks; set it to {max(1, size // ranks) * ranks}"
+        raise UserError(f"{given}: the global batch must be {multiple}")
     if config.model.sync_bn and ranks > 1 and world.device.type == "cpu":
-        raise UserError(
-            "model.sync_bn=true: torch has SyncBatchNorm for GPUs only; leave it out on the CPU"
-        )
+        reason = "torch has SyncBatchNorm for GPUs only; leave it out on the CPU"
+        raise UserError(f"model.sync_bn=true: {reason}")
     fitted = (identity or {}).get("fitted_batch") if config.train.micro_batch is None else None
     return Schedule(config, images, ranks, fitted)
 

@@ -263,8 +263,7 @@ class Tuner:
         self.feed.set_mode("cpu")
         # The first batch is not counted, because every worker begins with it.
         steps = 1 + math.ceil(PROBE_IMAGES / self.feed.train.loader.local_batch_size)
-        probes = self.times(lambda batch: None, steps)
-        return min(probes, key=lambda times: times.per_worker)
+        return min(self.times(lambda batch: None, steps), key=lambda times: times.per_worker)
 
     def try_mode(self, mode: str) -> str | None:
         """Make some batches in a mode, which compiles kernels; return why it fails, or None."""

@@ -150,9 +150,8 @@ class RandomCrop:
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         size, padding, (width, height) = self.size, self.padding, picture.size
         if min(width, height) + 2 * padding < size:
-            raise ValueError(
-                f"random_crop: {width}x{height} with padding {padding} is smaller than size {size}"
-            )
+            padded = f"{width}x{height} with padding {padding}"
+            raise ValueError(f"random_crop: {padded} is smaller than size {size}")
         left = int(rng.random() * (width + 2 * padding - size + 1)) - padding
         top = int(rng.random() * (height + 2 * padding - size + 1)) - padding
         fill = None if self.padding_mode == "reflect" else 0
@@ -258,10 +257,8 @@ def build_transforms(entries: Sequence[Any], table: dict[str, Any], *, key: str)
     for name, parameters in (split_entry(entry, key) for entry in entries):
         make = import_object(name, key) if is_object_name(name) else table.get(name)
         if make is None:
-            raise UserError(
-                f"{key}: there is no transform {name}; choose from {', '.join(table)}"
-                f"{did_you_mean(name, table)}"
-            )
+            choice = f"choose from {', '.join(table)}{did_you_mean(name, table)}"
+            raise UserError(f"{key}: there is no transform {name}; {choice}")
         try:
             transform = make(**parameters)
             for one in fields(transform) if is_dataclass(transform) else ():

@@ -68,10 +68,9 @@ class Batch:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
-            raise UserError(
-                f"the samples have no field {name}, but {', '.join(self.fields)}: docs/tasks.md "
-                "has training_loss and validation_values for other fields"
-            )
+            wrong = f"the samples have no field {name}, but {', '.join(self.fields)}"
+            cure = "docs/tasks.md has training_loss and validation_values for other fields"
+            raise UserError(f"{wrong}: {cure}")
         return self.fields[name]
 
     @property

@@ -128,10 +128,8 @@ class Picture:
     ) -> "Picture":
         """Crop the region `box`, None for all, and resize as torchvision does; see `CropResize`."""
         if size[0] * size[1] > MAX_PIXELS:
-            raise UnreadableError(
-                f"resizing {self.size[0]}x{self.size[1]} pixels would give {size[0]}x{size[1]}: "
-                "too narrow"
-            )
+            before, after = (f"{width}x{height}" for width, height in (self.size, size))
+            raise UnreadableError(f"resizing {before} pixels would give {after}: too narrow")
         return self._then(CropResize(box or (0, 0, *self.size), size, interpolation, quick))
 
     def cropped(self, box: Box, *, fill: int | None = 0) -> "Picture":
@@ -338,7 +336,6 @@ def resolve(name: str) -> str:
     """
     missing = region.load() if name != "pillow" else ""
     if name == "region" and isinstance(missing, str):
-        raise UserError(
-            f"loader.decoder=region: not installed; {missing}, or use loader.decoder=auto"
-        )
+        cure = f"{missing}, or use loader.decoder=auto"
+        raise UserError(f"loader.decoder=region: not installed; {cure}")
     return "pillow" if isinstance(missing, str) else "region"

@@ -234,8 +234,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     if left_out:
         logger.warning("%s=%s: %s", key, root, left_out)
     arrays = map(SharedArray.copy_of, (scan.paths, scan.labels, scan.places))
-    classes = tuple(map(os.fsdecode, scan.classes.tolist()))
-    return Index(root, classes, sources, left_out, *arrays)
+    return Index(root, tuple(map(os.fsdecode, scan.classes.tolist())), sources, left_out, *arrays)
 
 
 def _scan(files: Sequence[str], origin: str) -> Scan:

@@ -452,8 +452,7 @@ class Loader:
 
     def load_in_process(self, batch: Batch) -> None:
         """Load a batch again into its slot, in this process. Raises LoaderError."""
-        slot = batch.step % self.ring.slots
-        self.pool.run(Task(self.number, slot, 0, self.samples(batch.step)))
+        self.pool.run(Task(self.number, batch.step % self.ring.slots, 0, self.samples(batch.step)))
 
 
 def slots_needed(batch_size: int, *, workers: int, in_use: int) -> int:

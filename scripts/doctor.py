@@ -141,7 +141,6 @@ def data(case: Case) -> Iterator[Row]:
 
 
 def readable(case: Case) -> Iterator[Row]:
-    config = case.config.data
     cores = max(1, int(min(machine.cores(), machine.cpu_quota())))
     for name, index in case.splits().items():
         order = np.random.default_rng(0).permutation(len(index)).tolist()
@@ -152,7 +151,7 @@ def readable(case: Case) -> Iterator[Row]:
         count = count_of(case, name)
         bad = [f"{file.path}: {' '.join(file.problem.split())}" for file in files if file.problem]
         if bad:
-            skips = name == "train" and config.on_error == "skip"
+            skips = name == "train" and case.config.data.on_error == "skip"
             cure = "replace or remove them"
             cure += ", or set data.on_error=skip" if name == "train" else ""
             cure += "; --all finds all of them" if len(rows) < len(index) else ""
@@ -363,8 +362,7 @@ def check(case: Case) -> Iterator[tuple[str, Row]]:
     reported = set[str]()
     for name, look in CHECKS.items():
         try:
-            for row in look(case):
-                yield name, row
+            yield from ((name, row) for row in look(case))
         except (UserError, RunError) as error:
             yield name, fail(str(error), "training refuses to start")
         except NotChecked as reason:

@@ -188,10 +188,8 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
     config = trained.config
     loader, data, typed = config.loader, config.data, override_keys(overrides)
     if "loader.batch_size" not in typed:
-        size = loader.batch_size
-        if not trained.stored and world.device.type == "cpu":
-            size = min(size, CPU_BATCH)
-        loader = replace(loader, batch_size=size * world.size)
+        most = CPU_BATCH if not trained.stored and world.device.type == "cpu" else sys.maxsize
+        loader = replace(loader, batch_size=min(loader.batch_size, most) * world.size)
     if data.source == "folder" and not data.root:
         if not os.path.isabs(data.val):
             cure = "data.root=FOLDER (with val/<class>/*) or data.val=/path/to/FOLDER (<class>/*)"
@@ -243,9 +241,8 @@ def outputs_of(
         raise UserError(f"{where} {sizes}; {cure}")
     if sorted_as_text(classes):
         order = f"folders whose names are numbers, in the order {', '.join(classes[:3])}, ..."
-        raise UserError(
-            f"{where} {order}, and the model may have them in the order of numbers; {cure}"
-        )
+        of_model = "and the model may have them in the order of numbers"
+        raise UserError(f"{where} {order}, {of_model}; {cure}")
     return classes, every
 
 

@@ -169,8 +169,7 @@ def explicit(entry: Any) -> Any:
         return entry
     parameters = {"interpolation": "bilinear", **entry["resize"]}
     if "crop_ratio" in parameters:
-        ratio = parameters.pop("crop_ratio")
-        parameters["size"] = round(parameters["size"] / ratio)
+        parameters["size"] = round(parameters["size"] / parameters.pop("crop_ratio"))
     return {"resize": parameters}
 
 
@@ -186,8 +185,7 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
     # timm rounds the short side, size / crop_pct, down.
     stated |= {"crop_pct": math.floor(1e6 * job.size / resize["size"]) / 1e6}
     stated |= dict.fromkeys(("tag", "license"))  # those of timm's own weights
-    named = {"label_names": [*trained.classes], "pretrained_cfg": stated}
-    save_for_hf(model, str(folder), named)
+    save_for_hf(model, str(folder), {"label_names": [*trained.classes], "pretrained_cfg": stated})
     (folder / "pytorch_model.bin").unlink()  # `save` writes the weights
     typed = trained.path.resolve().parents[1] / "overrides.yaml"
     overrides = yaml.safe_load(typed.read_text("utf-8")) if typed.is_file() else ["..."]

@@ -228,10 +228,8 @@ class Predictor:
     def most_probable(self, probabilities: Tensor) -> list[list[dict[str, Any]]]:
         classes = probabilities.shape[1]
         if classes == 1:
-            raise UserError(
-                "the model has one output, which is no probability of classes; change "
-                "predictions() in train.py"
-            )
+            cure = "change predictions() in train.py"
+            raise UserError(f"the model has one output, which is no probability of classes; {cure}")
 
         def entry(p: float, i: int) -> dict[str, Any]:
             name = self.names[i]

@@ -186,8 +186,7 @@ def test_change_has_its_effect(heading: str, demo: Path, unchanged: Path, tmp_pa
         assert (summary(folder)[WEIGHTS] == summary(unchanged)[WEIGHTS]) == (
             heading in SAME_WEIGHTS
         )
-    value = LOGGED.get(heading, "loss")
-    assert all(row[value] > 0 for row in rows(fork.runs[-1], "train"))
+    assert all(row[LOGGED.get(heading, "loss")] > 0 for row in rows(fork.runs[-1], "train"))
     if heading == "A loss":  # of ten classes, it starts 0.9 above the cross-entropy
         first, before = (rows(run, "train")[0]["loss"] for run in (fork.runs[-1], unchanged))
         assert 0.5 < first - before < 1.5

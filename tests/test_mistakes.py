@@ -152,8 +152,7 @@ def test_ranks_that_do_not_match(
         shutil.copytree(image_root, tmp_path / str(rank) / "images")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    arguments = [str(script), code, train.__file__, *RUN]
-    done = ranks.run([sys.executable, *arguments], 2, cwd=tmp_path)
+    done = ranks.run([sys.executable, str(script), code, train.__file__, *RUN], 2, cwd=tmp_path)
     assert re.fullmatch(rf"train\.py: {message}\n", done.stderr), done.stderr
     assert (done.returncode, "run  " in done.stdout) == (2, False)
     assert not (tmp_path / "run").exists()

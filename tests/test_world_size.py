@@ -56,8 +56,7 @@ def test_other_numbers_of_ranks_in_the_middle_of_an_epoch(
     several = tmp_path / "several"
     run(image_root, several, *options, "train.max_steps=2")
     for size, stop in ((2, 6), (4, 7)):
-        words = command(image_root, several, *options, f"train.max_steps={stop}")
-        result = ranks.run(words, size)
+        result = ranks.run(command(image_root, several, *options, f"train.max_steps={stop}"), size)
         assert result.returncode == 0, result.stderr
     run(image_root, several, *options)
     run(image_root, tmp_path / "one", *options)

@@ -63,11 +63,8 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
         self._slow, self._asked = Counter[str](), 0  # samples by reason, and all of them
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True, name="telemetry")
-
-    def __enter__(self) -> "GpuMonitor":
-        if self.device.type == "cuda":
+        if device.type == "cuda":
             self._thread.start()
-        return self
 
     def _sample(self) -> None:
         """Run all queries twice a second; ctypes releases the GIL during calls to the driver."""

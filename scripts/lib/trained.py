@@ -116,8 +116,7 @@ class Trained:
 def exit_status(command: Callable[[], int]) -> int:
     """Run a command and return the exit status; print an expected error in one line."""
     cli.log_to_stderr()
-    limits = partial(explain_limit, remedy="lower loader.batch_size")
-    return cli.exit_status(command, limits)
+    return cli.exit_status(command, partial(explain_limit, remedy="lower loader.batch_size"))
 
 
 def open_trained(

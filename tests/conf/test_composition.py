@@ -67,7 +67,6 @@ def test_another_training_has_another_directory(one: str, other: str) -> None:
 
 NAMES = {  # tests/equal has more
     "model.name=timm/resnet18": "timm-resnet18,data.root=imagenet,",
-    "recipe=cifar10 train.epochs=2": "cifar10,train.epochs=2,data.root=imagenet",
     "optim=adamw optim.lr=1 model=resnet18": "resnet18,optim=adamw,optim.lr=1,data.root=imagenet",
     "model.name=a_model_of_" + 70 * "x": "a_model_of_" + 49 * "x" + ",",
 }

@@ -80,5 +80,4 @@ def test_mistakes_in_a_file(
     name: str, content: str, says: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / f"{name}.yaml").write_text(content, errors="surrogateescape")
-    words = [f"{name.partition('/')[0]}={folder}/{name}.yaml", DATA]
-    assert says in refusal(words, capsys)
+    assert says in refusal([f"{name.partition('/')[0]}={folder}/{name}.yaml", DATA], capsys)

@@ -32,8 +32,7 @@ def test_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     store = dist.HashStore()
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 3, 4)]))
-    place = {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in place.items():
+    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with join_world("cpu") as world:
         assert world == ALONE

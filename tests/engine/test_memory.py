@@ -151,8 +151,7 @@ def test_a_run_that_does_not_fit(
 
 def train_on_a_full_gpu(mode: str) -> None:
     """Try and train with a batch that a GPU limited to 8 GiB has no memory for."""
-    share = min(1.0, 8 * 2**30 / torch.cuda.mem_get_info()[1])
-    torch.cuda.set_per_process_memory_fraction(share)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, 8 * 2**30 / torch.cuda.mem_get_info()[1]))
     with join_world("cuda") as world:
         size = ["model=resnet18", "data.image_size=224", "loader.batch_size=4096"]
         schedule, state, train_on_batch, batch = built(*size, f"model.compile={mode}", world=world)

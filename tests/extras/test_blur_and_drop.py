@@ -78,8 +78,7 @@ def with_hooks(model: nn.Module, name: str) -> nn.Module:
     for position, block in enumerate(blocks):
 
         def drop(module: nn.Module, _: Any, output: Tensor, position: int = position) -> Tensor:
-            rate = LAST * position / (count - 1)
-            return stochastic_depth(output, rate, "row", module.training)
+            return stochastic_depth(output, LAST * position / (count - 1), "row", module.training)
 
         block.get_submodule(branch).register_forward_hook(drop)
     return model

@@ -95,5 +95,4 @@ def test_what_is_decided_is_the_same_at_the_next_start(
     words = ["recipe=finetune", f"model.weights={pretrained}", f"data.root={image_root}", *FAST]
     words += ["train.epochs=20", "model.freeze=[conv1,bn1]", f"run.dir={tmp_path / 'run'}"]
     for steps in (1, 2):
-        config = from_overrides([*words, f"train.max_steps={steps}"])
-        assert train.train(config)["step"] == steps
+        assert train.train(from_overrides([*words, f"train.max_steps={steps}"]))["step"] == steps

@@ -47,8 +47,7 @@ def test_it_is_timms(name: str) -> None:
     model = models.build(f"timm/{name}", num_classes=3, image_size=224)
     theirs = groups_of(model, layer_decay=0.7)
     of = {id(p): group["lr_scale"] for group in theirs for p in group["params"]}
-    expected = {key: of[id(p)] for key, p in model.named_parameters()}
-    assert rates_of(model, "adamw", 0.7) == expected
+    assert rates_of(model, "adamw", 0.7) == {key: of[id(p)] for key, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", ["densenet121", "swin_t", "maxvit_t", "mobilenet_v3_small"])

@@ -98,8 +98,7 @@ def test_pictures(logits: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatc
 
 
 def test_files_of_a_run(image_root: Path, tmp_path: Path, toy_runs: None) -> None:
-    options = ["loader.workers=0", "log.trackers=[tensorboard]"]
-    summary = run(image_root, tmp_path, *options)
+    summary = run(image_root, tmp_path, "loader.workers=0", "log.trackers=[tensorboard]")
     found = json.loads((tmp_path / "per_class.json").read_text())
     kinds = [(row["class"], row["images"]) for row in found["classes"]]
     assert kinds == [(name, VAL_IMAGES) for name in KINDS] and found["step"] == 9

@@ -154,8 +154,7 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
     ]
     runs = {path.name for path in (tmp_path / "runs").iterdir()}
     assert runs == {first, third, "sweep,train.seed"}
-    own = {"train.py", "started", "outcomes", "runs"}
-    assert {path.name for path in tmp_path.iterdir()} == own
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "started", "outcomes", "runs"}
     # Finished jobs are not started again, and a signal to a job ends the sweep.
     assert sweep(tmp_path, [0, -signal.SIGTERM, 0, 0])[:2] == (143, ["1"])
     assert sweep(tmp_path, [0, 0, 0])[:2] == (0, ["1"])

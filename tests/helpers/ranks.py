@@ -172,8 +172,7 @@ def run_all(job: dict[str, Any]) -> int:
         os.setsid()
         ranks = start_all(job)
         print(json.dumps([os.getpid(), *ranks]), flush=True)
-        statuses = [exit_status(pid) for pid in ranks]
-        os._exit(next(filter(None, statuses), 0))
+        os._exit(next(filter(None, [exit_status(pid) for pid in ranks]), 0))
     return exit_status(launcher)
 
 

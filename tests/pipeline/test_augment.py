@@ -96,8 +96,7 @@ def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws(
     path = next((image_root / "train" / "dots").iterdir())
     image = v2.functional.pil_to_tensor(Image.open(path))
     for seed in range(4 if name == "ElasticTransform" else 12):
-        opened = open_picture(path.read_bytes(), "pillow")
-        ours = transform(opened, random.Random(seed)).pixels()
+        ours = transform(open_picture(path.read_bytes(), "pillow"), random.Random(seed)).pixels()
         torch.manual_seed(random.Random(seed).getrandbits(63))
         theirs = getattr(v2, name)(**parameters)(image)
         assert (ours.dtype, theirs.shape) == (np.uint8, image.shape)
@@ -137,8 +136,7 @@ def moved(entries: list[Any], seed: int, source: Any = IMAGE) -> Picture:
 
 def own_pixels(picture: Picture) -> float:
     """The share of the image's pixels, as points, that are on their own value in the mask."""
-    centres = np.argwhere(MASK)[:, ::-1] + 0.5
-    points = np.floor(transform_target(centres, picture)).astype(int)
+    points = np.floor(transform_target(np.argwhere(MASK)[:, ::-1] + 0.5, picture)).astype(int)
     inside = ((points >= 0) & (points < picture.size)).all(1)
     columns, rows = points[inside].T
     found = transform_target(MASK, picture)[rows, columns]

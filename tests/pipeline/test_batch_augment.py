@@ -39,8 +39,7 @@ def is_box(inside: np.ndarray) -> bool:
 
 
 def test_draws_differ_between_seeds_and_steps() -> None:
-    drawn = {part(*place).rng.random() for place in ((0, 0), (1, 0), (0, 1), (1, 0))}
-    assert len(drawn) == 3
+    assert len({part(*place).rng.random() for place in ((0, 0), (1, 0), (0, 1), (1, 0))}) == 3
 
 
 def test_mixup_blends_pixels_and_targets_alike() -> None:

@@ -73,8 +73,7 @@ def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu: Gpu) -> Non
     times = clock.step_times()
     assert times is not None
     assert (times.steps, times.seconds, times.step_ms, times.copy_ms) == (1, 0.1, 60, 30)
-    fractions = (times.data_wait, times.late, times.compute)
-    assert fractions == pytest.approx((0.3, 0.1, 0.6))
+    assert (times.data_wait, times.late, times.compute) == pytest.approx((0.3, 0.1, 0.6))
     assert times.copy == pytest.approx(0.3)
 
 

@@ -78,8 +78,7 @@ def only(*names: str) -> Callable[[int], Fields]:
 def opened(fields: Callable[[int], Fields], *overrides: str, **changed: Any) -> Iterator[Feed]:
     """A feed of 20 and 11 samples in batches of 8."""
     fixed = ["data=fake", f"data.image_size={SIDE}", "data.mean=[0.5]", "data.std=[0.25]"]
-    options = ["loader.batch_size=8", "loader.workers=0"]
-    config = from_overrides([*fixed, *options, *overrides])
+    config = from_overrides([*fixed, "loader.batch_size=8", "loader.workers=0", *overrides])
     splits = Noise(20, fields(SIDE), changed), Noise(11, fields(SIDE)), ("a", "b")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DATASETS, "fake", lambda *_: splits)

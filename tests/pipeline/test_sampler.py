@@ -38,8 +38,7 @@ def test_ranks_together_take_what_one_rank_takes(world_size: int, kind: dict[str
 def test_classes_are_drawn_alike_and_no_sample_is_the_same() -> None:
     """The augmentation depends on both numbers. 4,000 draws: 5 standard deviations are 0.04."""
     labels = np.repeat([0, 1, 3], [890, 100, 10])  # no image of class 2
-    sampler = TrainSampler(num_samples=1000, batch_size=50, seed=1, labels=labels)
-    drawn = rows(sampler, range(80))
+    drawn = rows(TrainSampler(num_samples=1000, batch_size=50, seed=1, labels=labels), range(80))
     assert len(set(drawn)) == len(drawn)
     shares = np.bincount(labels[np.array(drawn)[:, 1]]) / len(drawn)
     np.testing.assert_allclose(shares, [1 / 3, 1 / 3, 0, 1 / 3], atol=0.04)
@@ -47,8 +46,7 @@ def test_classes_are_drawn_alike_and_no_sample_is_the_same() -> None:
 
 def test_resuming_late_in_a_long_run_is_exact() -> None:
     """1.28 million images, step 450,000 of 90 epochs: products of that size must not be rounded."""
-    sampler = TrainSampler(num_samples=1_281_167, batch_size=256, seed=0)
-    epochs, indices = sampler.samples(450_000).T
+    epochs, indices = TrainSampler(num_samples=1_281_167, batch_size=256, seed=0).samples(450_000).T
     assert epochs.dtype == indices.dtype == np.int64
     assert set(epochs.tolist()) == {450_000 * 256 // 1_281_167}
     assert len(set(indices.tolist())) == 256

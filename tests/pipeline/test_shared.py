@@ -84,8 +84,7 @@ def test_page_locked_buffers_are_unlocked_once(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**names))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    arrays = [SharedArray((8, 9), np.uint8), SharedArray((7,), np.int64)]
-    with page_locked(arrays) as locking:
+    with page_locked([SharedArray((8, 9), np.uint8), SharedArray((7,), np.int64)]) as locking:
         assert locking.result() == locked and len(locked) == min(most, 2)
     assert not locked
     warning = "0.0 MiB cannot be page-locked (2), so batch buffers are "

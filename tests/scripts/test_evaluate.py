@@ -186,8 +186,7 @@ def test_folders_named_by_number(published: Path, folder: Path, tmp_path: Path, 
 def test_real_labels(folder: Path, found: Evaluated, tmp_path: Path) -> None:
     """Sets of labels, in the order of the names of the files; an empty one does not count."""
     names = [f"{i:02d}.jpg" for i in np.random.default_rng(0).permutation(15)]
-    paths = [found.datasets.val.name(i) for i in range(15)]
-    for old, new in zip(paths, names, strict=True):
+    for old, new in zip([found.datasets.val.name(i) for i in range(15)], names, strict=True):
         (tmp_path / "val" / Path(old).parent.name).mkdir(parents=True, exist_ok=True)
         shutil.copy(old, tmp_path / "val" / Path(old).parent.name / new)
     sets = [[], [0], [1, 2], [0, 1, 2], [2]] * 3

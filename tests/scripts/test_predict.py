@@ -49,8 +49,7 @@ def damaged(image_root: Path, tmp_path: Path) -> Path:
 
 
 def results(predictor: Predictor, *paths: Path) -> list[Result]:
-    batches = predictor.run(find_files(map(str, paths)))
-    return [result for batch in batches for result in batch]
+    return [result for batch in predictor.run(find_files(map(str, paths))) for result in batch]
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,7 @@ def test_best_checkpoint_in_other_libraries(folder: Path) -> None:
     """It holds the weights where timm looks for them, and the file has them once."""
     path, state = checkpoint.find_checkpoint(folder), open_trained(folder).weights
     assert same(dict(torch.load(path)["state_dict"]), state)
-    timm = pytest.importorskip("timm")
-    assert same(dict(timm.models.load_state_dict(str(path))), state)
+    assert same(dict(pytest.importorskip("timm").models.load_state_dict(str(path))), state)
     size = sum(t.nbytes for t in models.weights_in(torch.load(path), origin="").values())
     assert path.stat().st_size < 4 * size + 100_000
 
@@ -118,8 +117,7 @@ def test_names_of_the_classes(tmp_path: Path, weights: Weights) -> None:
     path, names = tmp_path / "file.pth", tmp_path / "names.txt"
     torch.save(weights, path)
     names.write_text("".join(f"class {i}\n" for i in range(7)))
-    found = open_trained(path, TINY, classes=names)
-    assert found.classes == tuple(f"class {i}" for i in range(7))
+    assert open_trained(path, TINY, classes=names).classes == tuple(f"class {i}" for i in range(7))
     names.write_text("one\ntwo\ntwo\n")
     with pytest.raises(UserError, match=r"has 2 different lines, the model has 7 classes"):
         open_trained(path, TINY, classes=names)

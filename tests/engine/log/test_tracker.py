@@ -66,8 +66,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def curves(folder: Path) -> EventAccumulator:
     """Read the event files as TensorBoard does."""
-    sizes = {"images": 0, "tensors": 0}
-    return EventAccumulator(str(folder), size_guidance=sizes).Reload()
+    return EventAccumulator(str(folder), size_guidance={"images": 0, "tensors": 0}).Reload()
 
 
 def curve(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
