@@ -11,7 +11,7 @@ data.val holds some of the model's classes, only their outputs compete.
 Prints the values of a validation: of a classifier loss, top-1, top-5, macro recall (balanced
 accuracy) and what log.values adds. Writes evaluation.json, and the files of log.observers, to
 --out, by default evaluation/<name of the checkpoint> in the current folder, with data.val=test
-evaluation/<name>,test. Earlier files are replaced.
+evaluation/<name>,test, with data.val=/other/val <name>,other,val. Earlier files are replaced.
 """
 
 import argparse
@@ -290,8 +290,12 @@ def write(result: Evaluated, folder: Path) -> None:
 
 
 def name_of(trained: Trained) -> str:
-    """Return the name of a checkpoint and of its split: `,test`, and nothing for val."""
-    return f"{trained.name},{Path(trained.config.data.val).name or 'all'}".removesuffix(",val")
+    """Return the name of a checkpoint and of its split: `,test`, and nothing for the run's val."""
+    data, run = trained.config.data, trained.stored.get("config", {})
+    root = "" if run.get("data.root", data.root) == data.root else str(data.root)
+    path = os.path.join(root, data.val)
+    split = {"val": "", ".": ",all"}.get(path, f",{path.strip('/').replace('/', ',')}")
+    return trained.name + split
 
 
 def print_result(found: Evaluated, folder: Path) -> None:

@@ -239,7 +239,10 @@ def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_pat
         opened(folder, f"data.val={os.path.relpath(image_root / 'val')}")
     # Another split, however it is stored, in place of the images that were held out.
     names = [path.stem for path in sorted((image_root / "val").glob("*/*"))]
-    assert len(build_val(opened(folder, f"data.root={image_root}").config).val) == len(names)
+    for typed in (f"data.root={image_root}", f"data.val={image_root / 'val'}"):
+        val = opened(folder, typed)  # not to replace the files of the run's own val
+        assert evaluate.name_of(val) == f"{val.name}{image_root}/val".replace("/", ",")
+        assert len(build_val(val.config).val) == len(names)
     for kind, pack in {"": shutil.copytree, ".tar": as_tar, ".csv": as_list}.items():
         pack(image_root / "val", flat / f"test{kind}")
         test = opened(folder, "data.val=test")
