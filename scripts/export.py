@@ -30,8 +30,7 @@ from conf.schema import RunError, UserError, describe, override_keys
 from scripts.lib.options import checkpoint_parser, parse_paths
 
 # format -> packages that it needs, besides torch
-FORMATS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "safetensors": ()}
-FORMATS["hub"] = ("timm",)
+FORMATS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "safetensors": (), "hub": ()}
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -325,7 +324,7 @@ def run(options: argparse.Namespace) -> int:
     if out.exists() and (options.to == "hub" or out.samefile(trained.path)):
         raise UserError(f"--out {out}: is there already; give another name")
     if options.to == "hub" and not model.name.startswith("timm/"):
-        raise UserError(f"--to hub: timm has no model.name={model.name}; give --to safetensors")
+        raise UserError(f"--to hub: is for models timm/NAME, not {model.name}; give safetensors")
     size = build_transform(trained.config.augment.val, "augment.val").image_size
     trained.check_size(size)
     if options.preprocessing and (dtype := trained.image_dtype) != np.uint8:

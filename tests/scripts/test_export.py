@@ -105,8 +105,7 @@ def test_command_line(
     assert export.explicit(entry) == {"resize": {"size": 256, "interpolation": "bilinear"}}
     assert export.explicit("horizontal_flip") == "horizontal_flip"
     assert own.averaged and all(torch.equal(again.weights[k], own.weights[k]) for k in own.weights)
-    monkeypatch.setattr(export, "find_spec", lambda _: True)
-    with pytest.raises(UserError, match=r"^--to hub: timm has no model\.name=resnet_tiny; give --"):
+    with pytest.raises(UserError, match=r"^--to hub: is for models timm/NAME, not resnet_tiny; "):
         export.run(export.arguments([str(folder), "--to", "hub", *HERE]))
 
 
