@@ -80,16 +80,16 @@ class Predictions:
         """Return how well the confidence, the largest probability, predicts the accuracy.
 
         `images`, `confidence` and `accuracy`: for each of the bins (0, 1/15], (1/15, 2/15], ... of
-        the confidence, the number of images and two means in percent.
+        the confidence, the number of images and two means in percent; None without images.
         """
         bins = np.digitize(self.confidences, np.linspace(0, 1, BINS + 1)[1:-1], right=True)
-        images = np.bincount(bins, minlength=BINS)
-        confidence, accuracy = (
-            np.bincount(bins, values, BINS) / np.maximum(images, 1)
-            for values in (100 * self.confidences, self.values["top1"])
-        )
-        found = {"images": images, "confidence": confidence, "accuracy": accuracy}
-        return {name: values.tolist() for name, values in found.items()}
+        images: list[int] = np.bincount(bins, minlength=BINS).tolist()
+        found: dict[str, list[Any]] = {"images": images}
+        columns = {"confidence": 100 * self.confidences, "accuracy": self.values["top1"]}
+        for name, values in columns.items():
+            sums = zip(np.bincount(bins, values, BINS).tolist(), images, strict=True)
+            found[name] = [total / count if count else None for total, count in sums]
+        return found
 
     def confusions(self, classes: int) -> list[tuple[int, int, int]]:
         """Return (label, prediction, images) of every pair, the most frequent first."""
@@ -137,6 +137,7 @@ class Predictions:
         confidence = [
             (f"confidence up to {100 * (i + 1) / BINS:.0f} %", found["accuracy"][i], count)
             for i, count in enumerate(found["images"])
+            if count
         ]
         return {
             "val/worst": sheet(images, captions),
