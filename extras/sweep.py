@@ -18,7 +18,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from typing import Any
 
 from hydra import initialize_config_module
@@ -132,12 +132,12 @@ class Sweep:
         rows.sort(key=lambda row: row[0])
         add_values(config.log.values)
         by = config.train.best_by.removeprefix("-")
-        print(f"{by}{metric_of(by).unit.replace(' ', ', ')}, the best job first:")
+        print(f"best {by}{metric_of(by).unit.replace(' ', ', ')}, the best job first:")
         print(*(text for *_, text in rows), sep="\n")
         for fixed, found in repeats.items():
             if len(found) > 1:
                 spread = f"standard deviation {statistics.stdev(found):.3f}{fixed}"
-                print(f"{statistics.mean(found):7.3f}  mean of {len(found)}, {spread}")
+                print(f"{statistics.mean(found):7.3f}  mean of {len(found)} best values, {spread}")
         return int(any(status != "finished" for _, status, *_ in rows))
 
 
@@ -195,7 +195,8 @@ def _run_child(command: Sequence[str], told: set[str]) -> int:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit sends it to all processes
         stop_with_parent()
 
-    child = Popen(command, stdin=DEVNULL, stdout=PIPE, errors="replace", preexec_fn=begin)
+    pipes: Any = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT}
+    child = Popen(command, **pipes, errors="replace", preexec_fn=begin)
     with handle_stops(lambda number, _: child.send_signal(number)):
         try:
             in_plan = True  # until a line is indented

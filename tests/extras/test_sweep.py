@@ -87,7 +87,8 @@ config = cli.parse(sys.argv[1:], script="train.py", purpose="")
 with open("started", "a") as file:
     print(config.train.seed, file=file)
 seed = config.train.seed
-print("run      " + config.run.dir, "data ", "steps %d" % (seed // 2), "  row", "end", sep="\\n")
+print("run      " + config.run.dir, "data ", "steps %d" % (seed // 2), "  row", sep="\\n", flush=1)
+print("end", file=sys.stderr)  # as a warning
 status = json.loads(Path("outcomes").read_text())[seed]
 if status == 0:
     folder = Path(config.run.dir)
@@ -146,11 +147,11 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
     assert "".join(out.partition("job 3 of 3: ")[1:]).splitlines() == [
         f"job 3 of 3: train.seed=2: runs/{third}",
         *("    steps 1", "      row", "    end"),  # what an earlier plan has is not repeated
-        "top1, %, the best job first:",
+        "best top1, %, the best job first:",
         f" 52.000  train.seed=2  runs/{third}",
         f" 50.000  train.seed=0  runs/{first}",
         f"no result  train.seed=1  runs/{second}",
-        " 51.000  mean of 2, standard deviation 1.414",
+        " 51.000  mean of 2 best values, standard deviation 1.414",
     ]
     runs = {path.name for path in (tmp_path / "runs").iterdir()}
     assert runs == {first, third, "sweep,train.seed"}
