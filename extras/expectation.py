@@ -3,6 +3,7 @@
 By default, conf/config.yaml names it: log.observers=[extras.expectation:Expectation]. The node
 `expect` of a recipe's file states what is expected; UserError if an entry is missing:
 
+    recipe: the name of the recipe, so that a changed copy of the file is not compared.
     top1, or the value that train.best_by names: after the last epoch; with train.ema_decay, of the
         moving average.
     std, runs: the standard deviation between runs (of a sample, n - 1), and of how many; null if
@@ -39,7 +40,7 @@ CONFIRMING_SIGMAS = 2
 # may come from another kind of device.
 MIN_STD = 0.5
 DATA = ("classes", "train_images", "val_images", "format")
-FACTS = ("std", "runs", "status", "source", *DATA)
+FACTS = ("recipe", "std", "runs", "status", "source", *DATA)
 LOSSLESS = (".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 # Keys that a recipe leaves to the user or the machine: any values are a run of the recipe.
 LEFT_OUT = ("data.source", *DATA_FOLDERS, "loader.decoder", "train.precision", "train.seed")
@@ -64,7 +65,7 @@ class Expectation(Observer):
         image = datasets.train.name(0).lower()
         format = "lossless" if image.endswith(LOSSLESS) else "JPEG"  # of all, as its suffix tells
         data = len(datasets.classes), len(datasets.train), len(datasets.val), format
-        same_data = data == tuple(expect[name] for name in DATA)
+        same_data = (log.run.config.recipe, *data) == tuple(expect[n] for n in ("recipe", *DATA))
         same_norm = log.schedule.fitted_batch is None or not has_batch_norm(log.state.model)
         same_run = same_data and same_norm and not log.state.history and self._value.name in expect
         # With another optimiser, the curve still shows a mistake in the images or the model.

@@ -387,7 +387,7 @@ def reference(runs: Sequence[Run]) -> str:
         "reference": {"runs": len(runs), **curve},
     }
     node = yaml.safe_dump({"expect": expect}, width=100, sort_keys=False, default_flow_style=None)
-    return f"# add classes, train_images, format (JPEG or lossless) and hardware\n{node}"
+    return f"# add recipe, classes, train_images, format (JPEG or lossless) and hardware\n{node}"
 
 
 def run(options: argparse.Namespace) -> int:
