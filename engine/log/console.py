@@ -82,11 +82,11 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
 def results(folder: Path, summary: Mapping[str, Any]) -> list[str]:
     """Return what does not depend on the start: the result, and where the files are."""
     lines = [f"result    {_result(summary)}", f"run       {folder}"]
+    lines.append(f"report    python scripts/report.py {shlex.quote(str(folder))}")
     if any(folder.glob("events.*")):
         lines.append(f"curves    tensorboard --logdir {shlex.quote(str(folder.parent))}")
-    if best := summary["best_checkpoint"]:
-        lines.append(f"best      {folder}/checkpoints/{best}")
-    return lines
+    best = summary["best_checkpoint"]
+    return [*lines, f"best      {folder}/checkpoints/{best}"] if best else lines
 
 
 def _result(summary: Mapping[str, Any]) -> str:
