@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
 from signal import Signals
-from statistics import fmean, stdev
+from statistics import fmean, median_low, stdev
 from typing import Any
 from urllib.parse import quote
 
@@ -66,6 +66,7 @@ UNKNOWN = "–"
 WORST = 20  # classes that are listed
 BUCKETS = 250  # points of a long curve; each is a mean, with a minimum and a maximum
 FEW = 30  # points of a curve that are drawn as dots, too
+DIVERGED = 5  # times the median of the curves' maxima: losses above it hide the other runs
 # Runs that differ in one of these have other validation images, or another best value
 VALIDATION = {"train.best_by", "data.root", "data.val", "data.val_fraction", "data.val_fold"}
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
@@ -106,13 +107,18 @@ class Run:
     def headline(self) -> dict[str, str]:
         """Return the result, label -> text: the best value of the validations comes first."""
         (name, _, best), config, summary = self.best(), self.config, self.summary
-        cells, epochs = dict[str, str](), rounded(number_in(config.get("train.epochs")))
+        cells, epochs = dict[str, str](), number_in(config.get("train.epochs"))
         for label, row in {"best": best, "last": self.rows["val"][-1]}.items() if best else ():
             value = number_in(row.get(name))
             text = f"{value:.2f} %" if name.startswith("top") else rounded(value)
-            cells[f"{label} {name}"] = f"{text} {epoch_of(row)} of {epochs}"
+            cells[f"{label} {name}"] = f"{text} {epoch_of(row)} of {rounded(epochs)}"
+        cells |= {k: show(config[k]) for k in ("model.name", "loader.batch_size") if k in config}
+        for row in self.rows["train"]:
+            if 0 < (epoch := number_in(row.get("epoch"))) < epochs:  # the end's is rounded
+                images = number_in(config.get("loader.batch_size")) * row["step"] / epoch
+                cells["training images"] = f"{images:,.0f}"
         if "seconds" in summary:
-            cells["time"] = str(timedelta(seconds=round(number_in(summary["seconds"], 0))))
+            cells["last start took"] = f"{timedelta(seconds=int(number_in(summary['seconds'], 0)))}"
             cells["device"] = summary.get("device", UNKNOWN)
             cells["images/s"] = rounded(number_in(summary.get("images_per_second")))
         return {**cells, "status": self.status}
@@ -267,7 +273,9 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
         ]
         if any(curve[:, 1:].any() for _, curve in curves):
             machine = key.startswith(MACHINE[0]) or key.endswith(MACHINE[1])
-            found.append({"title": key, "machine": machine, **draw(curves)})
+            tops = [curve[:, 3].max() for _, curve in curves]
+            limit = DIVERGED * median_low(tops) if runs[1:] and "loss" in key else math.inf
+            found.append({"title": key, "machine": machine, **draw(curves, limit)})
     return found
 
 
@@ -288,14 +296,15 @@ def curve_of(run: Run, split: str, key: str) -> np.ndarray:
     return np.array([(*p[:, :2].mean(0), np.nanmin(p[:, 1:]), np.nanmax(p[:, 1:])) for p in bins])
 
 
-def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]]) -> dict[str, Any]:
-    """Return the curves as SVG paths, and the ticks of both axes as (coordinate, text)."""
+def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]], limit: float) -> dict[str, Any]:
+    """Return the curves as SVG paths, cut off near a limit, and the ticks as (coordinate, text)."""
     points = np.concatenate([curve for _, curve in curves])
     ticks_x = ticks(points[:, 0].min(), points[:, 0].max())
-    ticks_y = ticks(points[:, 2].min(), points[:, 3].max())[::-1]  # SVG counts downwards
+    ticks_y = ticks(points[:, 2].min(), min(points[:, 3].max(), limit))[::-1]  # SVG goes downwards
 
     def places(values: np.ndarray, axis: np.ndarray, length: int) -> list[float]:
-        return (length * (values - axis[0]) / (axis[-1] - axis[0])).round(1).tolist()
+        inside = values.clip(max=axis.max())
+        return (length * (inside - axis[0]) / (axis[-1] - axis[0])).round(1).tolist()
 
     def path(x: np.ndarray, y: np.ndarray) -> str:
         pairs = zip(places(x, ticks_x, WIDTH), places(y, ticks_y, HEIGHT), strict=True)
@@ -311,6 +320,7 @@ def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]]) -> dict[str, Any]:
         drawn.append({**about, "line": line, "dots": dots, "band": band, "last": rounded(y[-1])})
     return {
         "curves": drawn,
+        "cut_off": points[:, 3].max() > limit,
         "x": [*zip(places(ticks_x, ticks_x, WIDTH), ticks_x, strict=True)],
         "y": [*zip(places(ticks_y, ticks_y, HEIGHT), ticks_y, strict=True)],
     }
@@ -339,7 +349,7 @@ def build(runs: Sequence[Run], out: Path) -> str:
         unlike=[key for key, *_ in rows if key in VALIDATION],
         evaluations=[quote(os.path.relpath(path, out.parent)) for path in runs[0].evaluations],
         about=read_yaml(lib / "values.yaml"),
-        table=[*zip(name, best, *columns, *others, strict=True)],
+        table=[*zip(name, best, *columns, *(r for r in others if r not in columns), strict=True)],
         folded=[row for row in rows if row not in columns],
         charts=charts(runs),
         classes=worst_classes(runs),
@@ -387,7 +397,7 @@ def reference(runs: Sequence[Run]) -> str:
         "reference": {"runs": len(runs), **curve},
     }
     node = yaml.safe_dump({"expect": expect}, width=100, sort_keys=False, default_flow_style=None)
-    return f"# add recipe, classes, train_images, format (JPEG or lossless) and hardware\n{node}"
+    return f"# add recipe, classes, train_images, format (JPEG or lossless), hardware\n{node}"
 
 
 def run(options: argparse.Namespace) -> int:

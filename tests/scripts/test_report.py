@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -91,7 +92,10 @@ def test_the_page_of_a_run(runs: Path) -> None:
     page, folder = made(runs / "first"), runs / "first"
     summary = json.loads((folder / "summary.json").read_text())
     best = f"{summary['best_top1']:.2f} % after epoch {summary['best_epoch']:.0f} of 2"
-    assert [(facts["best top1"], facts["device"]) for facts in page.facts] == [(best, "cpu")]
+    facts, seconds = page.facts[0], timedelta(seconds=int(summary["seconds"]))
+    assert (facts["best top1"], facts["last start took"]) == (best, str(seconds))
+    shown = facts["model.name"], facts["training images"], facts["loader.batch_size"]
+    assert shown == ("resnet_tiny", "36", "8")
     rows = json.loads((folder / "per_class.json").read_text())["classes"]
     rows.sort(key=lambda row: row["top1"])
     classes = [[row["class"], f"{row['images']}", f"{row['top1']:.1f}"] for row in rows]
@@ -195,6 +199,14 @@ def test_a_long_curve_keeps_its_extremes_as_a_band(tmp_path: Path) -> None:
     page = made(synthetic(tmp_path / "run", rows))
     assert page.lines[0].count(" ") <= 2 * report.BUCKETS and len(page.bands) == 1
     assert not page.dots and re.search(r"L\d+\.\d (1\d|\d)\.\d", page.bands[0])  # near the top
+
+
+def test_a_run_that_diverged_does_not_hide_the_others(tmp_path: Path) -> None:
+    for name, loss in {"good": 2.0, "bad": 4e5}.items():
+        synthetic(tmp_path / name, [step_row(50, loss=1.0), step_row(100, loss=loss)])
+    page = made(tmp_path)
+    assert any(text.endswith("better; cut off at 10") for text in page.said)
+    assert {"M0.0 135.0L360.0 120.0h0"} < {*page.lines}
 
 
 def test_damaged_files_and_no_runs(copied: Path, tmp_path: Path) -> None:
