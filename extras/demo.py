@@ -82,8 +82,7 @@ def cells(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
 
 
 def grain(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
-    growth = _triangle(u + 2.5 * _noise(u / 3, v / 8, rng))
-    return 0.7 * growth + 0.3 * _noise(6 * u, v / 2, rng)
+    return 0.7 * _triangle(u + 2.5 * _noise(u / 3, v / 8, rng)) + 0.3 * _noise(6 * u, v / 2, rng)
 
 
 def plaid(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:

@@ -8,8 +8,7 @@ By default, conf/config.yaml names it: log.observers=[extras.expectation:Expecta
         moving average.
     std, runs: the standard deviation between runs (of a sample, n - 1), and of how many; null if
         the source does not state them: then there is no verdict.
-    status: "published" or "reproduced here".
-    source: where the figure is from.
+    status, source: "published" or "reproduced here", and where the figure is from.
     classes, train_images, val_images: of the data that it is for.
     format: "JPEG" or "lossless", of its files. CIFAR-10 as JPEGs costs 3 points (docs/accuracy.md).
     hardware, time: what a run takes.

@@ -240,9 +240,8 @@ def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, 
 
 def size(index: Index, row: int) -> int:
     """Return the size of a file in bytes; 0 if there is none."""
-    length = int(index.places.array[row, 2])  # in a tar file
     with suppress(OSError):
-        return length or os.stat(index.path(row)).st_size
+        return int(index.places.array[row, 2]) or os.stat(index.path(row)).st_size  # 0: in no tar
     return 0
 
 
@@ -366,9 +365,8 @@ def check(case: Case) -> Iterator[tuple[str, Row]]:
         except (UserError, RunError) as error:
             yield name, fail(str(error), "training refuses to start")
         except NotChecked as reason:
-            status = ok if case.datasets else warn
             if str(reason) not in reported:
-                yield name, status(f"not checked: {reason}")
+                yield name, (ok if case.datasets else warn)(f"not checked: {reason}")
             reported.add(str(reason))
         except Exception as error:
             yield name, warn(f"check failed with an error: {describe(error)}")

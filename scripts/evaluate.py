@@ -293,9 +293,8 @@ def name_of(trained: Trained) -> str:
     """Return the name of a checkpoint and of its split: `,test`, and nothing for the run's val."""
     data, run = trained.config.data, trained.stored.get("config", {})
     root = "" if run.get("data.root", data.root) == data.root else str(data.root)
-    path = os.path.join(root, data.val)
-    split = {"val": "", ".": ",all"}.get(path, f",{path.strip('/').replace('/', ',')}")
-    return trained.name + split
+    path = os.path.join(root, data.val).replace("/", ",")
+    return trained.name + {"val": "", ".": ",all"}.get(path, f",{path.strip(',')}")
 
 
 def print_result(found: Evaluated, folder: Path) -> None:
@@ -312,11 +311,10 @@ def evaluate_one(options: argparse.Namespace) -> int:
     (path,), overrides = map(Path, options.paths), options.overrides
     trained = open_trained(path, overrides, classes=options.classes)
     folder = options.out or Path("evaluation") / name_of(trained)
-    config = trained.config
-    if config.loader.workers != 0:
+    if trained.config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model
     choices = {name: getattr(options, name) for name in ("flip", "all_outputs", "real")}
-    with join_world(config.train.device, config.loader.timeout_seconds) as world:
+    with join_world(trained.config.train.device, trained.config.loader.timeout_seconds) as world:
         trained = with_config(trained, overrides, world)
         refuse_inside(folder, trained.config.data, f"--out {folder}")
         folder.mkdir(parents=True, exist_ok=True)

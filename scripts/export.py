@@ -134,7 +134,6 @@ class Job:
     def texts(self) -> dict[str, str]:
         """Return what the file states about itself; all values are JSON."""
         trained, config = self.trained, self.trained.config
-        shape = self.pixels if self.inside else trained.shape_at(self.size)
         preprocessing = {
             "exif_orientation": config.data.exif_orientation,
             "transforms": [explicit(entry) for entry in config.augment.val],
@@ -145,7 +144,7 @@ class Job:
             "input": {
                 "name": "images",
                 "dtype": "uint8" if self.inside else "float32",
-                "shape": ["batch", *shape],
+                "shape": ["batch", *(self.pixels if self.inside else trained.shape_at(self.size))],
                 "channels": "RGB" if self.pixels[-1] == 3 else self.pixels[-1],
             },
         }
@@ -328,8 +327,7 @@ def run(options: argparse.Namespace) -> int:
     size = build_transform(trained.config.augment.val, "augment.val").image_size
     trained.check_size(size)
     if options.preprocessing and (dtype := trained.image_dtype) != np.uint8:
-        problem = f"takes uint8, and the model was trained on {dtype}"
-        raise UserError(f"--preprocessing: {problem}; leave it out")
+        raise UserError(f"--preprocessing: takes uint8, the model was trained on {dtype}; omit it")
     print(f"exporting {trained.name}", flush=True)
     export(Job(trained, options.to, options.preprocessing, size), out)
     return 0

@@ -289,8 +289,7 @@ def curve_of(run: Run, split: str, key: str) -> np.ndarray:
         rows = [row for row in rows[:-1] if row is run.best()[2]]
     name = f"reference_{key}" if split == "reference" else key
     columns = "epoch", name, f"{name}_min", f"{name}_max"
-    points = np.array([[number_in(row.get(column)) for column in columns] for row in rows])
-    points = points.reshape(-1, 4)
+    points = np.array([[number_in(row.get(c)) for c in columns] for row in rows]).reshape(-1, 4)
     points = points[np.isfinite(points[:, :2]).all(1)]
     bins = np.array_split(points, min(len(points), BUCKETS)) if len(points) else []
     return np.array([(*p[:, :2].mean(0), np.nanmin(p[:, 1:]), np.nanmax(p[:, 1:])) for p in bins])

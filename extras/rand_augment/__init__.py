@@ -172,8 +172,7 @@ class RandAugment:
             return int(rng.random() * (STRENGTHS + 1))
         if self.magnitude_std == 0:
             return self.magnitude
-        magnitude = round(rng.gauss(self.magnitude, self.magnitude_std))
-        return min(max(magnitude, 0), STRENGTHS)
+        return min(max(round(rng.gauss(self.magnitude, self.magnitude_std)), 0), STRENGTHS)
 
 
 # One operation, as torchvision's TrivialAugmentWide (arXiv 2103.10158).

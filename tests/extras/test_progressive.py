@@ -84,6 +84,5 @@ def test_a_run_that_ends_earlier_is_resumed_with_its_size(
 
 @pytest.mark.parametrize("sizes", [{}, {0: 16}, {1: 32}, {3: 16, 1: 32}, {0: 16, 2: 32}])
 def test_wrong_sizes_are_refused(sizes: dict[int, int], image_root: Path, tmp_path: Path) -> None:
-    world = World(0, 1, 1, torch.device("cpu"))
     with pytest.raises(UserError, match=r"before train\.epochs=2$"):
-        run(compose(image_root, tmp_path), world, sizes)
+        run(compose(image_root, tmp_path), World(0, 1, 1, torch.device("cpu")), sizes)

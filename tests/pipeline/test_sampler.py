@@ -14,8 +14,7 @@ def rows(sampler: TrainSampler, steps: range) -> list[tuple[int, int]]:
 def test_every_sample_once_an_epoch_though_batches_straddle(
     num_samples: int, batch_size: int
 ) -> None:
-    epochs = 6
-    steps = range(epochs * num_samples // batch_size)
+    steps = range(6 * num_samples // batch_size)
     stream = rows(TrainSampler(num_samples=num_samples, batch_size=batch_size, seed=1), steps)
     assert len(stream) == len(steps) * batch_size  # no short batch
     for epoch in range(len(stream) // num_samples):

@@ -72,8 +72,7 @@ def test_same_predictions_as_the_pipeline(
     pixels = torch.from_numpy(np.stack([files.load(0, i)["image"] for i in range(len(files))]))
     mean, std = (torch.tensor(v) for v in (trained.config.data.mean, trained.config.data.std))
     with torch.no_grad():
-        inputs = ((pixels / 255 - mean) / std).permute(0, 3, 1, 2)
-        expected = trained.build(CPU)(inputs).softmax(1)
+        expected = trained.build(CPU)(((pixels / 255 - mean) / std).permute(0, 3, 1, 2)).softmax(1)
     for result, probabilities in zip(found, expected, strict=True):
         ours = [entry["probability"] for entry in result.values["predictions"]]
         assert ours == sorted(ours, reverse=True) and sum(ours) > 0.999
@@ -87,10 +86,9 @@ def test_features_are_the_input_of_the_last_layer(
     words = [str(folder), str(image_root / "val"), "--features", *HERE]
     assert predict.predict_all(predict.arguments(words)) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    model = open_trained(folder, HERE).build(CPU)
     with torch.no_grad():
         features = torch.tensor([row["features"] for row in printed])
-        probabilities = model.fc(features).softmax(1).tolist()
+        probabilities = open_trained(folder, HERE).build(CPU).fc(features).softmax(1).tolist()
     for row, expected in zip(printed, probabilities, strict=True):
         found = {entry["index"]: entry["probability"] for entry in row["predictions"]}
         assert found == pytest.approx(dict(enumerate(expected)), abs=1e-5)

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -92,10 +91,8 @@ def test_the_page_of_a_run(runs: Path) -> None:
     page, folder = made(runs / "first"), runs / "first"
     summary = json.loads((folder / "summary.json").read_text())
     best = f"{summary['best_top1']:.2f} % after epoch {summary['best_epoch']:.0f} of 2"
-    facts, seconds = page.facts[0], timedelta(seconds=int(summary["seconds"]))
-    assert (facts["best top1"], facts["last start took"]) == (best, str(seconds))
-    shown = facts["model.name"], facts["training images"], facts["loader.batch_size"]
-    assert shown == ("resnet_tiny", "36", "8")
+    facts = ("best top1", "model.name", "loader.batch_size", "training images")
+    assert [page.facts[0][name] for name in facts] == [best, "resnet_tiny", "8", "36"]
     rows = json.loads((folder / "per_class.json").read_text())["classes"]
     rows.sort(key=lambda row: row["top1"])
     classes = [[row["class"], f"{row['images']}", f"{row['top1']:.1f}"] for row in rows]
@@ -156,8 +153,7 @@ def test_names_from_a_run_are_escaped(copied: Path, runs: Path, tmp_path: Path) 
     (copied / "summary.json").write_text(json.dumps({"status": HOSTILE, "verdict": [HOSTILE]}))
     row = {"class": HOSTILE, "name": HOSTILE, "images": 9, "top1": 5}
     (copied / "per_class.json").write_text(json.dumps({"classes": [row]}))
-    said = " ".join(made(copied).said)
-    assert said.count(HOSTILE) >= 8
+    assert " ".join(made(copied).said).count(HOSTILE) >= 8
     both = made(runs / "first", copied, out=tmp_path / "both.html")
     assert not both.classes and not any(both.best)  # they differ
     assert "best: the runs differ in data.root, data" in " ".join(both.said)
