@@ -29,7 +29,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OF_FORKS = ("fork.md", "tasks.md", "samples.md")  # their commands run after their changes
 COMMAND = re.compile(r"(?<![\w/.-])(?:python|torchrun|make|pip|sbatch) [^|;>#]*")
 IN_A_ROOT = re.compile(r"""(?<=[\s="])/(?=(?:imagenet\w*|cifar10|photos|images)\b)""")
-RUNS = ("NAME", "A", "B", "cifar10,optim.lr=0.1", "demo,train.seed=1", "imagenet_rn50_fast")
+RUNS = ("NAME", "pets", "A", "B", "cifar10,optim.lr=0.1", "demo,train.seed=1", "imagenet_rn50_fast")
 PLACEHOLDERS = re.compile(r"=\w+\(|\.\.\.|<|=$|CHECKPOINT|VALUE|=mine$")
 
 
