@@ -10,8 +10,7 @@ with the same pixels.
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -175,8 +174,17 @@ class RandAugment:
         return min(max(round(rng.gauss(self.magnitude, self.magnitude_std)), 0), STRENGTHS)
 
 
-# One operation, as torchvision's TrivialAugmentWide (arXiv 2103.10158).
-TrivialAugment = partial(RandAugment, count=1, magnitude=None, operations="wide")
+@dataclass(kw_only=True)
+class TrivialAugment(RandAugment):
+    """Apply one operation of a random strength, as torchvision's TrivialAugmentWide.
+
+    Source: arXiv 2103.10158.
+    """
+
+    count: int = field(default=1, init=False)
+    magnitude: float | None = field(default=None, init=False)
+    magnitude_std: float = field(default=0, init=False)
+    operations: str = field(default="wide", init=False)
 
 
 class ThreeAugment:
