@@ -116,8 +116,7 @@ def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # What a function passes on, a variable, and a range of numbers.
     for pattern, value in ((r'"?\$\{@.*?\}"?', ""), (r"\$\w+", "1"), (r"\{\d+\.\.\d+\}", "*")):
         text = re.sub(pattern, value, text)
-    words = [name for word in shlex.split(text) for name in sorted(glob(word)) or [word]]
-    match words:
+    match [name for word in shlex.split(text) for name in sorted(glob(word)) or [word]]:
         case ["python", "train.py", *rest]:
             check_train(rest)
         case ["python", script, *rest] if script.startswith("scripts/"):

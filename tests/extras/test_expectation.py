@@ -129,8 +129,7 @@ def test_which_runs_are_compared(
 
 
 def limit(epoch: int, sigmas: float) -> float:
-    std = max(MIN_STD, CURVE["std"][epoch - 1])  # a tiny deviation may be chance
-    return CURVE["top1"][epoch - 1] - half_width(std, 20, sigmas)
+    return CURVE["top1"][epoch - 1] - half_width(max(MIN_STD, CURVE["std"][epoch - 1]), 20, sigmas)
 
 
 def test_two_low_validations_in_a_row_are_one_warning() -> None:

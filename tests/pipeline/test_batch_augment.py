@@ -168,9 +168,8 @@ def test_every_image_of_a_small_share_gets_another_one(total: int, ranks: int) -
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
 def test_p_is_the_fraction_of_changed_images_and_the_input_stays(name: str) -> None:
     images, targets = batch()
-    group = {"group": 1} if name == "mixup_or_cutmix" else {}
     for p, low, high in ((0.0, 0.0, 0.0), (0.3, 0.25, 0.35)):
-        transform, changed = one(name, p=p, **group), []
+        transform, changed = one(name, p=p, **{"group": 1} if name == "mixup_or_cutmix" else {}), []
         for step in range(40):
             found, _ = transform(images, targets, part(0, step))
             changed.append((found != images).flatten(1).any(1))

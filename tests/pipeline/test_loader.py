@@ -265,10 +265,9 @@ def test_a_class_of_unreadable_files_ends_the_run(changeable: Path) -> None:
         path = Path(dataset.name(index))
         path.write_bytes(path.read_bytes()[:-500])
     reason = "none of its 11 replacements can be read either"
-    message = rf"^{path.parent}/\S+: OSError: .*truncated.*; {reason}"
     with (
         open_loader(dataset, max_bad_fraction=1.0) as loader,
-        pytest.raises(LoaderError, match=message),
+        pytest.raises(LoaderError, match=rf"^{path.parent}/\S+: OSError: .*truncated.*; {reason}"),
     ):
         list(loader.batches(0, 9))
 

@@ -282,8 +282,7 @@ def test_consumer_three_steps_behind_reads_the_right_batches(
             if batch.step % 100 == 0:
                 prefetcher.clock.step_times()  # as at a log step: else the clock keeps all events
         found = [replace(copy, step=step) for step, copy in enumerate(copies)]
-    mixed_by = options.get("mixed_by", ())
-    assert not count_wrong(found, dtype, mixed_by=mixed_by)
+    assert not count_wrong(found, dtype, mixed_by=options.get("mixed_by", ()))
     assert median(ahead) >= 3
 
 

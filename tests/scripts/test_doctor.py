@@ -55,8 +55,7 @@ def test_a_healthy_dataset(ranks: Ranks, root: Path, tmp_path: Path) -> None:
     place = [f"data.root={root}", f"run.dir={root.parent / 'run'}"]
     process = ranks.run([sys.executable, doctor.__file__, *SMALL, *place], 1)
     assert (process.returncode, process.stderr) == (0, ""), process.stdout + process.stderr
-    names = "|".join(doctor.CHECKS)
-    rows = re.findall(rf"^(ok|warn|fail) +({names})  ", process.stdout, re.M)
+    rows = re.findall(rf"^(ok|warn|fail) +({'|'.join(doctor.CHECKS)})  ", process.stdout, re.M)
     assert list(dict.fromkeys(check for _, check in rows)) == list(doctor.CHECKS)
     on_machine = ("plan", "disk")  # their status depends on it
     notices = [row for row in rows if row[0] != "ok" and row[1] not in on_machine]
@@ -76,8 +75,7 @@ def test_data_without_files_and_a_check_that_raises(
     assert (only(found["data"]).status, only(found["data"]).found) == ("ok", said)
     assert only(found["plan"]).found.startswith("check failed with an error: ZeroDivisionError: ")
     assert only(found["disk"]).found == "not checked: needs the plan, see plan"
-    of_files = {"readable", "odd files", "duplicates", "colours"}  # told once
-    assert found.keys() == doctor.CHECKS.keys() - of_files
+    assert found.keys() == doctor.CHECKS.keys() - {"readable", "odd files", "duplicates", "colours"}
 
 
 # The data.

@@ -81,7 +81,8 @@ def test_one_that_fails_is_one_warning(
 ) -> None:
     """It is not called again; another one goes on."""
     entry = f"{{{{{{module}}:Recorder: {{{{fails: {event}}}}}}}}}"
-    assert observed(image_root, tmp_path, entry)["status"] == "finished" and CALLS[-1][0] == event
+    summary = observed(image_root, tmp_path, entry)
+    assert summary["status"] == "finished" and CALLS[-1][0] == event
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     text = f"no {event}; training continues without it; pip install box"
     assert f"Recorder: ModuleNotFoundError: {text}" in warning
@@ -113,4 +114,5 @@ def test_an_epoch_with_the_same_bottleneck_prints_no_verdict(
     verdicts = iter([["a: 1."], ["a: 2."], [], ["b: 3."], ["c: 4."], ["c: 5."]])
     monkeypatch.setattr(RunLog, "_verdict", lambda *_: next(verdicts))
     run(image_root, tmp_path / "run", "train.epochs=5")
-    assert re.findall(r"verdict +(.*)", capsys.readouterr().out) == ["a: 1.", "b: 3.", "c: 5."]
+    printed = capsys.readouterr().out
+    assert re.findall(r"verdict +(.*)", printed) == ["a: 1.", "b: 3.", "c: 5."]

@@ -76,7 +76,8 @@ def test_without_nvml(
     with caplog.at_level(logging.INFO), GpuMonitor(device) as monitor:
         wait_for("its end", lambda: all(t.name != "telemetry" for t in threading.enumerate()))
         assert monitor.read() == {} and monitor.slowdowns() == ""
-    assert [each.levelname for each in caplog.records] == ["WARNING"] * (warning is not None)
+    expected = [] if warning is None else ["WARNING"]
+    assert [record.levelname for record in caplog.records] == expected
     assert warning is None or warning in caplog.text
     assert ("pip install" in caplog.text) == (device == CUDA and nvml is None)
 
