@@ -81,9 +81,7 @@ class Compute:
         """
         words = f"{self.name.replace('-', ' ')} "
         peak = next((peak for name, peak in PEAK_FLOPS.items() if f" {name} " in words), None)
-        if peak is None or self.dtype == torch.float32:
-            return None
-        return peak / (3 * self.flops)
+        return None if peak is None or self.dtype == torch.float32 else peak / (3 * self.flops)
 
 
 def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False) -> nn.Module:
@@ -198,8 +196,7 @@ def resolve_compile(config: Config, device: torch.device, steps: int, operations
         return config.model.compile
     if device.type != "cuda" or steps <= MANY_STEPS:
         return "off"
-    is_long = operations > MANY_OPERATIONS and not config.train.deterministic
-    return "tuned" if is_long else "default"
+    return "default" if operations <= MANY_OPERATIONS or config.train.deterministic else "tuned"
 
 
 def set_up_kernels(*, deterministic: bool, precision: str) -> None:

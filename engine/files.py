@@ -16,8 +16,7 @@ def json_text(content: Any, *, indent: int | None = None) -> str:
 
     Python would write NaN or Infinity, which most other readers refuse with the whole line.
     """
-    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
-    return json.dumps(finite, indent=indent)
+    return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None), indent=indent)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -108,8 +108,7 @@ def refuse_capture(optimizer: Optimizer, *_: Any) -> None:
 def sgd(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     optimizer = from_class(torch.optim.SGD, model, config, **args)
     if optimizer.defaults["fused"] and optimizer.defaults["momentum"]:
-        # If torch.amp.GradScaler skips its first step, it does not write the momentum: random
-        # values remain.
+        # A first step that torch.amp.GradScaler skips does not write the momentum: it stays random.
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer

@@ -62,8 +62,7 @@ class MovingAverage(nn.Module):
         super().__init__()
         self.module = copy.deepcopy(model)
         self.decay = decay
-        device = next(model.parameters()).device
-        self.register_buffer("n_averaged", torch.tensor(0, device=device))
+        self.register_buffer("n_averaged", torch.tensor(0, device=next(model.parameters()).device))
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
@@ -97,8 +96,7 @@ class TrainState:
     # The best validation row so far, by train.best_by
     best: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)  # the newest validation row
-    # Differences from a run with this config: the checkpoint it started from, and the changes
-    # accepted at a step
+    # Differences from a run with this config: its first checkpoint, and changes accepted at a step
     history: list[str] = field(default_factory=list)
     # Whether a step averages gradients over the ranks; off while `fit_memory` tries a step
     averages_gradients: bool = True

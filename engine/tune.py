@@ -202,8 +202,7 @@ class Tuner:
         queue_size = self.feed.train.loader.queue_size if mode != "cpu" else 0
         warm = WARM_BATCHES + max(self.world.all_gather(queue_size))
         ranks = self.times(self.train_on_batch, steps, warm)
-        slowest = min(ranks, key=lambda rank: rank.per_worker)
-        return slowest._replace(
+        return min(ranks, key=lambda rank: rank.per_worker)._replace(
             workers=workers,
             rate=min(rank.rate for rank in ranks),
             data_wait=max(rank.data_wait for rank in ranks),  # all wait for this rank
@@ -270,8 +269,7 @@ class Tuner:
         failure = None
         self.feed.set_mode(mode)
         try:
-            batches = self.feed.train.batches(self.next_step, self.next_step + WARM_BATCHES)
-            deque(batches, maxlen=0)
+            deque(self.feed.train.batches(self.next_step, self.next_step + WARM_BATCHES), maxlen=0)
         except LoaderError:
             raise
         except Exception as error:  # Triton without a compiler, CUDA, ...

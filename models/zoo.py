@@ -31,8 +31,7 @@ def available() -> list[str]:
     """Return all names that `build` accepts, except those of timm and `module:name`."""
     from torchvision import models as vision
 
-    two_outputs = {"googlenet", "inception_v3"}
-    return sorted({*OURS, *vision.list_models(module=vision)} - two_outputs)
+    return sorted({*OURS, *vision.list_models(module=vision)} - {"googlenet", "inception_v3"})
 
 
 def build(
@@ -129,8 +128,7 @@ def _build_torchvision(
     if drops and not any(isinstance(m, StochasticDepth) for m in model.modules()):
         raise ValueError("it has no stochastic depth")  # some models ignore unknown arguments
     if in_channels != RGB:
-        # Each weight of the new first layer is drawn from those of the library, which knows their
-        # distribution.
+        # The weights of the new first layer are drawn from the library's, for their distribution.
         first = next(m for m in model.modules() if isinstance(m, nn.Conv2d))
         shape, old = (len(first.weight), in_channels, *first.kernel_size), first.weight.flatten()
         drawn = torch.randint(old.numel(), shape, device=old.device)
@@ -182,8 +180,7 @@ def use_channels_last(choice: bool | str, model: nn.Module, device: str) -> bool
     """Whether channels_last is used; auto: by convnets, on CPUs too (a ViT has only one Conv2d)."""
     if choice != "auto":
         return bool(choice)
-    convnet = sum(isinstance(m, nn.Conv2d) for m in model.modules()) > 1
-    return convnet and device in ("cuda", "cpu")
+    return device in ("cuda", "cpu") and sum(isinstance(m, nn.Conv2d) for m in model.modules()) > 1
 
 
 def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:

@@ -26,8 +26,7 @@ from pipeline.decode import INTERPOLATIONS, Box, Picture, crop
 Transform = Callable[[Picture, random.Random], Picture]
 LARGEST = 4096  # side of an image after a transform, in pixels
 PIXELS = whole(1, LARGEST)
-# The transforms of torchvision.transforms.v2 that need only one image and their own draws, and keep
-# the size and uint8.
+# The transforms of torchvision's v2 that need only one image and own draws and keep size and uint8.
 V2_NAMES = tuple(
     "AugMix AutoAugment ElasticTransform RandAugment RandomAffine RandomPerspective RandomRotation "
     "RandomVerticalFlip TrivialAugmentWide ColorJitter GaussianBlur RandomAdjustSharpness "

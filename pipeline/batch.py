@@ -143,8 +143,7 @@ class DeviceSlot:
     """Memory on the device for one batch. On a GPU it is allocated once and reused."""
 
     format: ImageFormat
-    # Whether batch transforms follow `Dataset.on_device`: they need images in float32, in memory
-    # of their own
+    # Whether batch transforms follow `Dataset.on_device`: they need float32 images of their own
     mixed: bool = False
 
     def __post_init__(self) -> None:

@@ -244,8 +244,7 @@ class FolderDataset(Dataset):
             raise UnreadableError(describe(error)) from error
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        begin = READERS.submit
-        self._ahead = {i: self._ahead.get(i) or begin(self.index.read, i) for i in indices}
+        self._ahead = {i: self._ahead.get(i) or READERS.submit(self.index.read, i) for i in indices}
 
     def name(self, index: int) -> str:
         return self.index.path(index)
@@ -310,8 +309,7 @@ class FakeDataset(Dataset):
         self.num_samples = num_samples
         self.num_classes = num_classes
         # A few different images, so that a matrix product is not timed on constants.
-        rng = np.random.default_rng(0)
-        self._pixels = rng.integers(0, 256, (8, size, size, 3), dtype=np.uint8)
+        self._pixels = np.random.default_rng(0).integers(0, 256, (8, size, size, 3), np.uint8)
 
     @property
     def fields(self) -> Mapping[str, Field]:

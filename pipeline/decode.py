@@ -52,8 +52,7 @@ class CropResize:
     box: Box
     size: tuple[int, int]  # (width, height)
     interpolation: str = "bilinear"  # one of INTERPOLATIONS, with antialiasing
-    # Let the JPEG decoder shrink the image by 2, 4 or 8 first: much less work on large photos, a
-    # little softer
+    # Let the JPEG decoder shrink by 2, 4 or 8 first: less work on large photos, a little softer
     quick: bool = False
     mirrored: bool = False  # flip left and right
     # level of the pixels outside the image; None: the image, reflected at its edges as by numpy.pad

@@ -44,8 +44,7 @@ def why_left_out(path: bytes) -> str:
     for part in path.split(b"/"):
         if is_hidden(part):
             return os.fsdecode(part) if part in SYSTEM else "hidden"
-    ending = os.fsdecode(os.path.splitext(path)[1].lower())
-    return "" if is_image(path) else ending or "no ending"
+    return "" if is_image(path) else os.fsdecode(os.path.splitext(path)[1].lower()) or "no ending"
 
 
 def count_left_out(left_out: LeftOut) -> str:

@@ -391,8 +391,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         task = worker.tasks[0]
         ring = self.rings[task.ring]
         rows = ring.samples.array[task.slot, task.row : task.row + len(task.samples)]
-        position = int(np.argmax(rows[:, 1] == EMPTY_ROW))
-        return ring.dataset.name(int(task.samples[position, 1]))
+        return ring.dataset.name(int(task.samples[np.argmax(rows[:, 1] == EMPTY_ROW), 1]))
 
 
 @dataclass(eq=False)
@@ -457,5 +456,4 @@ class Loader:
 
 def slots_needed(batch_size: int, *, workers: int, in_use: int) -> int:
     """Slots that keep every worker busy while `in_use` batches are being copied."""
-    in_progress = -(-workers * TASKS_AHEAD * min(TASK_ROWS, batch_size) // batch_size)
-    return max(1, in_progress) + 1 + in_use
+    return max(1, -(-workers * TASKS_AHEAD * min(TASK_ROWS, batch_size) // batch_size)) + 1 + in_use

@@ -94,8 +94,7 @@ def test_class_weights(smoothing: float) -> None:
         ]
     )
     for targets in (LABELS, MIXED):
-        shares = ONE_HOT if targets.ndim == 1 else targets
-        expected = (shares * weights * losses).sum(1).mean()
+        expected = ((ONE_HOT if targets.ndim == 1 else targets) * weights * losses).sum(1).mean()
         torch.testing.assert_close(criterion(LOGITS, targets), expected)
     check_halves(criterion)
 

@@ -160,15 +160,13 @@ def test_images_are_shown_without_normalisation(device: str) -> None:
     pixels = torch.randint(0, 256, (20, 3, 6, 6), dtype=torch.uint8)
     format = ImageFormat(torch.device(device), [0.4, 0.5, 0.6], [0.2, 0.3, 0.2])
     images = (pixels.to(device) * format.scale + format.shift).to(memory_format=torch.channels_last)
-    labels = torch.arange(20, device=device) % 3
-    batch = batch_of(7, image=images, label=labels)
+    batch = batch_of(7, image=images, label=torch.arange(20, device=device) % 3)
     ((tag, sheet),) = draw_batch(batch, format, ["cat", "dog", "fish"]).items()
     shown = np.asarray(sheet)
     assert tag == "train/images" and shown.shape == (8 + 4 * 254, 8 + 4 * 200, 3)
     for i in range(16):
         y, x = 24 + i // 4 * 254, 24 + i % 4 * 200
-        tile = shown[y : y + 176 : 32, x : x + 176 : 32]
-        assert np.array_equal(tile, pixels[i].permute(1, 2, 0))
+        assert np.array_equal(shown[y : y + 176 : 32, x : x + 176 : 32], pixels[i].permute(1, 2, 0))
 
 
 GREY = [[[10] * 3, [255] * 3]]

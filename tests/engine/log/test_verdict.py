@@ -165,8 +165,7 @@ def test_remedies_that_apply(
     auto = ["data=fake", "loader.workers=auto", "loader.decoder=pillow"]
     config = from_overrides([*auto, *overrides])
     dataset = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes, decoder="pillow")
-    datasets = SimpleNamespace(train=dataset)
-    feed: Any = SimpleNamespace(config=config, datasets=datasets, num_cores=4)
+    feed: Any = SimpleNamespace(config=config, datasets=SimpleNamespace(train=dataset), num_cores=4)
     feed.train = SimpleNamespace(cuda="loader.decoder=region" not in overrides)
     feed.pool = SimpleNamespace(active=1)
     found = remedies(cause, feed)
