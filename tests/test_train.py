@@ -224,7 +224,7 @@ def test_signal_while_validating(
 def test_signal_while_saving(
     train_run: Any, call_main: Any, folder: Path, nine_steps: Ended, monkeypatch: Patch
 ) -> None:
-    """No further step and no second checkpoint; a signal in the last one interrupts, too."""
+    """No further step, no second checkpoint, and no row of less than half its steps."""
     save, saved = Run.save, []
 
     def signalled(self: Run, state: TrainState, *arguments: Any) -> None:
@@ -235,10 +235,13 @@ def test_signal_while_saving(
 
     with monkeypatch.context() as patch:
         patch.setattr(Run, "save", signalled)
-        assert call_main("log.every_steps=2")[0] == 128 + signal.SIGTERM
-    assert saved[-1] == 5 and saved.count(5) == 1
-    assert rows(folder, "train")[-1]["step"] == 5
-    assert train_run()["params_sha256"] == nine_steps[1]["params_sha256"]
+        patch.setattr("engine.log.runlog.FIRST_LINE_SECONDS", 0)
+        status, said, _ = call_main("log.every_steps=4")
+    assert status == 128 + signal.SIGTERM and saved[-1] == 5 and saved.count(5) == 1
+    assert "\nstep 1 of 9: training; the first row follows step 4\n" in said
+    assert [row["step"] for row in rows(folder, "train")] == [4]
+    assert train_run("log.every_steps=3")["params_sha256"] == nine_steps[1]["params_sha256"]
+    assert [row["step"] for row in rows(folder, "train")] == [4, 9]
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], 2 * [signal.SIGINT]])

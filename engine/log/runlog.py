@@ -72,6 +72,10 @@ class RunLog:
         self._began = time.monotonic()
         # time.monotonic() at which the console says that training goes on, if no row has
         self._line_due = self._began + FIRST_LINE_SECONDS
+        # Where the first row follows. The mean of less than half its steps, after a resume, could
+        # look like a sudden change of the loss: they are a part of the next row.
+        every, stop_step = self.config.log.every_steps, self.schedule.stop_step
+        self._first_row = min(stop_step, math.ceil(self._first_step / every + 0.5) * every)
 
     def _start_observers(self) -> None:
         for name, observer, parameters in named_observers(self.config):
@@ -107,13 +111,12 @@ class RunLog:
         step = self.state.step
         self._report()  # an earlier step: its values arrived while this one was launched
         self.meter.add(values)
-        if due.log:
+        if due.log and step >= self._first_row:
             self.meter.send(step)
         elif time.monotonic() >= self._line_due:
             self._line_due = math.inf
-            every = self.config.log.every_steps
-            of = f"step {step:,} of {self.schedule.stop_step:,}"
-            self.tracker.print(f"{of}: training; a row follows every {every:,} steps")
+            done = f"step {step:,} of {self.schedule.stop_step:,}"
+            self.tracker.print(f"{done}: training; the first row follows step {self._first_row:,}")
         self._notify(lambda observer: observer.end_step(step))
         if due.epoch or due.save:
             self.feed.train.clock.end_step()
@@ -123,10 +126,8 @@ class RunLog:
         return self.row
 
     def end_loop(self) -> dict[str, Any]:
-        """Write a row of the steps since the last one, if there are any; return the newest row."""
+        """Write the last row, unless a signal ended its interval early; return the newest one."""
         self.feed.train.clock.end_step()
-        if self.meter.steps:
-            self.meter.send(self.state.step)
         self._report()
         return self.row
 
@@ -178,8 +179,7 @@ class RunLog:
         refused = self.train_on_batch.disabled_reason or ""
         times = times._replace(graph_refused=refused, slowdowns=self.monitor.slowdowns())
         starting = skip >= steps
-        cold = before * schedule.batch_size < schedule.images
-        self._times.append((times, (starting, cold)))
+        self._times.append((times, (starting, before * schedule.batch_size < schedule.images)))
         row = train_row(step, values, times, schedule, self.compute)
         row |= self.monitor.read() | memory_figures(pool.pids, self.world.device)
         self._write(row)
