@@ -115,8 +115,7 @@ class Run(AbstractContextManager["Run"]):
                 # The best checkpoint is in another folder, or was validated on other images.
                 state.best, state.last = {}, {}
             if self.is_first_start:
-                given = self.config.checkpoint.resume
-                state.history.append(f"{BEGAN}{state.step:,}{WITH}{given}")
+                state.history.append(f"{BEGAN}{state.step:,}{WITH}{self.config.checkpoint.resume}")
             accepted = f"accepted at step {state.step:,}"
             state.history += [f"{accepted}: {line}" for line in changes.values()]
         self._stored = {}  # frees the memory
@@ -184,6 +183,8 @@ class Run(AbstractContextManager["Run"]):
         if kind is KeyboardInterrupt and self.world.is_main:  # no StopSignal handled it
             newest = ["none", *checkpoint.files(self.checkpoints)][-1]
             print(f"status    stopped by Ctrl-C; newest checkpoint: {newest}", flush=True)
+            if self.config.checkpoint.resume != "never":
+                print("resume    run the same command again to go on", flush=True)
         if self._lock is not None:
             stopped = kind is KeyboardInterrupt or (self.path / "summary.json").exists()
             state, saved = self._made_for, checkpoint.files(self.checkpoints)

@@ -48,7 +48,8 @@ def test_auto_resumes_the_newest_intact_checkpoint(run: Path, capsys: Any) -> No
     for folder, newest in ((run, twenty), (run / "new", "none")):
         with pytest.raises(KeyboardInterrupt), directory(folder):
             raise KeyboardInterrupt
-        assert capsys.readouterr().out.endswith(f"by Ctrl-C; newest checkpoint: {newest}\n")
+        _, said = capsys.readouterr().out.split(f"by Ctrl-C; newest checkpoint: {newest}\n")
+        assert said == "resume    run the same command again to go on\n"
     ten.write_bytes(b"partial")
     with pytest.raises(CheckpointError, match="damaged, and so is every checkpoint before it"):
         open_run(run)
