@@ -95,6 +95,8 @@ def from_overrides(
     config = _to_config(tree, overrides)
     config.recipe, config.expect = recipe.stem, read_yaml(recipe).get("expect")
     config.changed = _changes(before, tree, config)
+    if {"optim", "optim.name", "optim.lr"}.isdisjoint({*typed, *groups, *(decided or {})}):
+        config.lr_batch_size = before["loader.batch_size"]
     if config.run.name is None:
         differ = {k.partition(".")[0] for k in config.changed if grouped[k] != before[k]}
         words = {k: show(v) for k, v in config_values(config).items() if k in varied}

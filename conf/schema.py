@@ -444,6 +444,7 @@ class Config:
     # Values that differ from the recipe and affect the result
     changed: dict[str, str] = field(default_factory=dict, compare=False)
     recipe: str = field(default="", compare=False)
+    lr_batch_size: int | None = field(default=None, compare=False)  # that of the recipe's optim.lr
 
 
 def sentences() -> dict[str, str]:

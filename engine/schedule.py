@@ -142,8 +142,8 @@ def make_schedule(
     size, ranks = config.loader.batch_size, world.size
     given = f"loader.batch_size={size}"
     if size > images:
-        cure = "give at most that"
-        raise UserError(f"{given}: larger than the training split ({images} images); {cure}")
+        cure = with_batch_size(config, min(images, suited_batch(images)))
+        raise UserError(f"{given}: larger than the training split ({images} images); try {cure}")
     if size % ranks:
         multiple = f"a multiple of the {ranks} ranks; set it to {max(1, size // ranks) * ranks}"
         raise UserError(f"{given}: the global batch must be {multiple}")
@@ -158,6 +158,12 @@ def count_micro_batches(images: int, max_images: int | None) -> int:
     """Return the least number of equal parts of at most `max_images` images; 1 for None."""
     fewest = math.ceil(images / (max_images or images))
     return next(parts for parts in range(fewest, images + 1) if images % parts == 0)
+
+
+def with_batch_size(config: Config, size: int) -> str:
+    """Return the keys for another batch size, with its learning rate (arXiv 1706.02677)."""
+    lr = config.optim.lr * size / (config.lr_batch_size or config.loader.batch_size)
+    return f"loader.batch_size={size} optim.lr={lr:.3g}"
 
 
 def suited_batch(images: int) -> int:

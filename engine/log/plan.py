@@ -12,7 +12,7 @@ from engine.compute import Compute, has_batch_norm
 from engine.distributed import World
 from engine.log.console import results
 from engine.run import Run
-from engine.schedule import Schedule, suited_batch
+from engine.schedule import Schedule, suited_batch, with_batch_size
 from engine.state import TrainState
 from pipeline.build import Datasets
 
@@ -82,15 +82,18 @@ def plan_lines(
 def too_few_steps(config: Config, images: int) -> str:
     """Return a note that advises a smaller batch size, if an epoch has few steps; else ""."""
     size, smaller = config.loader.batch_size, suited_batch(images)
-    lr = config.optim.lr * smaller / size  # arXiv 1706.02677
     text = f"{images / size:.1f} optimiser steps per epoch are too few to train well; for "
-    text += f"{images:,} images, try loader.batch_size={smaller} optim.lr={lr:.3g}"
+    text += f"{images:,} images, try {with_batch_size(config, smaller)}"
     return text if images / size < FEW_STEPS and smaller < size else ""
 
 
 def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
     """Return notes on values that are allowed, but probably not what the user wants."""
     notes = [few] if (few := too_few_steps(config, len(datasets.train))) else []
+    size, stated = config.loader.batch_size, config.lr_batch_size
+    if not few and stated not in (None, size):
+        lr = f"the recipe's optim.lr={config.optim.lr:g} is for loader.batch_size={stated}"
+        notes.append(f"{lr}; try {with_batch_size(config, size)}")
     if "optim.name" in config.changed and "optim.lr" not in config.changed:
         lr, name = f"optim.lr={config.optim.lr:g}", config.optim.name
         notes.append(f"{lr} was chosen for another optimiser than {name}; give optim.lr=0.001, too")

@@ -50,13 +50,15 @@ def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         given = from_overrides([*typed, "model=resnet_tiny", "data.image_size=32"])
         return setup_notes(given, build_datasets(given), ALONE)
 
-    assert notes("data=fake", "data.fake_images=60", "loader.batch_size=6") == []
+    (scaled,) = notes("data=fake", "data.fake_images=60", "loader.batch_size=6")
+    stated = "the recipe's optim.lr=0.1 is for loader.batch_size=256"
+    assert scaled == f"{stated}; try loader.batch_size=6 optim.lr=0.00234"
     assert len(build_datasets(from_overrides(["data=fake", "data.fake_images=60"])).val) == 6
     (kept,) = notes("data=fake", "optim.name=nadam")
     assert kept.startswith("optim.lr=0.1 was chosen for another optimiser than nadam; ")
     assert notes("data=fake", "optim.name=nadam", "optim.lr=0.002") == []
     own = f"data.root={image_root}"
-    assert notes(own, "loader.batch_size=8") == []  # no smaller batch is advised
+    assert notes(own, "loader.batch_size=8", "optim=sgd") == []  # no smaller batch is advised
     few, same = notes(own, "data.val=train", "loader.batch_size=36", "optim.lr=0.18")
     assert few == (
         "1.0 optimiser steps per epoch are too few to train well; for 36 images, try "
@@ -82,7 +84,7 @@ def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         Image.fromarray(levels).save(root / split / "dark.png")
         Image.new("RGBA", (8, 8), (0, 0, 0, number)).save(root / split / "clear.png")
         Image.new("RGBA", (8, 8), "red").save(root / split / "opaque.png")
-    dark, clear = notes(f"data.root={root}", "loader.batch_size=1")
+    dark, clear = notes(f"data.root={root}", "loader.batch_size=1", "optim.lr=0.1")
     assert dark.startswith("the 16-bit images have levels up to 4,095 of 65,535") and "16" in dark
     assert clear.startswith("2 of 6 images looked at have transparent pixels")
 
