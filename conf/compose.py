@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -176,13 +177,14 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     Raises UserError for a key, choice or value that no config allows.
     """
     typed, tried = dict[str, Any](), copy.deepcopy(DEFAULTS)
-    for text in overrides:
+    for text, following in pairwise([*overrides, ""]):
         name, equals, word = text.lstrip("+").partition("=")
         if re.search("[\ud800-\udfff]", text):  # config.yaml could not hold it
             shown = ascii(text)[1:-1]
             raise UserError(f"{shown}: is not UTF-8; rename the file, or use a symbolic link to it")
         if text.startswith(("-", "~")):
-            advice = HYDRA.get(name) or HYDRA.get(text[0]) or f"{_advice(name)}; {FLAGS}"
+            meant = _advice(name, word or re.sub("^-.*|.*=.*", "", following))
+            advice = HYDRA.get(name) or HYDRA.get(text[0]) or f"{meant}; {FLAGS}"
             raise UserError(f"{text}: not an option; {advice}")
         if not equals:
             raise UserError(f"{text}: write key=value, such as data.root=/images; {_advice(name)}")
@@ -201,12 +203,14 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     return typed
 
 
-def _advice(name: str) -> str:
-    """Name the key or group that is meant by an unknown one, such as `lr` of another trainer."""
+def _advice(name: str, value: str = "") -> str:
+    """Name the key or group meant by an unknown one, such as `lr`, or by a flag and its `value`."""
     lasts = {known: known.rpartition(".")[2] for known in NAMES}
     word = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
     close = difflib.get_close_matches(word, lasts.values(), 1, 0.7)
     meant = [known for known, last in lasts.items() if last in close]
+    if value:
+        meant = [f"{k if value in group_names(k) else NAME_KEYS.get(k, k)}={value}" for k in meant]
     if meant:
         return f"did you mean {' or '.join(meant)}?"
     section = name.partition(".")[0]

@@ -136,7 +136,8 @@ def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose)
     build: Any = DATASETS.get(data.source) or import_object(data.source, "data.source")
     held = held_out(data)
     if held and data.source not in DATASETS and not hasattr(build, "holds_out"):
-        raise UserError(f"{held.origin}: data.source={data.source} does not read it; omit it")
+        cure = "for images in class folders write data=folder, or omit it"
+        raise UserError(f"{held.origin}: data.source={data.source} does not read it; {cure}")
     # In other modes, a CPU decoder takes the validation images and what the device refuses.
     decoder = config.loader.decoder if config.loader.decoder in DECODERS else "auto"
     options = dict(decoder=decoder, seed=config.train.seed, exif_orientation=data.exif_orientation)

@@ -33,8 +33,7 @@ from pipeline.shared import SharedArray
 logger = logging.getLogger(__name__)
 
 CACHE_FORMAT = 12  # format of a scan, in the name of its file
-# A folder that changed this shortly before the scan could change again with the same mtime, so the
-# scan is not cached.
+# A scan so soon after a change of a folder is not cached: another change could have the same mtime.
 SETTLED_SECONDS = 2.0
 # Errors of a network file system or a disk that may be over a moment later, and the seconds before
 # each further attempt. Python itself repeats a read that a signal interrupted (EINTR).
@@ -206,12 +205,15 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
         beside = sorted(each.name for each in path.parent.glob("[!.]*"))
         if any(listing.is_image(os.fsencode(name)) for name in beside[:5]):
             listing.list_folder(os.fsencode(path.parent), f"data.root={path.parent}", {})
-        raise UserError(
-            f"{key}={folder}: there is no such folder; {path.parent} holds "
-            f"{', '.join(beside[:5]) or 'no folder'}: data.root must hold train/<class>/* and "
-            "val/<class>/*; with data.val_fraction=0.1 it may hold the classes, or be a .tar or "
-            f".csv file{did_you_mean(path.name, beside)}"
-        )
+        given = f"{key}={folder}: there is no such folder"
+        advice = "data.root must hold train/<class>/* and val/<class>/*; with data.val_fraction=0.2"
+        advice += " it may hold the classes, or be a .tar or .csv file"
+        if f"data.{path.name}" == key:  # the default, which was hardly typed
+            given = f"data.root={Path(folder).parent}: has no {path.name}"
+        elif key != "data.root":
+            advice = f"if these are the classes, give {key}=. for all of them"
+        given += f"; {path.parent} holds {', '.join(beside[:5]) or 'no folder'}: {advice}"
+        raise UserError(f"{given}{did_you_mean(path.name, beside)}")
     root = files[0] if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
     cache = machine.default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"

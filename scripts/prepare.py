@@ -237,7 +237,7 @@ def run(options: argparse.Namespace) -> int:
     listed.unlink(missing_ok=True)
     if unreadable:
         replace_file(listed, "\n".join([*unreadable, ""]))
-    overrides = [f"data.root={to}", *["data.val_fraction=0.1"] * ("val" not in images)]
+    overrides = [f"data.root={to}", *["data.val_fraction=0.2"] * ("val" not in images)]
     report = {
         "settings": settings,
         "classes": len({sample.label for sample in samples}),

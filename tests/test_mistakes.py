@@ -138,7 +138,7 @@ RANK_MISTAKES = {
     "open('images/train/dots/03.jpg', 'ab').write(b'  ')": (
         rf"data\.train: is 36 images, .* on rank 1 and 36 images, .* on rank 0{SAME}"
     ),
-    "import shutil; shutil.rmtree('images/val')": r"data\.val=images/val: there is no .*",
+    "import shutil; shutil.rmtree('images/val')": r"data\.root=images: has no val; .*",
 }
 """What is wrong on rank 1, and the message."""
 

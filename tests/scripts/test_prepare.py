@@ -335,7 +335,7 @@ def test_every_format(
     assert report["settings"]["images"] == images and report["unreadable"] == 0
     said = capsys.readouterr().out
     assert NOTES.get(name, "") in said
-    fraction = "" if "val" in images else " data.val_fraction=0.1"
+    fraction = "" if "val" in images else " data.val_fraction=0.2"
     assert f"train with: python train.py data.root={to}{fraction}\n" in said
 
 
