@@ -201,19 +201,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     """
     files = find_storage(folder)
     if not files:
-        path = Path(os.path.abspath(folder))
-        beside = sorted(each.name for each in path.parent.glob("[!.]*"))
-        if any(listing.is_image(os.fsencode(name)) for name in beside[:5]):
-            listing.list_folder(os.fsencode(path.parent), f"data.root={path.parent}", {})
-        given = f"{key}={folder}: there is no such folder"
-        advice = "data.root must hold train/<class>/* and val/<class>/*; with data.val_fraction=0.2"
-        advice += " it may hold the classes, or be a .tar or .csv file"
-        if f"data.{path.name}" == key:  # the default, which was hardly typed
-            given = f"data.root={Path(folder).parent}: has no {path.name}"
-        elif key != "data.root":
-            advice = f"if these are the classes, give {key}=. for all of them"
-        given += f"; {path.parent} holds {', '.join(beside[:5]) or 'no folder'}: {advice}"
-        raise UserError(f"{given}{did_you_mean(path.name, beside)}")
+        raise _missing_split(folder, key)
     root = files[0] if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
     cache = machine.default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
@@ -222,21 +210,34 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
         try:
             scan = _scan(files, f"{key}={root}")
         except OSError as error:
-            raise UserError(
-                f"{key}={root}: cannot be read ({error}); check its permissions and the file system"
-            ) from None
+            cure = "check its permissions and the file system"
+            raise UserError(f"{key}={root}: cannot be read ({error}); {cure}") from None
         if scan.stamps[:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
             _write_cache(cache, scan)
-    sources: Sequence[Folder]
+    sources: Sequence[Folder] = [Folder(root if os.path.isdir(root) else os.path.dirname(root))]
     if scan.places.any():  # offsets in tar files
         sources = list(map(Container, files, map(tuple, scan.stamps.tolist())))
-    else:
-        sources = [Folder(root if os.path.isdir(root) else os.path.dirname(root))]
-    left_out = os.fsdecode(scan.left_out.item())
-    if left_out:
+    if left_out := os.fsdecode(scan.left_out.item()):
         logger.warning("%s=%s: %s", key, root, left_out)
     arrays = map(SharedArray.copy_of, (scan.paths, scan.labels, scan.places))
     return Index(root, tuple(map(os.fsdecode, scan.classes.tolist())), sources, left_out, *arrays)
+
+
+def _missing_split(folder: str | os.PathLike[str], key: str) -> UserError:
+    """Return the error for a split that is not there, with what is beside it."""
+    path = Path(os.path.abspath(folder))
+    beside = sorted(each.name for each in path.parent.glob("[!.]*"))
+    if any(listing.is_image(os.fsencode(name)) for name in beside[:5]):
+        listing.list_folder(os.fsencode(path.parent), f"data.root={path.parent}", {})  # raises it
+    given = f"{key}={folder}: there is no such folder"
+    advice = "data.root must hold train/<class>/* and val/<class>/*; with data.val_fraction=0.2"
+    advice += " it may hold the classes, or be a .tar or .csv file"
+    if f"data.{path.name}" == key:  # the default, which was hardly typed
+        given = f"data.root={Path(folder).parent}: has no {path.name}"
+    elif key != "data.root":
+        advice = f"if these are the classes, give {key}=. for all of them"
+    given += f"; {path.parent} holds {', '.join(beside[:5]) or 'no folder'}: {advice}"
+    return UserError(f"{given}{did_you_mean(path.name, beside)}")
 
 
 def _scan(files: Sequence[str], origin: str) -> Scan:
