@@ -143,7 +143,7 @@ def _choice_file(group: str, choice: str) -> Path:
         return path.absolute()
     more = did_you_mean(choice, names)
     if group in NAME_KEYS:
-        more = f"; for another one write {NAME_KEYS[group]}={choice}"
+        more = f"; for another one write {NAME_KEYS[group]}={choice}{more}"
     files = f"{', '.join(names)}, or a file PATH.yaml"
     raise UserError(f"{group}={choice}: no such {group}; choose one of {files}{more}")
 

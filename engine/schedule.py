@@ -142,7 +142,8 @@ def make_schedule(
     size, ranks = config.loader.batch_size, world.size
     given = f"loader.batch_size={size}"
     if size > images:
-        cure = with_batch_size(config, min(images, suited_batch(images)))
+        fit = min(images, suited_batch(images))
+        cure = with_batch_size(config, fit) if config.lr_batch_size else f"loader.batch_size={fit}"
         raise UserError(f"{given}: larger than the training split ({images} images); try {cure}")
     if size % ranks:
         multiple = f"a multiple of the {ranks} ranks; set it to {max(1, size // ranks) * ranks}"

@@ -1,5 +1,6 @@
 """Signals that end training: save a checkpoint and stop all ranks after the same step."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -40,6 +41,8 @@ class StopSignal(ExitStack):
         if number == signal.SIGINT == self.received and self.world.size == 1:
             raise KeyboardInterrupt
         self.received = number
+        if number == signal.SIGINT and self.world.size == 1:  # no `print` in a handler
+            os.write(2, b"stopping after this step; Ctrl-C again stops at once\n")
 
     def poll(self) -> bool:
         """Update `number`; return whether training stops. Collective; does not wait for the GPU."""

@@ -127,13 +127,11 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     }
     kinds = [f"{len(keys)} {kind}, such as {keys[0]}" for kind, keys in problems.items() if keys]
     if kinds:
-        raise UserError(
-            f"{origin}: does not fit the model: keys {'; '.join(kinds)}; check model.name, "
-            "data.image_size and the channels of the images"
-        )
+        cure = "check model.name, data.image_size and the channels of the images"
+        raise UserError(f"{origin}: does not fit the model: keys {'; '.join(kinds)}; {cure}")
     if head:
         names, count = ", ".join(head), own[head[0]].shape[0]
-        logger.warning(f"{origin}: {names} are new: the file has no head for these {count} classes")
+        logger.info(f"{origin}: {names} start anew: the file has no head for these {count} classes")
     own.update(weights)  # `own` also has the versions of layers (`_metadata`), for MNASNet
     model.load_state_dict(own)
 

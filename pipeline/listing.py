@@ -169,11 +169,10 @@ def tar_members(path: str, start: int = 0, shown: str = "") -> dict[bytes, tuple
     except OSError:
         raise
     except Exception as error:  # tarfile raises many kinds: ReadError, IndexError, ...
-        raise UserError(
-            f"{shown or path}: cannot be read at byte {at:,}: {error}; it may be damaged or "
-            "compressed: download or copy it again, or pack it again without compression and links "
-            "(tar --dereference --hard-dereference)"
-        ) from None
+        cure = "it may be damaged or compressed: download or copy it again, or pack it again "
+        cure += "without compression and links (tar --dereference --hard-dereference)"
+        wrong = f"cannot be read at byte {at:,}: {error}"
+        raise UserError(f"{shown or path}: {wrong}; {cure}") from None
     return members
 
 
@@ -200,7 +199,7 @@ def read_list(path: str, origin: str) -> Classes:
     A first line that is no file, such as `path,label` or `image,class`, is a header. Returns class
     name -> sorted paths, absolute or relative to the file's folder; the classes are sorted too.
     """
-    classes: Classes = {}
+    classes, folder = Classes(), os.fsencode(os.path.dirname(os.path.abspath(path)))
     remedy = "write one image per line, and separate path and label with a comma"
     for line, cells in csv_rows(path):
         if len(cells) != 2 or not all(cells):
@@ -211,4 +210,7 @@ def read_list(path: str, origin: str) -> Classes:
         classes.setdefault(os.fsencode(cells[1]), []).append(os.fsencode(cells[0]))
     if not classes:
         raise UserError(f"{origin}: holds no images; {remedy}")
+    if not any(os.path.exists(os.path.join(folder, names[0])) for names in classes.values()):
+        wrong = "its paths lead to no file; write absolute ones, or relative to"
+        raise UserError(f"{origin}: {wrong} {os.fsdecode(folder)}")
     return {label: sorted(names) for label, names in sorted(classes.items())}

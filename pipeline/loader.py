@@ -164,10 +164,8 @@ def _write(ring: Ring, batch: dict[str, np.ndarray], row: int, sample: Mapping[s
         value, shape = np.asarray(sample[name]), rows.shape[1:]
         is_cut = value.dtype.kind == "f" and rows.dtype.kind != "f"  # numbers in [0, 1] would be 0
         if value.shape != shape or is_cut:
-            raise ValueError(
-                f"the field {name} is {value.dtype} {value.shape}, and the dataset states "
-                f"{rows.dtype} {shape} in `fields`"
-            )
+            stated = f"the dataset states {rows.dtype} {shape} in `fields`"
+            raise ValueError(f"the field {name} is {value.dtype} {value.shape}, and {stated}")
         rows[row] = value
 
 

@@ -43,10 +43,8 @@ def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str)
         splits.append(root)  # data.root holds the class folders itself
     for folder in (split.resolve() for split in splits):
         if inner.is_relative_to(folder):
-            raise UserError(
-                f"{origin}: is inside {folder}, where every folder is a class of images; "
-                "give a folder outside it"
-            )
+            where = f"inside {folder}, where every folder is a class of images"
+            raise UserError(f"{origin}: is {where}; give a folder outside it")
 
 
 def load_splits(data: DataConfig) -> tuple[Index, Index]:

@@ -116,6 +116,7 @@ class RunLog:
         elif time.monotonic() >= self._line_due:
             self._line_due = math.inf
             done = f"step {step:,} of {self.schedule.stop_step:,}"
+            done += f" after {time.monotonic() - self._began:.0f} s"
             self.tracker.print(f"{done}: training; the first row follows step {self._first_row:,}")
         self._notify(lambda observer: observer.end_step(step))
         if due.epoch or due.save:

@@ -95,7 +95,7 @@ def test_signal_is_received_and_the_handlers_restored(number: signal.Signals) ->
     assert [signal.getsignal(n) for n in STOPS] == before
 
 
-def test_repeated_and_ignored_signals() -> None:
+def test_repeated_and_ignored_signals(capfd: pytest.CaptureFixture[str]) -> None:
     """A scheduler may send SIGTERM twice; a second Ctrl-C interrupts anything in one process."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -105,6 +105,7 @@ def test_repeated_and_ignored_signals() -> None:
             for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
                 os.kill(os.getpid(), number)
             assert stop.poll() and stop.number == signal.SIGINT
+            assert capfd.readouterr().err.endswith("Ctrl-C again stops at once\n")
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
     finally:

@@ -181,12 +181,12 @@ def test_list_with_other_folders_and_wrong_lists(tmp_path: Path) -> None:
     text = f'"one, two.jpg",z\n"{tmp_path / "one, two.jpg"}",a b\n'
     (tmp_path / "train.csv").write_text(text, encoding="utf-8-sig")
     index = load_index(tmp_path / "train", key="data.train")
-    assert index.classes == ("a b", "z")
-    assert [data for _, data in content_of(index)] == [JPEG, JPEG]
+    assert index.classes == ("a b", "z") and [data for _, data in content_of(index)] == [JPEG] * 2
     for text, says in (
         ("image,Target\n", "holds no images"),  # no class of that name
         ("1.jpg,a\n2.jpg;a\n", "line 2 is not path,label; write one image per line, and separate"),
         ("1.jpg,\n", "line 1 is not path,label"),
+        ("1.jpg,a\n", f"lead to no file; write absolute ones, or relative to {tmp_path}"),
         ("1.jpg,a\n\0.jpg,a\n", "train.csv: line 2: a NUL character; correct it"),
     ):
         (tmp_path / "train.csv").write_text(text)
