@@ -340,11 +340,15 @@ def build(runs: Sequence[Run], out: Path) -> str:
     name, best, *others = compared([{"run": str(run.folder), **run.headline()} for run in runs])
     typed = set().union(*(run.typed for run in runs))
     rows = differences(runs)
+    scores = [number_in(run.best()[2].get(run.best()[0])) for run in runs]
+    repeats = len(runs) > 1 and {row[0] for row in rows} <= {"train.seed", "data.val_fold"}
+    repeats = repeats and math.isfinite(sum(scores))
     columns = [r for r in rows if typed & {r[0], r[0].removesuffix(".name")}]  # model=: model.name
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
+        spread=f"{fmean(scores):.4g}, standard deviation {stdev(scores):.2g}" if repeats else "",
         unlike=[key for key, *_ in rows if key in VALIDATION],
         evaluations=[quote(os.path.relpath(path, out.parent)) for path in runs[0].evaluations],
         about=read_yaml(lib / "values.yaml"),

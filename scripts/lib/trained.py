@@ -162,10 +162,8 @@ def open_trained(
 
 def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:
     if "data.image_size" in override_keys(overrides):
-        raise UserError(
-            "data.image_size: is the size of the training images, which the checkpoint fixes; "
-            "write data.val_size"
-        )
+        reason = "is the size of the training images, which the checkpoint fixes"
+        raise UserError(f"data.image_size: {reason}; write data.val_size")
     stored = content["config"]
     others = {key for key in stored if key.partition(".")[0] in SECTIONS} | KEYS
     values = {key: value for key, value in stored.items() if key not in others}
