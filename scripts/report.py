@@ -340,10 +340,10 @@ def build(runs: Sequence[Run], out: Path) -> str:
     name, best, *others = compared([{"run": str(run.folder), **run.headline()} for run in runs])
     typed = set().union(*(run.typed for run in runs))
     rows = differences(runs)
-    scores = [number_in(run.best()[2].get(run.best()[0])) for run in runs]
-    repeats = len(runs) > 1 and {row[0] for row in rows} <= {"train.seed", "data.val_fold"}
-    repeats = repeats and math.isfinite(sum(scores))
+    scores = [number_in(run.best()[2].get(run.best()[0])) for run in runs if run.rows["val"]]
+    repeats = len(scores) > 1 and {row[0] for row in rows} <= {"train.seed", "data.val_fold"}
     columns = [r for r in rows if typed & {r[0], r[0].removesuffix(".name")}]  # model=: model.name
+    others = [r for r in others if r not in columns and len({*r[1:]}) >= min(2, len(runs))]
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
@@ -352,7 +352,7 @@ def build(runs: Sequence[Run], out: Path) -> str:
         unlike=[key for key, *_ in rows if key in VALIDATION],
         evaluations=[quote(os.path.relpath(path, out.parent)) for path in runs[0].evaluations],
         about=read_yaml(lib / "values.yaml"),
-        table=[*zip(name, best, *columns, *(r for r in others if r not in columns), strict=True)],
+        table=[*zip(name, best, *columns, *others, strict=True)],
         folded=[row for row in rows if row not in columns],
         charts=charts(runs),
         classes=worst_classes(runs),
