@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
         config = from_overrides(overrides)
         if options.cfg is not None:
             more = f"# train.prepare sets more at the start: see the top of {config.recipe}.yaml\n"
-            _show(to_yaml(config, options.package) + more * (config.train.prepare is not None))
+            _show(to_yaml(config, options.package) + (more if config.train.prepare else ""))
         require_root(config)
     except (UserError, argparse.ArgumentError) as error:
         fail(str(error))

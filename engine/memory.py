@@ -50,9 +50,9 @@ def fit_memory(
     for batch in batches:
         while not all(world.all_gather(_fits(train_on_batch, state, batch, count))):
             if count == images:
+                key = f"loader.batch_size={schedule.batch_size}"
                 wrong = f"out of memory on {world.device} with micro-batches of 1"
-                wrong = f"loader.batch_size={schedule.batch_size}: {wrong}"
-                raise TrainingError(f"{wrong}; use a smaller model.name or data.image_size")
+                raise TrainingError(f"{key}: {wrong}; use a smaller model.name or data.image_size")
             count = count_micro_batches(images, images // count // 2)
     if world.device.type == "cuda":  # StepGraph reads the peak: leave out the trials
         torch.cuda.reset_peak_memory_stats()

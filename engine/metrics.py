@@ -115,7 +115,7 @@ class BestBy:
     def check(self, names: Sequence[str]) -> None:
         """Refuse a value that is not among those of a validation."""
         if self.name not in names:
-            given = f"train.best_by={'-' * self.lower_is_better}{self.name}"
+            given = f"train.best_by={'-' if self.lower_is_better else ''}{self.name}"
             cure = f"give one of {', '.join(names)}, with - in front if lower is better"
             cure += did_you_mean(self.name, names)
             raise UserError(f"{given}: a validation has no such value; {cure}")

@@ -113,8 +113,8 @@ class Run:
             text = f"{value:.2f} %" if name.startswith("top") else rounded(value)
             cells[f"{label} {name}"] = f"{text} {epoch_of(row)} of {rounded(epochs)}"
         cells |= {k: show(config[k]) for k in ("model.name", "loader.batch_size") if k in config}
-        for row in self.rows["train"]:
-            if 0 < (epoch := number_in(row.get("epoch"))) < epochs:  # the end's is rounded
+        for row in self.rows["train"][-2:]:
+            if 0 < (epoch := number_in(row.get("epoch"))) < epochs:  # cut off at the end of a run
                 images = number_in(config.get("loader.batch_size")) * row["step"] / epoch
                 cells["training images"] = f"{images:,.0f}"
         if "seconds" in summary:
@@ -340,7 +340,7 @@ def build(runs: Sequence[Run], out: Path) -> str:
     name, best, *others = compared([{"run": str(run.folder), **run.headline()} for run in runs])
     typed = set().union(*(run.typed for run in runs))
     rows = differences(runs)
-    scores = [number_in(run.best()[2].get(run.best()[0])) for run in runs if run.rows["val"]]
+    scores = [number_in(row[key]) for key, _, row in (run.best() for run in runs) if row]
     repeats = len(scores) > 1 and {row[0] for row in rows} <= {"train.seed", "data.val_fold"}
     columns = [r for r in rows if typed & {r[0], r[0].removesuffix(".name")}]  # model=: model.name
     others = [r for r in others if r not in columns and len({*r[1:]}) >= min(2, len(runs))]

@@ -117,8 +117,7 @@ SCORES = {
 
 @pytest.mark.parametrize("heading", CHANGES | TASKS)
 def test_diff_applies(heading: str) -> None:
-    diff = (CHANGES | TASKS)[heading].diff
-    done = run_command(["git", "apply", "--check", "-"], input=diff)
+    done = run_command(["git", "apply", "--check", "-"], input=(CHANGES | TASKS)[heading].diff)
     advice = "update the diff; a fork deletes this test with the first command of docs/fork.md"
     assert done.returncode == 0, f"{done.stderr}{advice}"
 

@@ -78,10 +78,9 @@ def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
 
     root = tmp_path / "scans"
-    for number, split in enumerate(("train/a", "train/b", "val/a", "val/b")):
+    for number, split in enumerate(("train/a", "train/b", "val/a", "val/b")):  # 12 of 16 bits
         (root / split).mkdir(parents=True)
-        levels = np.full((8, 8), 4095 - number, np.uint16)  # 12 of 16 bits
-        Image.fromarray(levels).save(root / split / "dark.png")
+        Image.fromarray(np.full((8, 8), 4095 - number, np.uint16)).save(root / split / "dark.png")
         Image.new("RGBA", (8, 8), (0, 0, 0, number)).save(root / split / "clear.png")
         Image.new("RGBA", (8, 8), "red").save(root / split / "opaque.png")
     dark, clear = notes(f"data.root={root}", "loader.batch_size=1", "optim.lr=0.1")
