@@ -88,10 +88,8 @@ class Cutmix:
         chosen = rng.random(count) < self.p
         share = np.where(chosen, 1 - rng.beta(self.alpha, self.alpha, count), 0.0)
         boxes, area = map(part.of_rank, _pasted(share, images.shape[-1], rng))
-        images = part.blend(images, torch.where(_inside(boxes, images), 0.0, 1.0))
-        weight = to_device(area, images)[:, None]
-        partners = part.blend(targets, torch.zeros_like(weight))
-        return images, torch.lerp(targets, partners, weight)
+        weight = to_device(1 - area, images)[:, None]
+        return part.blend(images, _outside(boxes, images)), part.blend(targets, weight)
 
 
 @dataclass(kw_only=True)
@@ -120,8 +118,7 @@ class MixupOrCutmix:
         keep = np.where(chosen, rng.beta(alpha, alpha), 1.0)
         boxes, area = _pasted(np.where(cut, 1 - keep, 0.0), images.shape[-1], rng)
         weight = to_device(np.where(cut, 1.0, keep)[groups], images)[:, None, None, None]
-        weight = torch.where(_inside(boxes[groups], images), 0.0, weight)  # [B, 1, S, S]
-        images = part.blend(images, weight)
+        images = part.blend(images, weight * _outside(boxes[groups], images))
         weight = to_device(np.where(cut, 1 - area, keep)[groups], images)[:, None]
         return images, part.blend(targets, weight)
 
@@ -140,8 +137,7 @@ class RandomErasing:
 
     def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         boxes = part.of_rank(self.boxes(part.total, images.shape[-1], part.rng))
-        inside, mean = _inside(boxes, images), images.new_zeros(())  # normalised: the mean is 0
-        return torch.where(inside, mean, images, out=torch.empty_like(images)), targets
+        return images * _outside(boxes, images), targets  # normalised: the mean is 0
 
     def boxes(self, count: int, image_size: int, rng: np.random.Generator) -> np.ndarray:
         """Draw boxes as torchvision does: up to ten tries for a box smaller than the image.
@@ -227,9 +223,9 @@ def _pasted(
     return np.concatenate([low, high]).T, (high - low).prod(0) / size**2
 
 
-def _inside(boxes: np.ndarray, images: Tensor) -> Tensor:
-    """Return which pixels, bool [B, 1, S, S], lie in each image's (left, top, right, bottom)."""
-    left, top, right, bottom = to_device(boxes, images).T[:, :, None]  # each [B, 1]
-    pixel = torch.arange(images.shape[-1], device=images.device)
-    across, down = (pixel >= left) & (pixel < right), (pixel >= top) & (pixel < bottom)
-    return (across[:, None, :] & down[:, :, None])[:, None]
+def _outside(boxes: np.ndarray, images: Tensor) -> Tensor:
+    """Return float32 [B, 1, S, S]: 0 in each image's (left, top, right, bottom), 1 outside."""
+    low, high = boxes.T.reshape(2, 2, -1, 1)  # each [x or y, B, 1]
+    pixel = np.arange(images.shape[-1])  # on the host: a kernel takes longer to launch than to run
+    across, down = to_device((low <= pixel) & (pixel < high), images)
+    return (1 - across[:, None, :] * down[:, :, None])[:, None]
