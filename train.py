@@ -19,7 +19,7 @@ if __name__ == "__main__":
     from conf.cli import announce, parse
 
     CONFIG = parse(sys.argv[1:], script="train.py", purpose=__doc__)
-    announce(CONFIG)
+    announce()
 
 import gc
 import time
@@ -258,7 +258,7 @@ def validate(
     next start validates again.
     """
     networks = [state.model] if state.ema is None else [state.ema.module, state.model]
-    with log.pause():
+    with log.pause(f"validating {len(feed.datasets.val):,} images"):
         for network in networks:
             log.world.broadcast_buffers(network)
         batches = validation_batches(feed, stop, schedule.micro_batches)

@@ -26,7 +26,6 @@ from conf.schema import (
     config_values,
     did_you_mean,
     group_names,
-    require_root,
     sentences,
     show,
     with_advice,
@@ -68,16 +67,27 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
     return config
 
 
-def announce(config: Config) -> None:
-    """Say on rank 0 what the first seconds are for, or that there is no such data.root."""
-    folder, name = os.path.split(os.path.abspath(os.path.expanduser(config.data.root or "")))
+def require_root(config: Config) -> None:
+    """Raise UserError if data.root, which has no default, is missing or leads nowhere."""
+    if config.data.source != "folder":
+        return
+    if not (root := config.data.root):
+        raise UserError(
+            "data.root is missing: pass data.root=/path/to/images (it holds train/<class>/* and "
+            "val/<class>/*, or with data.val_fraction=0.2 <class>/*), or try `make demo`"
+        )
+    folder, name = os.path.split(os.path.abspath(os.path.expanduser(root)))
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # several ranks refuse it together, later
-    if alone and config.data.source == "folder" and not os.path.exists(f"{folder}/{name}"):
+    if alone and not os.path.exists(f"{folder}/{name}"):
         close = did_you_mean(name, map(os.path.basename, glob(f"{folder}/*")))
-        fail(f"data.root={config.data.root}: there is no such folder or file{close}")
+        raise UserError(f"data.root={root}: there is no such folder or file in {folder}{close}")
+
+
+def announce() -> None:
+    """Say on rank 0 what the first seconds are for."""
     with suppress(OSError):  # a closed output must not end the training
         if os.environ.get("RANK", "0") == "0":
-            print("start    importing torch, then reading the images", flush=True)
+            print("start     importing torch, then reading the images", flush=True)
 
 
 def _show(text: str) -> NoReturn:

@@ -58,7 +58,7 @@ FLAGS = "docs/from-other-trainers.md has the keys for the flags of other trainer
 HYDRA = {  # words of Hydra's own command line, and what to write instead
     "~": "no key can be removed; give it another value, such as null",
     "--version": "`git log -1` shows the version",
-    **dict.fromkeys(("-cn", "--config-name"), "recipe=NAME or recipe=FILE.yaml chooses a config"),
+    **dict.fromkeys("-cn --config-name --config-dir".split(), "give recipe=NAME or FILE.yaml"),
 }
 NAME_LENGTH = 60  # characters of a run's name before its hash
 NAMED_FIRST = ("model", "model.name", "data.val_fold")  # keys that come first in the name
@@ -141,11 +141,9 @@ def _choice_file(group: str, choice: str) -> Path:
         return FOLDER / group / f"{choice}.yaml"
     if path.suffix == ".yaml" and path.is_file():
         return path.absolute()
-    more = did_you_mean(choice, names)
-    if group in NAME_KEYS:
-        more = f"; for another one write {NAME_KEYS[group]}={choice}{more}"
-    files = f"{', '.join(names)}, or a file PATH.yaml"
-    raise UserError(f"{group}={choice}: no such {group}; choose one of {files}{more}")
+    other = f"; for another one write {NAME_KEYS[group]}={choice}" if group in NAME_KEYS else ""
+    near = did_you_mean(choice, names) or f"; give {', '.join(names)} or a file PATH.yaml"
+    raise UserError(f"{group}={choice}: no such {group}{other}{near}")
 
 
 @cache

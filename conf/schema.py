@@ -410,8 +410,8 @@ class RunConfig:
 
 @dataclass
 class LogConfig:
-    every_steps: int = key(50, NOTHING, COUNT)
-    """steps between log rows"""
+    every_steps: int | None = key(None, NOTHING, COUNT | NULL)
+    """steps between log rows; null: 50, or a tenth of a run of less than 500 steps"""
     trackers: list[str] = key(["tensorboard"], NOTHING, BOARDS)
     """where curves and images go, besides metrics.jsonl: [tensorboard] or []"""
     values: list[str] = key([], NOTHING, each(CODE, 0))
@@ -502,24 +502,16 @@ def check(config: Config) -> None:
             raise UserError(f"{shown}: not allowed; give {allowed.says}")
         if name in typed and (when := unmet(config, name)):
             others = " and ".join(f"{other}={show(values[other])}" for other in when)
-            needed = " and ".join(f"{k.removesuffix('.name')}={c.says}" for k, c in when.items())
+            needed = " and ".join(
+                f"{re.sub('.(name|source)$', '', k)}={c.says}" for k, c in when.items()
+            )
             raise UserError(f"{shown}: has no effect with {others}; give {needed}, or leave it out")
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
-        cure = "increase it or set nesterov to false"
-        raise UserError(f"optim.nesterov=true: needs optim.momentum > 0; {cure}")
+        raise UserError("optim.nesterov=true: needs optim.momentum > 0; raise it, or leave it out")
     warmup, epochs = config.schedule.warmup_epochs, config.train.epochs
     if 0 < epochs <= warmup:
-        given = f"schedule.warmup_epochs={show(warmup)}: not less than train.epochs={show(epochs)}"
-        raise UserError(f"{given}; give schedule.warmup_epochs={epochs / 10:g}")
-
-
-def require_root(config: Config) -> None:
-    """Refuse to train without data.root, which has no default, with a UserError."""
-    if config.data.source == "folder" and not config.data.root:
-        raise UserError(
-            "data.root is missing: pass data.root=/path/to/images (it holds train/<class>/* and "
-            "val/<class>/*, or with data.val_fraction=0.2 <class>/*), or try `make demo`"
-        )
+        given = f"schedule.warmup_epochs={show(warmup)}"
+        raise UserError(f"{given}: not less than train.epochs={show(epochs)}; give {epochs / 10:g}")
 
 
 def did_you_mean(word: str, known: Iterable[str], *, count: int = 1, least: float = 0.6) -> str:

@@ -132,8 +132,7 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
             if path != paths[0]:
                 logger.warning("%s: damaged; continuing from %s instead", paths[0], path.name)
             return path, load(path, verified=True)
-    wrong = f"{paths[0]}: damaged, and so is every checkpoint before it"
-    raise CheckpointError(f"{wrong}; start over with checkpoint.resume=never")
+    raise CheckpointError(f"{paths[0]} and all before it: damaged; give checkpoint.resume=never")
 
 
 def load(path: Path, *, verified: bool = False) -> dict[str, Any]:

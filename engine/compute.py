@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
@@ -130,10 +129,6 @@ def choose_compute(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         flops=flops,
     )
-
-
-def has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.image_size") -> int:

@@ -65,8 +65,7 @@ def class_weights(
     weights = {str(name): float(weight) for name, weight in chosen.items()}
     if unknown := [name for name in weights if name not in classes]:
         advice = did_you_mean(unknown[0], classes) or f"; give names such as {classes[0]}"
-        given = f"train.class_weights={show(chosen)}"
-        raise UserError(f"{given}: there is no class {unknown[0]}{advice}")
+        raise UserError(f"train.class_weights: there is no class {unknown[0]}{advice}")
     return torch.tensor([weights.get(name, 1.0) for name in classes], device=device)
 
 

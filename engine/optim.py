@@ -59,7 +59,8 @@ def find_class(name: str) -> Callable[..., Optimizer]:
         find, known = timm.get_optimizer_class, {f"timm/{each}": each for each in names}
     refused = {group: f"write optim={group}" for group in group_names("optim")} | UNFIT
     if name in refused or name not in known:
-        reason = refused.get(name, f"there is no such optimiser{did_you_mean(name, known)}")
+        near = did_you_mean(name, known) or "; timm/NAME is one of timm"
+        reason = refused.get(name, f"there is no such optimiser{near}")
         raise UserError(f"optim.name={name}: {reason}")
     return find(known[name])
 
@@ -90,6 +91,8 @@ def from_class(
     for name, value in [*keys.items()]:
         if defaults.get(name) is None or np.shape(defaults[name]) != np.shape(value):
             del keys[name]  # such as eps of Adafactor, which is two numbers
+    for name in args.keys() & keys.keys():
+        raise TypeError(f"write optim.{name}=... instead")
     on_gpu, device_flags = groups[0]["params"][0].is_cuda, defaults.keys() & {"fused", "capturable"}
     if "capturable" not in defaults and optimizer_class is not torch.optim.SGD:
         device_flags = set()

@@ -93,8 +93,7 @@ class Run(AbstractContextManager["Run"]):
         refuse_inside(self.path, self.config.data, f"run.dir={self.path}")
         content = {file.name for file in self.path.iterdir()} if self.path.exists() else set()
         if content and not content & {"config.yaml", "checkpoints", ".lock"}:
-            cure = "give a folder of its own"
-            raise UserError(f"run.dir={self.path}: holds files that are not of a run; {cure}")
+            raise UserError(f"run.dir={self.path}: holds files that are not of a run; give another")
         restarts = self.config.checkpoint.resume == "never"
         return [] if restarts else checkpoint.files(self.checkpoints)[::-1]
 
@@ -116,8 +115,7 @@ class Run(AbstractContextManager["Run"]):
                 state.best, state.last = {}, {}
             if self.is_first_start:
                 state.history.append(f"{BEGAN}{state.step:,}{WITH}{self.config.checkpoint.resume}")
-            accepted = f"accepted at step {state.step:,}"
-            state.history += [f"{accepted}: {line}" for line in changes.values()]
+            state.history += [f"accepted at step {state.step:,}: {v}" for v in changes.values()]
         self._stored = {}  # frees the memory
         self.facts, self.stop_step, self.last_saved_step = facts, stop_step, state.step
         self.finished_summary = self.world.on_rank_0(lambda: self._claim(state))
@@ -286,8 +284,7 @@ def _lock(path: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        cure = "give another run.dir or run.name"
-        raise UserError(f"run.dir={path}: another process is training in it; {cure}") from None
+        raise UserError(f"run.dir={path}: another process trains in it; give another one") from None
     return lock
 
 

@@ -65,6 +65,11 @@ class Schedule:
         return min(self.steps, self.config.train.max_steps or self.steps)
 
     @property
+    def log_every(self) -> int:
+        """The steps between log rows."""
+        return self.config.log.every_steps or min(50, math.ceil(self.stop_step / 10))
+
+    @property
     def warmup_steps(self) -> int:
         """The steps of linear increase from zero."""
         return round(self.config.schedule.warmup_epochs * self.steps_per_epoch)
@@ -94,7 +99,7 @@ class Schedule:
         every = self.config.train.validate_every_epochs
         validate = step > 0 and (last or ended // every > before // every)
         return Due(
-            log=last or step % self.config.log.every_steps == 0,
+            log=last or step % self.log_every == 0,
             epoch=ended > before,
             validate=validate,
             save=validate or step % self.config.checkpoint.every_steps == 0,
@@ -149,8 +154,7 @@ def make_schedule(
         multiple = f"a multiple of the {ranks} ranks; set it to {max(1, size // ranks) * ranks}"
         raise UserError(f"{given}: the global batch must be {multiple}")
     if config.model.sync_bn and ranks > 1 and world.device.type == "cpu":
-        reason = "torch has SyncBatchNorm for GPUs only; leave it out on the CPU"
-        raise UserError(f"model.sync_bn=true: {reason}")
+        raise UserError("model.sync_bn=true: torch has SyncBatchNorm for GPUs only; leave it out")
     fitted = (identity or {}).get("fitted_batch") if config.train.micro_batch is None else None
     return Schedule(config, images, ranks, fitted)
 

@@ -99,7 +99,7 @@ def tune_loader(
         train_on_batch.reset()
         if world.is_main:
             tracker.guard("autotune", write_json, path, setting)
-    tracker.print("autotune " + f"\n{'':9}".join(setting["lines"]))
+    tracker.print("autotune  " + f"\n{'':10}".join(setting["lines"]))
 
 
 def _cache(feed: Feed, compute: Compute, run: Run) -> Path:

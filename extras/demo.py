@@ -176,8 +176,7 @@ class DemoDataset(FolderDataset):
 
     def __init__(self, data: DataConfig, split: str, transform: Compose, **options: Any) -> None:
         if split not in COUNTS:
-            splits = " and ".join(COUNTS)
-            raise UserError(f"data=demo draws the splits {splits} into one folder; {split} is none")
+            raise UserError(f"data=demo draws the splits {' and '.join(COUNTS)}, but no {split}")
         self.root = Path(data.root or "").expanduser()
         is_drawn(self.root)
         names = [f"{number:04d}.jpg" for number in range(COUNTS[split] // len(CLASSES))]

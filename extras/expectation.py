@@ -24,9 +24,7 @@ from typing import Any
 import numpy as np
 
 from conf.schema import DATA_FOLDERS, UserError
-from engine.compute import has_batch_norm
 from engine.log.observer import Observer
-from engine.log.plan import too_few_steps
 from engine.log.runlog import RunLog
 from engine.metrics import BestBy, format_value, metric_of
 
@@ -61,11 +59,10 @@ class Expectation(Observer):
         self._value = log.best_by if log.best_by.name in expect else BestBy.of("top1")
         self._schedule, changed = log.schedule, log.run.config.changed
         self._changed = {key: value for key, value in changed.items() if key not in LEFT_OUT}
-        image = datasets.train.name(0).lower()
-        format = "lossless" if image.endswith(LOSSLESS) else "JPEG"  # of all, as its suffix tells
+        format = "lossless" if datasets.train.name(0).lower().endswith(LOSSLESS) else "JPEG"
         data = len(datasets.classes), len(datasets.train), len(datasets.val), format
         same_data = (log.run.config.recipe, *data) == tuple(expect[n] for n in ("recipe", *DATA))
-        same_norm = log.schedule.fitted_batch is None or not has_batch_norm(log.state.model)
+        same_norm = log.schedule.fitted_batch is None  # BatchNorm over all images of a step
         same_run = same_data and same_norm and not log.state.history and self._value.name in expect
         # With another optimiser, the curve still shows a mistake in the images or the model.
         tuned = all(key.startswith("optim.") for key in self._changed)
@@ -99,7 +96,7 @@ class Expectation(Observer):
         if not changed:
             check = "the labels, the learning rate and your code changes"
         self.log.tracker.print(
-            f"warning  {format_value(name, row[name])} after epoch {epoch} is worse than the "
+            f"warning   {format_value(name, row[name])} after epoch {epoch} is worse than the "
             f"{SIGMAS} sigma limit of this recipe, {band[side]:.4g} ({self._curve['runs']} runs "
             f"reached {mean:.4g} +/- {self._curve['std'][epoch - 1]:.2g}), and so was the previous "
             f"validation, {format_value(name, previous[name])}: check {check}; training continues, "
@@ -117,9 +114,7 @@ class Expectation(Observer):
         loss = min(row.get("loss", 0.0), self.log.row.get("loss", 0.0))
         if "top1" in row and row.get("epoch", 0) >= 1 and not loss < guess:
             text = f"the loss is not below {guess:.2f}, that of a guess: the model learned nothing"
-            few = too_few_steps(self.log.run.config, len(self.log.datasets.train))
-            text += f"; {few or 'try a lower optim.lr (docs/faq.md)'}"
-            found["warning"] = {"line": f"warning   {text}"}
+            found["warning"] = {"line": f"warning   {text}; see the notes above and docs/faq.md"}
         if self._final is None or row.get("step") != self._schedule.steps:  # of an earlier epoch
             return found
         name, std, runs = self._value.name, self._final["std"], self._final["runs"] or 0
@@ -161,5 +156,4 @@ def half_width(std: float, runs: int, sigmas: float) -> float:
     angles = (np.arange(100_000) + 0.5) * (math.pi / 2 / 100_000)
     shares = np.cumsum(np.cos(angles) ** (freedom - 1))
     angle = np.interp(NormalDist().cdf(sigmas) - 0.5, 0.5 * shares / shares[-1], angles)
-    quantile = math.sqrt(freedom) * math.tan(float(angle))
-    return std * quantile * math.sqrt(1 + 1 / runs)
+    return std * math.sqrt(freedom) * math.tan(float(angle)) * math.sqrt(1 + 1 / runs)

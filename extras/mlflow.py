@@ -33,7 +33,7 @@ class MLflow(Observer):
             mlflow.log_params({"recipe": config.recipe, **result_keys(config)})
             replace_file(path, run.run_id)
         mlflow.set_tag("history", "; ".join(log.state.history))  # changes that were accepted later
-        log.tracker.print(f"mlflow   run {run.run_id} in {mlflow.get_tracking_uri()}")
+        log.tracker.print(f"mlflow    run {run.run_id} in {mlflow.get_tracking_uri()}")
 
     def logged(self, row: Mapping[str, Any]) -> None:
         self.mlflow.log_metrics(curves(row), step=row["step"], synchronous=False)

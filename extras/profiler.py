@@ -61,7 +61,7 @@ class Profiler(Observer):
         table = found.key_averages().table(sort_by=column, row_limit=10, max_name_column_width=60)
         found.export_chrome_trace(str(path))
         replace_file(path.with_name(path.name.replace(".json.gz", ".txt")), table)
-        self.log.tracker.print(f"profile  {path} (open in ui.perfetto.dev) and a table, .txt")
+        self.log.tracker.print(f"profile   {path} (open in ui.perfetto.dev) and a table, .txt")
 
     def _synchronize(self) -> None:
         if self.log.world.device.type == "cuda":

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import statistics
 import sys
@@ -28,9 +29,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from conf.cli import require_root
 from conf.compose import from_overrides, read_overrides, to_yaml
 from conf.named import ROOT
-from conf.schema import NAMES, Config, UserError, group_names, require_root
+from conf.schema import NAMES, Config, UserError, group_names
 from conf.start import handle_stops, stop_with_parent
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
@@ -121,23 +123,28 @@ class Sweep:
         """Print the best value of each job, and means over REPEATS; return 0 if all finished."""
         from engine.metrics import add_values, metric_of  # imports torch
 
+        config = next(iter(self.jobs.values()))
+        add_values(config.log.values)
+        by = config.train.best_by.removeprefix("-")
+        form, unit = metric_of(by).form, metric_of(by).unit.replace(" ", ", ")
         rows, repeats = [], defaultdict(list)
         for job in itertools.product(*self.columns):
             config = self.jobs.get(job) or _named(self.fixed, job)[1]
             score, value, status = _result(config)
-            text = "no result" if value is None else f"{value:7.3f}"
-            rows.append((-score, status, f"{text}  {' '.join(job)}  {config.run.dir}"))
+            text = "no result" if value is None else f"{value:9{form}}"
+            rows.append((-score, status, f"{text}  {' '.join(job)}", config.run.dir))
             if value is not None:
                 repeats["".join(f"  {w}" for w in job if _key(w) not in REPEATS)].append(value)
         rows.sort(key=lambda row: row[0])
-        add_values(config.log.values)
-        by = config.train.best_by.removeprefix("-")
-        print(f"best {by}{metric_of(by).unit.replace(' ', ', ')}, the best job first:")
-        print(*(text for *_, text in rows), sep="\n")
+        width = max(len(text) for *_, text, _ in rows)
+        print(f"best {by}{unit}, the best job first:")
+        print(*(f"{text:{width}}  {folder}" for *_, text, folder in rows), sep="\n")
         for fixed, found in repeats.items():
             if len(found) > 1:
-                spread = f"standard deviation {statistics.stdev(found):.3f}{fixed}"
-                print(f"{statistics.mean(found):7.3f}  mean of {len(found)} best values, {spread}")
+                mean, spread = statistics.mean(found), statistics.stdev(found)
+                repeat = f"mean of {len(found)} best values, standard deviation {spread:{form}}"
+                print(f"{mean:9{form}}  {repeat}{fixed}")
+        print("report    python scripts/report.py", shlex.join(folder for *_, folder in rows))
         return int(any(status != "finished" for _, status, *_ in rows))
 
 
@@ -174,10 +181,10 @@ def _run_job(script: str, fixed: list[str], job: list[str], name: str, told: set
     """Run one job, unless its run has finished; return its score. A mistake ends the sweep."""
     GlobalHydra.instance().clear()  # composing uses Hydra, too
     overrides, config = _named(fixed, job)
-    print(f"{name}: {' '.join(job)}: {config.run.dir}", flush=True)
-    stored = Path(config.run.dir) / "config.yaml"
-    same = stored.is_file() and stored.read_text("utf-8") == to_yaml(config)
-    if not same or _result(config)[2] != "finished" or config.checkpoint.resume == "never":
+    done = _result(config)[2] == "finished" and config.checkpoint.resume != "never"
+    done = done and Path(config.run.dir, "config.yaml").read_text("utf-8") == to_yaml(config)
+    print(f"{name}: {' '.join(job)}: {config.run.dir}{', finished' if done else ''}", flush=True)
+    if not done:
         status = _run_child([sys.executable, script, *overrides], told)
         if status == 2 or status > 128:
             print(f"{name}: stopped with status {status}, and the sweep with it")
@@ -202,7 +209,7 @@ def _run_child(command: Sequence[str], told: set[str]) -> int:
             in_plan = True  # until a line is indented
             for line in child.stdout or ():
                 in_plan &= not line[0].isspace()
-                known = line in told or line.startswith("run ")  # its folder was printed before
+                known = line in told or line.startswith(("run ", "report ", "curves ", "predict "))
                 if not (in_plan and known) or line.startswith(("state", "history")):
                     print(f"    {line}", end="", flush=True)
                 told.add(line)

@@ -64,7 +64,7 @@ class TableDataset(FolderDataset):
 
     def __init__(self, path: Path, transform: Compose, **options: Any) -> None:
         if not path.is_file():
-            raise UserError(f"{path}: no such file; data=table reads numbers from CSV files")
+            raise UserError(f"{path}: no such file; for one CSV file, give data.val_fraction=0.2")
         head, *rows = [cells for _, cells in csv_rows(path)] or [[]]
         self.columns = tuple(head[1:])
         if [cell.lower() for cell in head[:1]] != ["path"] or not self.columns or not rows:

@@ -46,7 +46,7 @@ class WandB(Observer):
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         offline = f"offline; `wandb sync {Path(self.run.dir).parent}` sends it"
-        log.tracker.print(f"wandb    {self.run.url or offline}")
+        log.tracker.print(f"wandb     {self.run.url or offline}")
 
     def logged(self, row: Mapping[str, Any]) -> None:
         self.run.log({"step": row["step"], **curves(row)})

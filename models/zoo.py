@@ -77,7 +77,7 @@ def build(
                 f"({type(error).__name__}: {reason}); copy {file} to this machine and give "
                 "model.weights=FILE"
             ) from None
-        if not isinstance(error, AssertionError) and not args and in_channels == RGB:
+        if not isinstance(error, AssertionError | OSError) and not args and in_channels == RGB:
             raise
         raise UserError(
             f"model.name={name}: cannot be built for data.image_size={image_size} and "
@@ -91,8 +91,7 @@ def _function(name: str, pretrained: bool) -> Callable[..., nn.Module]:
         return partial(_build_timm, name.removeprefix("timm/"), pretrained)
     if name in OURS or is_object_name(name):
         if pretrained:
-            wrong = f"{name} has no published weights; give a file"
-            raise UserError(f"model.weights=pretrained: {wrong}")
+            raise UserError(f"model.weights=pretrained: there are none of {name}; give a file")
         return OURS.get(name) or import_object(name, "model.name")
     if name not in available():  # which imports torchvision
         hint = did_you_mean(name, available(), count=3) or ";"

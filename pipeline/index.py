@@ -26,7 +26,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from conf.schema import UserError, did_you_mean
+from conf.schema import UserError, did_you_mean, with_advice
 from pipeline import listing, machine
 from pipeline.shared import SharedArray
 
@@ -210,8 +210,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
         try:
             scan = _scan(files, f"{key}={root}")
         except OSError as error:
-            cure = "check its permissions and the file system"
-            raise UserError(f"{key}={root}: cannot be read ({error}); {cure}") from None
+            raise UserError(f"{key}={root}: {with_advice(error)}") from None
         if scan.stamps[:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
             _write_cache(cache, scan)
     sources: Sequence[Folder] = [Folder(root if os.path.isdir(root) else os.path.dirname(root))]

@@ -60,8 +60,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     train_split, val_split = os.path.join(root, data.train), os.path.join(root, data.val)
     if held := held_out(data):
         if find_storage(val_split):
-            remedy = "leave out this key to use it, or move it away"
-            raise UserError(f"{held.origin}: there is a validation split, {val_split}; {remedy}")
+            raise UserError(f"{held.origin}: there is {val_split}; leave the key out, or move it")
         index = load_index(train_split if find_storage(train_split) else root, key="data.root")
         train, val = map(index.rows, hold_out(index, held))
         return train, val

@@ -157,7 +157,7 @@ def measure_steps(
             verdict.append("The step is slower than alone: it shares the cores with the loader.")
     note = f"{config.model.name}, batch {schedule.batch_size}, {compute.precision}, "
     note += f"compile {compute.compile_mode}, batch already on the device"
-    lines = ["the step, fed by the loader", *(f"verdict  {line}" for line in verdict)]
+    lines = ["the step, fed by the loader", *(f"verdict   {line}" for line in verdict)]
     return [Stage("step", alone, note), Stage("train", fed, "\n".join(lines))]
 
 

@@ -88,12 +88,12 @@ def test_a_mistake_is_one_line(
     before, children = tree(workplace), descendants(os.getpid())
     try:
         config = cli.parse([*SMALL, *shlex.split(words)], script="train.py", purpose="")
-        cli.announce(config)
+        cli.announce()
         found = train.main(config)
     except SystemExit as stop:
         found = stop.code
     out, err = capsys.readouterr()
-    assert found == int(status) and re.fullmatch(r"(start    importing torch, .* images\n)?", out)
+    assert found == int(status) and re.fullmatch(r"(start     importing torch, .* images\n)?", out)
     assert err.count("\n") == 1 and err.endswith("\n"), err
     assert re.search(".*".join(map(re.escape, message.split("..."))), err), err
     # The keys that it tells to write exist; `key=value` stands for any.

@@ -7,6 +7,7 @@ processes with workers.
 import gc
 import json
 import math
+import re
 import shutil
 import signal
 import sys
@@ -130,7 +131,7 @@ def test_finished_run_is_not_changed(nine_steps: Ended, image_root: Path, capfd:
     before = tree(folder)
     assert run(image_root, folder, BOARD) == summary
     labels = [line.split()[0] for line in capfd.readouterr().out.splitlines()]
-    assert labels == ["status", "result", "run", "report", "curves", "best"]
+    assert labels == ["status", "result", "run", "report", "curves", "predict"]
     assert tree(folder) == before
 
 
@@ -238,10 +239,14 @@ def test_signal_while_saving(
         patch.setattr("engine.log.runlog.FIRST_LINE_SECONDS", 0)
         status, said, _ = call_main("log.every_steps=4")
     assert status == 128 + signal.SIGTERM and saved[-1] == 5 and saved.count(5) == 1
-    assert "s: training; the first row follows step 4\n" in said
+    assert re.search(r"\nstep 1 of 9, about \d:\d\d left\n", said) and "validating" not in said
     assert [row["step"] for row in rows(folder, "train")] == [4]
-    assert train_run("log.every_steps=3")["params_sha256"] == nine_steps[1]["params_sha256"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    said = call_main("log.every_steps=3")[1]
+    assert "\33[Kvalidating 15 images\r\33[K " in said and "\n\33[K\33[1mresult \33[0m" in said
     assert [row["step"] for row in rows(folder, "train")] == [4, 9]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["params_sha256"] == nine_steps[1]["params_sha256"]
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], 2 * [signal.SIGINT]])
@@ -274,16 +279,16 @@ def test_accepted_changes_are_reported_by_every_start(call_main: Any, folder: Pa
     history = "accepted at step 5: optim.lr was 0.2, is 0.4"
     number, out, _ = call_main("optim.lr=0.4", ACCEPT, "train.max_steps=7")
     assert number == 0
-    assert "resumed from step-00000005.pt" in out
-    assert f"history  {history}\n" in out
+    assert "resumed at step 5, epoch 1.111, from " in out
+    assert f"history   {history}\n" in out
     # The run has the new values from then on: only a command with them resumes.
     for steps in (8, 8):  # also the start of a finished run
         number, out, _ = call_main("optim.lr=0.4", f"train.max_steps={steps}")
-        assert number == 0 and f"history  {history}\n" in out
+        assert number == 0 and f"history   {history}\n" in out
     assert json.loads((folder / "summary.json").read_text())["history"] == [history]
     (folder / "summary.json").unlink()  # as after a kill: the run has more steps than asked for now
     out = call_main("optim.lr=0.4", "train.max_steps=1")[1]
-    assert "-00000008.pt, and no step is left to do\n" in out and "speed  " not in out
+    assert "-00000008.pt\n" in out and "speed  " not in out
     assert call_main()[0] == 2
 
 

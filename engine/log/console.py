@@ -1,11 +1,22 @@
 """The lines that rank 0 prints: a table of rows, and the results of the run."""
 
+import re
 import shlex
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from engine.metrics import BestBy, format_value, metric_of
+
+IMPORTANT = re.compile("^(result|verdict|warning) ")
+
+
+def say(*lines: str, end: str = "\n") -> None:
+    """Print lines. On a terminal, they replace a line that had "\\r" as its `end`."""
+    if sys.stdout.isatty():
+        lines = tuple("\033[K" + IMPORTANT.sub("\033[1m\\g<0>\033[0m", line) for line in lines)
+    print(*lines, sep="\n", end=end, flush=True)
 
 
 def header(by: BestBy) -> str:
@@ -31,10 +42,10 @@ def val_line(
     """Return the line of a validation. Names in _raw are of the model without averaging."""
     visible = _visible(names)
     parts = [format_value(name, row[name]) for name in visible if name != by.name]
-    parts += [f"{row['images']:,} images", f"{row['seconds']:.1f} s"]
+    parts += ["best so far"] if best else []
     raw = [format_value(name, row[f"{name}_raw"]) for name in visible if f"{name}_raw" in row]
-    text = ", ".join(parts) + (f"; raw model: {', '.join(raw)}" if raw else "")
-    text += "  best so far" if best else ""
+    text = ", ".join([*parts, f"{row['seconds']:.1f} s"])
+    text += f"; without averaging: {', '.join(raw)}" if raw else ""
     return _columns(by, *_progress(row, by, epochs), f"validation: {text}")
 
 
@@ -85,8 +96,7 @@ def results(folder: Path, summary: Mapping[str, Any]) -> list[str]:
     lines.append(f"report    python scripts/report.py {shlex.quote(str(folder))}")
     if any(folder.glob("events.*")):
         lines.append(f"curves    tensorboard --logdir {shlex.quote(str(folder.parent))}")
-    best = summary["best_checkpoint"]
-    return [*lines, f"best      {folder}/checkpoints/{best}"] if best else lines
+    return [*lines, f"predict   python scripts/predict.py {shlex.quote(str(folder))} NEW_IMAGE.jpg"]
 
 
 def _result(summary: Mapping[str, Any]) -> str:
@@ -96,7 +106,8 @@ def _result(summary: Mapping[str, Any]) -> str:
     visible = {by, *_visible(values)}
     text = ", ".join(format_value(name, summary[name]) for name in values if name in visible)
     if (best := summary[f"best_{by}"]) is not None:  # None if train.best_by has changed
-        text += f"; best {format_value(by, best)} after epoch {round(summary['best_epoch'], 1):g}"
+        earlier = f"best {format_value(by, best)} after epoch {round(summary['best_epoch'], 1):g}"
+        text += f"; {earlier}" if summary["best_epoch"] < summary["epoch"] else "; the best epoch"
     return text
 
 

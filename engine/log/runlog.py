@@ -4,6 +4,7 @@ The loop in train.py trains, validates and saves, and calls the methods here.
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from conf.schema import UserError
 from engine.checkpoint import file_name
 from engine.compute import Compute
 from engine.files import write_json
-from engine.log.console import header, outcome, train_line, val_line
+from engine.log.console import duration, header, outcome, train_line, val_line
 from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
@@ -70,11 +71,12 @@ class RunLog:
         self.monitor = self.tracker.enter_context(GpuMonitor(self.world.device))
         self.tracker.print(header(self.best_by))
         self._began = time.monotonic()
-        # time.monotonic() at which the console says that training goes on, if no row has
-        self._line_due = self._began + FIRST_LINE_SECONDS
+        # How far the training is: on a terminal, each second; elsewhere once, before the first row
+        self._on_terminal = sys.stdout.isatty()
+        self._line_due = self._began + (1 if self._on_terminal else FIRST_LINE_SECONDS)
         # Where the first row follows. The mean of less than half its steps, after a resume, could
         # look like a sudden change of the loss: they are a part of the next row.
-        every, stop_step = self.config.log.every_steps, self.schedule.stop_step
+        every, stop_step = self.schedule.log_every, self.schedule.stop_step
         self._first_row = min(stop_step, math.ceil(self._first_step / every + 0.5) * every)
 
     def _start_observers(self) -> None:
@@ -113,11 +115,12 @@ class RunLog:
         self.meter.add(values)
         if due.log and step >= self._first_row:
             self.meter.send(step)
-        elif time.monotonic() >= self._line_due:
-            self._line_due = math.inf
-            done = f"step {step:,} of {self.schedule.stop_step:,}"
-            done += f" after {time.monotonic() - self._began:.0f} s"
-            self.tracker.print(f"{done}: training; the first row follows step {self._first_row:,}")
+        elif (now := time.monotonic()) >= self._line_due:
+            self._line_due = now + 1 if self._on_terminal else math.inf
+            last, began = self.schedule.stop_step, self._began
+            left = duration((now - began) / (step - self._first_step) * (last - step))
+            text = f"step {step:,} of {last:,}, about {left} left"
+            self.tracker.print(text, end="\r" if self._on_terminal else "\n")
         self._notify(lambda observer: observer.end_step(step))
         if due.epoch or due.save:
             self.feed.train.clock.end_step()
@@ -140,7 +143,7 @@ class RunLog:
                 cause, before = lines[0].partition(":")[0], self._cause
                 # Not in each epoch of a long run, and not in the last one: `finish` prints it.
                 if cause != before and self.state.step < self.schedule.stop_step:
-                    self.tracker.print(*(f"verdict  {line}" for line in lines))
+                    self.tracker.print(*(f"verdict   {line}" for line in lines))
                 self._cause = cause
                 epoch = round(self.schedule.epoch(self.state.step), 4)
                 self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
@@ -151,9 +154,11 @@ class RunLog:
         return judge(rows, shortest, self.world, self.feed)
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self, doing: str = "") -> Iterator[None]:
         """Leave the block out of images/s and of the time of a step."""
         self._pause_began = time.monotonic()
+        if doing and self._on_terminal:
+            self.tracker.print(doing, end="\r")
         with self.feed.train.clock.pause():
             yield
 
@@ -185,7 +190,7 @@ class RunLog:
         row |= self.monitor.read() | memory_figures(pool.pids, self.world.device)
         self._write(row)
         self.tracker.print(train_line(row, values, self.best_by, self.config.train.epochs))
-        self.row, self._line_due = row, math.inf
+        self.row, self._line_due = row, time.monotonic() + 1 if self._on_terminal else math.inf
 
     def _write(self, row: dict[str, Any]) -> None:
         self.tracker.row(row)
@@ -205,7 +210,6 @@ class RunLog:
         # Later rows tell more about the speed than those of the first steps and epoch.
         settled = [times for times, kind in self._times if kind == self._times[-1][1]]
         rate = mean_of(settled).rate if settled else 0.0
-        few = f"none: less than {SHORT_RUN:g} s of steps after the first ones, too few to judge"
         unreadable = self.world.all_gather(set(self.feed.pool.unreadable))
         summary = {
             "status": "interrupted" if stop else "finished",
@@ -225,7 +229,7 @@ class RunLog:
             "images_per_second": rate * self.world.size,
             "device": self.compute.name,
             "workers": self.feed.pool.active,
-            "verdict": self._verdict(0, SHORT_RUN) or [few],
+            "verdict": self._verdict(0, SHORT_RUN),
             "unreadable_images": len(set[int]().union(*unreadable)),
         }
         summary |= self._notify(lambda observer: observer.finish(summary))

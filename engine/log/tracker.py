@@ -16,6 +16,7 @@ from PIL import Image
 
 from conf.schema import Config, UserError
 from engine.files import json_text, replace_file, write_json
+from engine.log.console import say
 from engine.metrics import BestBy
 
 logger = logging.getLogger(__name__)
@@ -85,9 +86,9 @@ class Tracker(ExitStack):
         board.add_custom_scalars({"learning": charts})
         return board
 
-    def print(self, *lines: str) -> None:
+    def print(self, *lines: str, end: str = "\n") -> None:
         if self.folder is not None and lines:
-            print(*lines, sep="\n", flush=True)
+            say(*lines, end=end)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Write a row, to metrics.jsonl with _ in place of / in its keys."""

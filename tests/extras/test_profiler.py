@@ -64,7 +64,7 @@ def test_run_with_a_profile(
     profiled = small_run.run(image_root, tmp_path / "run", *OPTIONS, entry(first, last))
     assert plain["params_sha256"] == profiled["params_sha256"]
     path = tmp_path / "run" / "profile" / f"steps-{first}-{min(last, 4)}.json.gz"
-    assert f"profile  {path} (" in capsys.readouterr().out
+    assert f"profile   {path} (" in capsys.readouterr().out
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     names = [event["name"] for event in events]
     assert sum(name.startswith("Optimizer.step") for name in names) == steps

@@ -60,7 +60,7 @@ def test_a_command_trains_all_sizes(
         process.send_signal(signal.SIGTERM)
         printed, _ = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM or (ranks > 1 and process.returncode)
-    assert "note     16 px until step 5, then the program starts again" in printed
+    assert "note      16 px until step 5, then the program starts again" in printed
     assert "data.image_size was 16, is 32" in printed
     if ranks == 1:
         run_here(image_root, folder, *options)

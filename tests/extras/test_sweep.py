@@ -72,6 +72,8 @@ def test_refused_elsewhere(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None
     with pytest.raises(SystemExit):
         cli.parse(["-m", "optim.lr=1,2", FAKE], script="bench.py", purpose="")
     assert "-m: only train.py has sweeps; start this" in capsys.readouterr().err
+    missing = refusal(["-m", "optim.lr=1,2", "data.root=/images/gone"], capsys)
+    assert "data.root=/images/gone: there is no such folder or file in /images" in missing
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "under torchrun or srun" in refusal(["--multirun", "optim.lr=1,2", FAKE], capsys)
 
@@ -87,7 +89,7 @@ config = cli.parse(sys.argv[1:], script="train.py", purpose="")
 with open("started", "a") as file:
     print(config.train.seed, file=file)
 seed = config.train.seed
-print("run      " + config.run.dir, "data ", "steps %d" % (seed // 2), "  row", sep="\\n", flush=1)
+print("run       " + config.run.dir, "data ", "steps %d" % (seed // 2), "  row", sep="\\n", flush=1)
 print("end", file=sys.stderr)  # as a warning
 status = json.loads(Path("outcomes").read_text())[seed]
 if status == 0:
@@ -148,10 +150,11 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
         f"job 3 of 3: train.seed=2: runs/{third}",
         *("    steps 1", "      row", "    end"),  # what an earlier plan has is not repeated
         "best top1, %, the best job first:",
-        f" 52.000  train.seed=2  runs/{third}",
-        f" 50.000  train.seed=0  runs/{first}",
+        f"    52.00  train.seed=2  runs/{third}",
+        f"    50.00  train.seed=0  runs/{first}",
         f"no result  train.seed=1  runs/{second}",
-        " 51.000  mean of 2 best values, standard deviation 1.414",
+        "    51.00  mean of 2 best values, standard deviation 1.41",
+        f"report    python scripts/report.py runs/{third} runs/{first} runs/{second}",
     ]
     runs = {path.name for path in (tmp_path / "runs").iterdir()}
     assert runs == {first, third, "sweep,train.seed"}

@@ -57,7 +57,7 @@ def test_workers(
         assert (pool.active, len(pool.workers), found.max_workers, slots) == counts
         why = f"{'to be measured; ' if measured else ''}there are cores for 3"
         workers = "1 worker" if counts[0] == 1 else f"{counts[0]} workers"
-        assert found.console_line() == f"loader   {workers} ({why}), decoder {decoder}"
+        assert found.console_line() == f"loader    {workers} ({why}), decoder {decoder}"
 
 
 @pytest.mark.parametrize(
