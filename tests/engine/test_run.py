@@ -51,7 +51,7 @@ def test_auto_resumes_the_newest_intact_checkpoint(run: Path, capsys: Any) -> No
         _, said = capsys.readouterr().out.split(f"by Ctrl-C; newest checkpoint: {newest}\n")
         assert said == "resume    run the same command again to go on\n"
     ten.write_bytes(b"partial")
-    with pytest.raises(CheckpointError, match="damaged, and so is every checkpoint before it"):
+    with pytest.raises(CheckpointError, match="and all before it: damaged; give "):
         open_run(run)
 
 
@@ -146,7 +146,7 @@ def test_second_process_is_refused_until_the_first_one_is_killed(tmp_path: Path)
     try:
         assert here.poll(HANGS_SECONDS) and here.recv() == "open"
         for resume in ("auto", "never"):
-            message = r"run\.dir=.*: another process is training in it"
+            message = r"run\.dir=.*: another process trains in it"
             check_refused(message, tmp_path, tmp_path / "run", resume, {})
     finally:
         holder.kill()

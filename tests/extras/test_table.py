@@ -74,7 +74,7 @@ def test_images_are_held_out_of_one_table(tmp_path: Path, key: str) -> None:
 def test_a_wrong_table_is_refused(tmp_path: Path, val: str, says: str) -> None:
     with pytest.raises(UserError, match=re.escape(says)):
         load_table(tmp_path, train="path,a\n1.jpg,1\n", val=val)
-    with pytest.raises(UserError, match=r"train\.csv: no such file; data=table reads numbers"):
+    with pytest.raises(UserError, match=r"train\.csv: no such file; for one CSV file, give"):
         load_table(tmp_path / "none")
     with pytest.raises(UserError, match=r"^data\.root is missing: give a folder with train\.csv"):
         build_datasets(from_overrides(["data=table"]))

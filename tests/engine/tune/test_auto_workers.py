@@ -47,7 +47,7 @@ def tuning(console: str) -> list[str]:
     assert header, "no step was logged"
     lines = before.splitlines()
     first = next(place for place, line in enumerate(lines) if line.startswith("autotune "))
-    return [line[9:] for line in lines[first:]]
+    return [line[10:] for line in lines[first:]]
 
 
 def test_the_measurement_does_not_change_the_result(
