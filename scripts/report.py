@@ -64,7 +64,7 @@ LABELS["best"] = "best checkpoint"  # a curve of one point
 MIN_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
 WORST = 20  # classes that are listed
-BUCKETS = 250  # points of a long curve; each is a mean, with a minimum and a maximum
+BUCKETS = 250  # most points of a curve; of a longer one, each is a mean with its extremes
 FEW = 30  # points of a curve that are drawn as dots, too
 DIVERGED = 5  # times the median of the curves' maxima: losses above it hide the other runs
 # Runs that differ in one of these have other validation images, or another best value
@@ -280,9 +280,9 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def curve_of(run: Run, split: str, key: str) -> np.ndarray:
-    """Return the finite points of a key, float64 [points, 4]: epoch, value, minimum and maximum.
+    """Return the finite points of a key, float64 [points, 5].
 
-    A long curve is shortened to the means of BUCKETS neighbourhoods.
+    They have epoch, value, minimum, maximum and last value of neighbours, as many for each point.
     """
     rows = run.rows.get(split, run.rows["val"])
     if split == "best":  # the last point is no news
@@ -291,8 +291,9 @@ def curve_of(run: Run, split: str, key: str) -> np.ndarray:
     columns = "epoch", name, f"{name}_min", f"{name}_max"
     points = np.array([[number_in(row.get(c)) for c in columns] for row in rows]).reshape(-1, 4)
     points = points[np.isfinite(points[:, :2]).all(1)]
-    bins = np.array_split(points, min(len(points), BUCKETS)) if len(points) else []
-    return np.array([(*p[:, :2].mean(0), np.nanmin(p[:, 1:]), np.nanmax(p[:, 1:])) for p in bins])
+    size = math.ceil(len(points) / BUCKETS) or 1
+    bins = [(p := points[i : i + size], p[:, 1:]) for i in range(0, len(points), size)]
+    return np.array([(*p[:, :2].mean(0), np.nanmin(v), np.nanmax(v), v[-1, 0]) for p, v in bins])
 
 
 def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]], limit: float) -> dict[str, Any]:
@@ -311,12 +312,12 @@ def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]], limit: float) -> d
 
     drawn = []
     for about, curve in curves:
-        x, y, bottom, top = curve.T
+        x, y, bottom, top, last = curve.T
         edge = path(np.append(x, x[::-1]), np.append(top, bottom[::-1])) + "Z"
         band = edge if (bottom < top).any() else ""
         line = path(x, y) + "h0"  # a single point is a dot
         dots = line.replace("L", "h0M") if len(curve) <= FEW else ""
-        drawn.append({**about, "line": line, "dots": dots, "band": band, "last": rounded(y[-1])})
+        drawn.append({**about, "line": line, "dots": dots, "band": band, "last": rounded(last[-1])})
     return {
         "curves": drawn,
         "cut_off": points[:, 3].max() > limit,

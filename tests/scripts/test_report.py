@@ -193,7 +193,10 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
 def test_a_long_curve_keeps_its_extremes_as_a_band(tmp_path: Path) -> None:
     rows = [step_row(step, loss=9.0 if step == 777 else 1.0) for step in range(5000)]
     page = made(synthetic(tmp_path / "run", rows))
-    assert page.lines[0].count(" ") <= 2 * report.BUCKETS and len(page.bands) == 1
+    assert page.lines[0].count(" ") <= report.BUCKETS and len(page.bands) == 1
+    noise = [step_row(step, noise=step % 2) for step in range(300)]
+    even = made(synthetic(tmp_path / "noise", noise))  # each point is the mean of two steps
+    assert set(re.findall(r" (\S+?)[Lh]", even.lines[0])) == {"75.0"} and "training 1" in even.said
     assert not page.dots and re.search(r"L\d+\.\d (1\d|\d)\.\d", page.bands[0])  # near the top
 
 
