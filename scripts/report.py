@@ -299,7 +299,7 @@ def curve_of(run: Run, split: str, key: str) -> np.ndarray:
 def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]], limit: float) -> dict[str, Any]:
     """Return the curves as SVG paths, cut off near a limit, and the ticks as (coordinate, text)."""
     points = np.concatenate([curve for _, curve in curves])
-    ticks_x = ticks(points[:, 0].min(), points[:, 0].max())
+    ticks_x = ticks(0.0, points[:, 0].max())
     ticks_y = ticks(points[:, 2].min(), min(points[:, 3].max(), limit))[::-1]  # SVG goes downwards
 
     def places(values: np.ndarray, axis: np.ndarray, length: int) -> list[float]:
@@ -315,7 +315,7 @@ def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]], limit: float) -> d
         x, y, bottom, top, last = curve.T
         edge = path(np.append(x, x[::-1]), np.append(top, bottom[::-1])) + "Z"
         band = edge if (bottom < top).any() else ""
-        line = path(x, y) + "h0"  # a single point is a dot
+        line = path(x, y) + "h0"  # a single point is visible
         dots = line.replace("L", "h0M") if len(curve) <= FEW else ""
         drawn.append({**about, "line": line, "dots": dots, "band": band, "last": rounded(last[-1])})
     return {

@@ -39,6 +39,7 @@ class Page:
             [shape for kind, shape in shapes if kind.startswith(name) and shape]
             for name in ("line", "band", "dots")
         )
+        self.large = {kind.split()[2] for kind, _ in shapes if re.search(r" (dot|best)\b", kind)}
         for _, shape in shapes[1:]:  # inside the chart, and no NaN
             assert re.fullmatch(r"[MLHV0-9. hZ]*", shape.replace("-0.0", "0.0"))
         tables = {table.attrib["class"]: [*table.iter("tr")] for table in root.iter("table")}
@@ -186,8 +187,9 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     assert page.titles == ["top1", "gap", "grad_norm"]  # the values of a validation come first
     # The best one, the earlier runs and the validation; best, training, validation; the norm.
     assert [line.count(" ") for line in page.lines] == [1, 1, 2, 1, 2, 1, 2]
-    assert page.lines[0] == "M0.0 112.5h0" and "best checkpoint 3" in page.said
+    assert page.lines[0] == "M180.0 112.5h0" and "best checkpoint 3" in page.said
     assert len(page.bands) == 2 and ("c3", "earlier") in page.colours and len(page.dots) == 7
+    assert page.large == {"best"}
 
 
 def test_a_long_curve_keeps_its_extremes_as_a_band(tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ def test_a_run_that_diverged_does_not_hide_the_others(tmp_path: Path) -> None:
         synthetic(tmp_path / name, [step_row(50, loss=1.0), step_row(100, loss=loss)])
     page = made(tmp_path)
     assert any(text.endswith("better; cut off at 10") for text in page.said)
-    assert {"M0.0 135.0L360.0 120.0h0"} < {*page.lines}
+    assert {"M180.0 135.0L360.0 120.0h0"} < {*page.lines}
 
 
 def test_damaged_files_and_no_runs(copied: Path, tmp_path: Path) -> None:
