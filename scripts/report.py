@@ -89,7 +89,7 @@ class Run:
     # The rows of metrics.jsonl by split, in ascending order of their steps
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {s: [] for s in SPLITS})
     summary: dict[str, Any] = field(default_factory=dict)
-    verdict: list[str] = field(default_factory=list)  # the sentences of the run's own verdict
+    verdict: list[str] = field(default_factory=list)  # sentences: what limits the speed
     # Of a validation of a classifier: class -> its readable name, images, top-1 in percent
     classes: dict[str, tuple[str, int, float]] = field(default_factory=dict)
     classes_at: str = ""  # the epoch of this validation
@@ -107,11 +107,15 @@ class Run:
     def headline(self) -> dict[str, str]:
         """Return the result, label -> text: the best value of the validations comes first."""
         (name, _, best), config, summary = self.best(), self.config, self.summary
-        cells, epochs = dict[str, str](), number_in(config.get("train.epochs"))
+        epochs = number_in(config.get("train.epochs"))
+        cells = {f"best {name}": "no finite value" if self.rows["val"] else "no validation yet"}
         for label, row in {"best": best, "last": self.rows["val"][-1]}.items() if best else ():
             value = number_in(row.get(name))
             text = f"{value:.2f} %" if name.startswith("top") else rounded(value)
             cells[f"{label} {name}"] = f"{text} {epoch_of(row)} of {rounded(epochs)}"
+        for line in (v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v):
+            label, _, text = line.partition(" ")  # of an observer, perhaps a warning
+            cells[label] = text.strip()
         cells |= {k: show(config[k]) for k in ("model.name", "loader.batch_size") if k in config}
         for row in self.rows["train"][-2:]:
             if 0 < (epoch := number_in(row.get("epoch"))) < epochs:  # cut off at the end of a run
@@ -120,7 +124,8 @@ class Run:
         if "seconds" in summary:
             cells["last start took"] = f"{timedelta(seconds=int(number_in(summary['seconds'], 0)))}"
             cells["device"] = summary.get("device", UNKNOWN)
-            cells["images/s"] = rounded(number_in(summary.get("images_per_second")))
+        if rate := number_in(summary.get("images_per_second"), 0):
+            cells["images/s"] = rounded(rate)
         return {**cells, "status": self.status}
 
 
@@ -166,8 +171,6 @@ def read_run(folder: Path) -> Run:
     run.verdict = run.summary.get("verdict", [])
     if not run.verdict and (folder / "verdict.json").exists():
         run.verdict = json.loads(read_text(run, "verdict.json"))["verdict"]
-    lines = [v["line"] for v in run.summary.values() if isinstance(v, dict) and "line" in v]
-    run.verdict = [*run.verdict, *(" ".join(line.split()) for line in lines)]
     for line in read_text(run, "metrics.jsonl").splitlines():
         try:
             row = json.loads(line)
@@ -349,6 +352,11 @@ def build(runs: Sequence[Run], out: Path) -> str:
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
+        limits={
+            f"{i} {run.name}": run.verdict
+            for i, run in enumerate(runs, 1)
+            if run.verdict and not run.verdict[0].startswith("none:")  # too few steps
+        },
         spread=f"{fmean(scores):.4g}, standard deviation {stdev(scores):.2g}" if repeats else "",
         unlike=[key for key, *_ in rows if key in VALIDATION],
         evaluations=[quote(os.path.relpath(path, out.parent)) for path in runs[0].evaluations],

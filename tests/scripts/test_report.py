@@ -143,7 +143,10 @@ def test_a_run_that_has_not_ended(copied: Path, runs: Path, tmp_path: Path) -> N
     assert any("summary.json is missing; metrics.jsonl: cannot" in text for text in page.said)
     assert page.facts[0]["best top1"].endswith("1.1 of 2") and not (tmp_path / "outside").exists()
     (copied / "metrics.jsonl").write_text("")  # it has only begun
-    assert not made(copied).titles
+    (copied / "verdict.json").write_text(json.dumps({"verdict": ["none: too few steps"]}))
+    page = made(copied)
+    assert page.facts[0]["best top1"] == "no validation yet" and not page.titles
+    assert not {"none", "What limits the speed"} & {*page.said}
 
 
 def test_names_from_a_run_are_escaped(copied: Path, runs: Path, tmp_path: Path) -> None:
@@ -181,9 +184,12 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     reference = {"reference_top1": 5.0, "reference_top1_min": 4.0, "reference_top1_max": 6.0}
     rows.append({"step": 100, "epoch": 1, "split": "val", "gap": 5.0, "top1": 3.0, **reference})
     rows.append({"step": 200, "epoch": 2, "split": "val", "top1": 2.0})
-    page = made(synthetic(tmp_path / "run", rows, status="interrupted", signal=15))
+    words = {"status": "interrupted", "seconds": 5, "images_per_second": 0.0}
+    words["warning"] = {"line": "warning   the loss"}
+    page = made(synthetic(tmp_path / "run", rows, **words, signal=15))
     facts = [f"{x}.00 % after epoch {epoch} of –" for x, epoch in ((3, 1), (2, 2))]
-    assert [*page.facts[0].values()] == [*facts, "interrupted by SIGTERM"]
+    facts += ["the loss", "0:00:05", "–", "interrupted by SIGTERM"]
+    assert [*page.facts[0].values()] == facts
     assert page.titles == ["top1", "gap", "grad_norm"]  # the values of a validation come first
     # The best one, the earlier runs and the validation; best, training, validation; the norm.
     assert [line.count(" ") for line in page.lines] == [1, 1, 2, 1, 2, 1, 2]
