@@ -69,6 +69,7 @@ FEW = 30  # points of a curve that are drawn as dots, too
 DIVERGED = 5  # times the median of the curves' maxima: losses above it hide the other runs
 # Runs that differ in one of these have other validation images, or another best value
 VALIDATION = {"train.best_by", "data.root", "data.val", "data.val_fraction", "data.val_fold"}
+FACTS = ("model.name", "loader.batch_size")  # keys in the table of a single run
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
 # Prefixes and suffixes of names that measure the machine; all others measure the training.
 MACHINE = (("gpu/", "memory/", "host", "images_per_second", "mfu"), ("_fraction", "_ms"))
@@ -104,8 +105,8 @@ class Run:
         finite = [score for score in scores if math.isfinite(score[0])]
         return name, *max(finite, key=lambda score: score[0], default=(-math.inf, {}))
 
-    def headline(self) -> dict[str, str]:
-        """Return the result, label -> text: the best value of the validations comes first."""
+    def headline(self, keys: Sequence[str]) -> dict[str, str]:
+        """Return the result and config keys, label -> text: the best validation comes first."""
         (name, _, best), config, summary = self.best(), self.config, self.summary
         epochs = number_in(config.get("train.epochs"))
         cells = {f"best {name}": "no finite value" if self.rows["val"] else "no validation yet"}
@@ -113,10 +114,13 @@ class Run:
             value = number_in(row.get(name))
             text = f"{value:.2f} %" if name.startswith("top") else rounded(value)
             cells[f"{label} {name}"] = f"{text} {epoch_of(row)} of {rounded(epochs)}"
-        for line in (v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v):
-            label, _, text = line.partition(" ")  # of an observer, perhaps a warning
-            cells[label] = text.strip()
-        cells |= {k: show(config[k]) for k in ("model.name", "loader.batch_size") if k in config}
+        # What an observer adds to the summary may have a line, such as a warning.
+        lines = [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
+        labelled = (": ".join(line.split(maxsplit=1)) for line in lines)
+        cells["status"] = "; ".join([self.status, *labelled])
+        cells |= {key: show(config[key]) for key in keys if key in config}
+        if rate := number_in(summary.get("images_per_second"), 0):
+            cells["images/s"] = rounded(rate)
         for row in self.rows["train"][-2:]:
             if 0 < (epoch := number_in(row.get("epoch"))) < epochs:  # cut off at the end of a run
                 images = number_in(config.get("loader.batch_size")) * row["step"] / epoch
@@ -124,9 +128,7 @@ class Run:
         if "seconds" in summary:
             cells["last start took"] = f"{timedelta(seconds=int(number_in(summary['seconds'], 0)))}"
             cells["device"] = summary.get("device", UNKNOWN)
-        if rate := number_in(summary.get("images_per_second"), 0):
-            cells["images/s"] = rounded(rate)
-        return {**cells, "status": self.status}
+        return cells
 
 
 def number_in(value: Any, default: float = math.nan) -> float:
@@ -341,28 +343,26 @@ def ticks(low: float, high: float) -> np.ndarray:
 def build(runs: Sequence[Run], out: Path) -> str:
     """Return the page. All text of a run is escaped: no name or value can become markup."""
     runs = sorted(runs, key=lambda run: run.best()[1], reverse=True)
-    name, best, *others = compared([{"run": str(run.folder), **run.headline()} for run in runs])
-    typed = set().union(*(run.typed for run in runs))
-    rows = differences(runs)
+    folder = os.path.commonpath([run.folder.parent.absolute() for run in runs])
+    typed, rows = set().union(*(run.typed for run in runs)), differences(runs)
+    keys = [key for key, *_ in rows if typed & {key, key.removesuffix(".name")}]  # model=...
+    keys = keys if runs[1:] else list(FACTS)
+    names = [{"run": os.path.relpath(run.folder, folder)} for run in runs]
+    name, best, *others = compared([n | r.headline(keys) for n, r in zip(names, runs, strict=True)])
+    others = [row for row in others if len({*row[1:]}) >= min(2, len(runs))]
     scores = [number_in(row[key]) for key, _, row in (run.best() for run in runs) if row]
     repeats = len(scores) > 1 and {row[0] for row in rows} <= {"train.seed", "data.val_fold"}
-    columns = [r for r in rows if typed & {r[0], r[0].removesuffix(".name")}]  # model=: model.name
-    others = [r for r in others if r not in columns and len({*r[1:]}) >= min(2, len(runs))]
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
-        limits={
-            f"{i} {run.name}": run.verdict
-            for i, run in enumerate(runs, 1)
-            if run.verdict and not run.verdict[0].startswith("none:")  # too few steps
-        },
         spread=f"{fmean(scores):.4g}, standard deviation {stdev(scores):.2g}" if repeats else "",
         unlike=[key for key, *_ in rows if key in VALIDATION],
         evaluations=[quote(os.path.relpath(path, out.parent)) for path in runs[0].evaluations],
         about=read_yaml(lib / "values.yaml"),
-        table=[*zip(name, best, *columns, *others, strict=True)],
-        folded=[row for row in rows if row not in columns],
+        folder=folder,
+        table=[*zip(name, best, *others, strict=True)],
+        folded=[row for row in rows if row[0] not in keys],
         charts=charts(runs),
         classes=worst_classes(runs),
         width=WIDTH,

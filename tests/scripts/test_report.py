@@ -114,11 +114,12 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     page = made(runs / "first", runs, out=tmp_path / "all.html")
     lr = {facts["run"][2:]: facts["optim.lr"] for facts in page.facts}  # without the number
-    assert lr == {str(runs / "first"): "0.2", str(runs / "second"): "0.05"}
+    assert lr == {"first": "0.2", "second": "0.05"} and f"2 runs in {runs}" in page.said
     best = [float(facts["best top1"].split()[0]) for facts in page.facts]
     assert best == sorted(best, reverse=True) and page.best.index(True) == 0 < sum(page.best) < 2
     typed = ["optim.name", "optim.lr", "train.epochs", "log.every_steps"]
-    assert [*page.facts[0]][:7] == ["run", "best top1", *typed, "last top1"]
+    first = ["run", "best top1", "last top1", "status"]  # one has learned nothing
+    assert [*page.facts[0]][:9] == [*first, *typed, "images/s"]
     assert page.folded_keys == ["key", "optim.nesterov", "optim.weight_decay", "optim.clip_norm"]
     assert page.colours == {("c1", "1"), ("c2", "2")} and sum("first:" in x for x in page.said) > 3
     means = [float(row[2]) + float(row[3]) for row in page.classes[1:]]
@@ -188,7 +189,7 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     words["warning"] = {"line": "warning   the loss"}
     page = made(synthetic(tmp_path / "run", rows, **words, signal=15))
     facts = [f"{x}.00 % after epoch {epoch} of –" for x, epoch in ((3, 1), (2, 2))]
-    facts += ["the loss", "0:00:05", "–", "interrupted by SIGTERM"]
+    facts += ["interrupted by SIGTERM; warning: the loss", "0:00:05", "–"]
     assert [*page.facts[0].values()] == facts
     assert page.titles == ["top1", "gap", "grad_norm"]  # the values of a validation come first
     # The best one, the earlier runs and the validation; best, training, validation; the norm.
