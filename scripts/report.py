@@ -60,7 +60,6 @@ from conf.schema import UserError, override_keys, show
 FILES = ("metrics.jsonl", "summary.json")  # a run directory has at least one of them
 SPLITS = ("val", "train")
 LABELS = {"val": "validation", "train": "training", "reference": "earlier runs of the recipe"}
-LABELS["best"] = "best checkpoint"  # a curve of one point
 MIN_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
 WORST = 20  # classes that are listed
@@ -267,8 +266,9 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     keys = dict.fromkeys(key for row in rows for key in row if key not in NOT_DRAWN)
     drawn_with = {form.format(key) for key in keys for form in ("{}_min", "{}_max", "reference_{}")}
     drawn = [(r, s, str(i), i % 10) for i, r in enumerate(runs, 1) for s in (*SPLITS, "best")]
-    if len(runs) == 1:
+    if len(runs) == 1:  # "best" is a curve of one point, the large dot
         drawn = [(runs[0], split, label, i) for i, (split, label) in enumerate(LABELS.items(), 1)]
+        drawn.append((runs[0], "best", *drawn[0][2:]))
     found = []
     for key in sorted(keys.keys() - drawn_with, key=[runs[0].best()[0], *keys].index):
         curves = [
@@ -290,8 +290,8 @@ def curve_of(run: Run, split: str, key: str) -> np.ndarray:
     They have epoch, value, minimum, maximum and last value of neighbours, as many for each point.
     """
     rows = run.rows.get(split, run.rows["val"])
-    if split == "best":  # the last point is no news
-        rows = [row for row in rows[:-1] if row is run.best()[2]]
+    if split == "best":
+        rows = [row for row in rows if row is run.best()[2]]
     name = f"reference_{key}" if split == "reference" else key
     columns = "epoch", name, f"{name}_min", f"{name}_max"
     points = np.array([[number_in(row.get(c)) for c in columns] for row in rows]).reshape(-1, 4)

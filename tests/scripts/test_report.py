@@ -194,8 +194,9 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     assert page.titles == ["top1", "gap", "grad_norm"]  # the values of a validation come first
     # The best one, the earlier runs and the validation; best, training, validation; the norm.
     assert [line.count(" ") for line in page.lines] == [1, 1, 2, 1, 2, 1, 2]
-    assert page.lines[0] == "M180.0 112.5h0" and "best checkpoint 3" in page.said
+    assert page.lines[0] == "M180.0 112.5h0" and "large dot: best checkpoint" in page.said
     assert len(page.bands) == 2 and ("c3", "earlier") in page.colours and len(page.dots) == 7
+    assert "c4" not in dict(page.colours)
     assert page.large == {"best"}
 
 
