@@ -320,8 +320,9 @@ def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]], limit: float) -> d
         x, y, bottom, top, last = curve.T
         edge = path(np.append(x, x[::-1]), np.append(top, bottom[::-1])) + "Z"
         band = edge if (bottom < top).any() else ""
-        line = path(x, y) + "h0"  # a single point is visible
-        dots = line.replace("L", "h0M") if len(curve) <= FEW else ""
+        line = path(x, y)
+        parts = line[1:].split("L"), x.round(1), map(rounded, y)
+        dots = [*zip(*parts, strict=True)] if len(curve) <= FEW else []
         drawn.append({**about, "line": line, "dots": dots, "band": band, "last": rounded(last[-1])})
     return {
         "curves": drawn,
