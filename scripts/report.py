@@ -62,6 +62,8 @@ SPLITS = ("val", "train")
 LABELS = {"val": "validation", "train": "training", "reference": "earlier runs of the recipe"}
 MIN_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
+# Beginnings of the names of values -> how the console formats them
+FORMS = {("top", "macro_", "ece", "auc"): "{:.2f} %", ("loss",): "{:.4f}", ("images",): "{:,.0f}"}
 WORST = 20  # classes that are listed
 BUCKETS = 250  # most points of a curve; of a longer one, each is a mean with its extremes
 FEW = 30  # points of a curve that are drawn as dots, too
@@ -110,8 +112,7 @@ class Run:
         epochs = number_in(config.get("train.epochs"))
         cells = {f"best {name}": "no finite value" if self.rows["val"] else "no validation yet"}
         for label, row in {"best": best, "last": self.rows["val"][-1]}.items() if best else ():
-            value = number_in(row.get(name))
-            text = f"{value:.2f} %" if name.startswith("top") else rounded(value)
+            text = rounded(number_in(row.get(name)), name)
             cells[f"{label} {name}"] = f"{text} {epoch_of(row)} of {rounded(epochs)}"
         # What an observer adds to the summary may have a line, such as a warning.
         lines = [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
@@ -119,7 +120,7 @@ class Run:
         cells["status"] = "; ".join([self.status, *labelled])
         cells |= {key: show(config[key]) for key in keys if key in config}
         if rate := number_in(summary.get("images_per_second"), 0):
-            cells["images/s"] = rounded(rate)
+            cells["images/s"] = rounded(rate, "images/s")
         for row in self.rows["train"][-2:]:
             if 0 < (epoch := number_in(row.get("epoch"))) < epochs:  # cut off at the end of a run
                 images = number_in(config.get("loader.batch_size")) * row["step"] / epoch
@@ -216,12 +217,15 @@ def read_text(run: Run, name: str) -> str:
         return ""
 
 
-def rounded(value: Any) -> str:
-    """Format a float with 4 significant digits: 7,290, 76.13, 0.1235; anything else in full."""
+def rounded(value: Any, name: str = "") -> str:
+    """Format a float as FORMS says, or with 4 significant digits; anything else in full."""
     if not isinstance(value, float):
         return show(value)
     if not math.isfinite(value):
         return UNKNOWN
+    for start, form in FORMS.items():
+        if name.startswith(start):
+            return form.format(value)
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
@@ -247,12 +251,12 @@ def worst_classes(runs: Sequence[Run]) -> list[list[str]]:
     if not first or any(run.classes.keys() != first.keys() for run in runs):
         return []
     top1 = {key: [run.classes[key][2] for run in runs] for key in first if first[key][1]}
-    name = "run {}" if len(runs) > 1 else "top1, %"
+    name = "run {}" if len(runs) > 1 else "top1"
     columns = [f"{name.format(i)} {run.classes_at}" for i, run in enumerate(runs, 1)]
     table = [["class", "images", *columns]]
     for key in sorted(top1, key=lambda key: fmean(top1[key]))[:WORST]:
         name, images, _ = first[key]
-        table.append([name, f"{images:,}", *(f"{value:.1f}" for value in top1[key])])
+        table.append([name, f"{images:,}", *(rounded(value, "top1") for value in top1[key])])
     return table
 
 
@@ -321,9 +325,8 @@ def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]], limit: float) -> d
         edge = path(np.append(x, x[::-1]), np.append(top, bottom[::-1])) + "Z"
         band = edge if (bottom < top).any() else ""
         line = path(x, y)
-        parts = line[1:].split("L"), x.round(1), map(rounded, y)
-        dots = [*zip(*parts, strict=True)] if len(curve) <= FEW else []
-        drawn.append({**about, "line": line, "dots": dots, "band": band, "last": rounded(last[-1])})
+        dots = [*zip(line[1:].split("L"), x, y, strict=True)] if len(curve) <= FEW else []
+        drawn.append({**about, "line": line, "dots": dots, "band": band, "last": last[-1]})
     return {
         "curves": drawn,
         "cut_off": points[:, 3].max() > limit,
@@ -351,15 +354,17 @@ def build(runs: Sequence[Run], out: Path) -> str:
     names = [{"run": os.path.relpath(run.folder, folder)} for run in runs]
     name, best, *others = compared([n | r.headline(keys) for n, r in zip(names, runs, strict=True)])
     others = [row for row in others if len({*row[1:]}) >= min(2, len(runs))]
+    by = runs[0].best()[0]
     scores = [number_in(row[key]) for key, _, row in (run.best() for run in runs) if row]
     repeats = len(scores) > 1 and {row[0] for row in rows} <= {"train.seed", "data.val_fold"}
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
-        spread=f"{fmean(scores):.4g}, standard deviation {stdev(scores):.2g}" if repeats else "",
+        spread=[rounded(of(scores), by) for of in (fmean, stdev)] if repeats else [],
         unlike=[key for key, *_ in rows if key in VALIDATION],
         evaluations=[quote(os.path.relpath(path, out.parent)) for path in runs[0].evaluations],
+        rounded=rounded,
         about=read_yaml(lib / "values.yaml"),
         folder=folder,
         table=[*zip(name, best, *others, strict=True)],

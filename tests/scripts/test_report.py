@@ -97,8 +97,8 @@ def test_the_page_of_a_run(runs: Path) -> None:
     assert [page.facts[0][name] for name in facts] == [best, "resnet_tiny", "8", "36"]
     rows = json.loads((folder / "per_class.json").read_text())["classes"]
     rows.sort(key=lambda row: row["top1"])
-    classes = [[row["class"], f"{row['images']}", f"{row['top1']:.1f}"] for row in rows]
-    assert page.classes == [["class", "images", "top1, % after epoch 2"], *classes]
+    classes = [[row["class"], f"{row['images']}", f"{row['top1']:.2f} %"] for row in rows]
+    assert page.classes == [["class", "images", "top1 after epoch 2"], *classes]
     assert page.titles[:2] == ["top1", "loss"]  # the value that chose the best checkpoint is first
     assert {*page.titles} - {*page.folded} >= {"lr", "macro_f1"} and "step_ms" in page.folded
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -123,7 +123,7 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert [*page.facts[0]][:9] == [*first, *typed, "images/s"]
     assert page.folded_keys == ["key", "optim.nesterov", "optim.weight_decay", "optim.clip_norm"]
     assert page.colours == {(f"c{i}", text) for i in (1, 2) for text in (f"{i}", f"{i}:")}
-    means = [float(row[2]) + float(row[3]) for row in page.classes[1:]]
+    means = [float(row[2][:-2]) + float(row[3][:-2]) for row in page.classes[1:]]
     assert page.classes[0][2][:12] == "run 1 after " and means == sorted(means)
     assert report.run(report.arguments([str(runs / "first"), str(runs / "second")])) == 0
     assert (tmp_path / "report.html").exists() and not (runs / "report.html").exists()
@@ -134,7 +134,7 @@ def test_a_run_that_has_not_ended(copied: Path, runs: Path, tmp_path: Path) -> N
 
     The folder may come from a stranger: nothing is written through a link.
     """
-    assert "deviation 0." in " ".join(made(runs / "first", copied, out=tmp_path / "a.html").said)
+    assert "tion 0.00 %." in " ".join(made(runs / "first", copied, out=tmp_path / "a.html").said)
     (copied / "report.html").unlink(missing_ok=True)
     (copied / "report.html").symlink_to(tmp_path / "outside")
     (copied / "summary.json").unlink()
@@ -176,7 +176,7 @@ def test_the_page_links_to_an_evaluation(runs: Path, monkeypatch: pytest.MonkeyP
     assert [file.name for file in files] == ["worst.jpg", "confusion.png", "per_class.csv"]
     assert all(file.exists() for file in files) and command not in page.said
     files[2].write_text("class,images,top1,loss,name\na,9,25.0,1,A\nb,0,,,B\n")
-    assert made(Path("first")).classes[1:] == [["A", "9", "25.0"]]
+    assert made(Path("first")).classes[1:] == [["A", "9", "25.00 %"]]
 
 
 def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     assert [line.count(" ") for line in page.lines] == [1, 1, 2, 1, 2, 1, 2]
     assert page.lines[0] == "M180.0 112.5" and "large dot: best checkpoint" in page.said
     assert len(page.bands) == 2 and ("c3", "earlier") in page.colours and len(page.dots) == 10
-    assert "c4" not in dict(page.colours) and "validation after epoch 2: 2" in page.hints
+    assert "c4" not in dict(page.colours) and "validation after epoch 2: 2.00 %" in page.hints
     assert page.large == {"best"}
 
 
