@@ -126,7 +126,9 @@ class Run:
                 images = number_in(config.get("loader.batch_size")) * row["step"] / epoch
                 cells["training images"] = f"{images:,.0f}"
         if "seconds" in summary:
-            cells["last start took"] = f"{timedelta(seconds=int(number_in(summary['seconds'], 0)))}"
+            cells["took"] = f"{timedelta(seconds=int(number_in(summary['seconds'], 0)))}"
+            if len([*self.folder.glob("events.*")]) != 1:  # each start writes such a file
+                cells["took"] += " (last start)"
             cells["device"] = summary.get("device", UNKNOWN)
         return cells
 
@@ -353,7 +355,7 @@ def build(runs: Sequence[Run], out: Path) -> str:
     keys = keys if runs[1:] else list(FACTS)
     names = [{"run": os.path.relpath(run.folder, folder)} for run in runs]
     name, best, *others = compared([n | r.headline(keys) for n, r in zip(names, runs, strict=True)])
-    others = [row for row in others if len({*row[1:]}) >= min(2, len(runs))]
+    others = [r for r in others if r[1:] != best[1:] and len({*r[1:]}) >= min(2, len(runs))]
     by = runs[0].best()[0]
     scores = [number_in(row[key]) for key, _, row in (run.best() for run in runs) if row]
     repeats = len(scores) > 1 and {row[0] for row in rows} <= {"train.seed", "data.val_fold"}

@@ -119,8 +119,8 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
     best = [float(facts["best top1"].split()[0]) for facts in page.facts]
     assert best == sorted(best, reverse=True) and page.best.index(True) == 0 < sum(page.best) < 2
     typed = ["optim.name", "optim.lr", "train.epochs", "log.every_steps"]
-    first = ["run", "best top1", "last top1", "status"]  # one has learned nothing
-    assert [*page.facts[0]][:9] == [*first, *typed, "images/s"]
+    first = ["run", "best top1", "status"]  # one has learned nothing
+    assert [*page.facts[0]][:8] == [*first, *typed, "images/s"]
     assert page.folded_keys == ["key", "optim.nesterov", "optim.weight_decay", "optim.clip_norm"]
     assert page.colours == {(f"c{i}", text) for i in (1, 2) for text in (f"{i}", f"{i}:")}
     means = [float(row[2][:-2]) + float(row[3][:-2]) for row in page.classes[1:]]
@@ -134,7 +134,10 @@ def test_a_run_that_has_not_ended(copied: Path, runs: Path, tmp_path: Path) -> N
 
     The folder may come from a stranger: nothing is written through a link.
     """
-    assert "tion 0.00 %." in " ".join(made(runs / "first", copied, out=tmp_path / "a.html").said)
+    (copied / "events.1").touch()  # of its only start
+    page = made(runs / "first", copied, out=tmp_path / "a.html")
+    assert {facts["took"][7:] for facts in page.facts} == {"", " (last start)"}
+    assert "deviation 0.00 %." in " ".join(page.said)
     (copied / "report.html").unlink(missing_ok=True)
     (copied / "report.html").symlink_to(tmp_path / "outside")
     (copied / "summary.json").unlink()
@@ -190,7 +193,7 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     words["warning"] = {"line": "warning   the loss"}
     page = made(synthetic(tmp_path / "run", rows, **words, signal=15))
     facts = [f"{x}.00 % after epoch {epoch} of –" for x, epoch in ((3, 1), (2, 2))]
-    facts += ["interrupted by SIGTERM; warning: the loss", "0:00:05", "–"]
+    facts += ["interrupted by SIGTERM; warning: the loss", "0:00:05 (last start)", "–"]
     assert [*page.facts[0].values()] == facts
     assert page.titles == ["top1", "gap", "grad_norm"]  # the values of a validation come first
     # The best one, the earlier runs and the validation; best, training, validation; the norm.
