@@ -105,7 +105,7 @@ def test_the_page_of_a_run(runs: Path) -> None:
     losses = [points for line in page.lines if (points := line.count(" ")) > 1][2:4]
     assert losses == [sum(row["split"] == split for row in metrics) for split in ("train", "val")]
     assert page.colours >= {("c1", "validation"), ("c2", "training")}
-    assert "how far confidence is from accuracy; lower is better" in page.said
+    assert "share of a class's images found, mean over the classes" in page.said
     place = page.said.index("config.yaml of first")
     assert page.said[place + 1].split() == (folder / "config.yaml").read_text().split()
 
