@@ -4,8 +4,7 @@
     python scripts/report.py runs/first runs/second --out both.html
     python scripts/report.py runs/seed1 runs/seed2 ... --reference
 
-Reads config.yaml, metrics.jsonl, summary.json, verdict.json and per_class.json of each run
-directory. Files may be missing, as in a run that is in progress. A folder of runs stands for its
+Files of a run may be missing, as in a run that is in progress. A folder of runs stands for its
 runs. The report is one file: FILE, or report.html in the given folder, for several folders in the
 current one. Every numeric key of metrics.jsonl gets a chart, unless it is always 0. What
 evaluate.py has made of the best checkpoint in evaluation/ of the current folder is linked.
@@ -65,12 +64,11 @@ UNKNOWN = "–"
 # Beginnings of the names of values -> how the console formats them
 FORMS = {("top", "macro_", "ece", "auc"): "{:.2f} %", ("loss",): "{:.4f}", ("images",): "{:,.0f}"}
 WORST = 20  # classes that are listed
-BUCKETS = 250  # most points of a curve; of a longer one, each is a mean with its extremes
+BUCKETS = 250  # most points of a curve; of a longer one, each is the mean of equally many
 FEW = 30  # points of a curve that are drawn as dots, too
 DIVERGED = 5  # times the median of the curves' maxima: losses above it hide the other runs
 # Runs that differ in one of these have other validation images, or another best value
 VALIDATION = {"train.best_by", "data.root", "data.val", "data.val_fraction", "data.val_fold"}
-FACTS = ("model.name", "loader.batch_size")  # keys in the table of a single run
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
 # Prefixes and suffixes of names that measure the machine; all others measure the training.
 MACHINE = (("gpu/", "memory/", "host", "images_per_second", "mfu"), ("_fraction", "_ms"))
@@ -116,8 +114,7 @@ class Run:
             cells[f"{label} {name}"] = f"{text} {epoch_of(row)} of {rounded(epochs)}"
         # What an observer adds to the summary may have a line, such as a warning.
         lines = [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
-        labelled = (": ".join(line.split(maxsplit=1)) for line in lines)
-        cells["status"] = "; ".join([self.status, *labelled])
+        cells["status"] = "; ".join([self.status, *(": ".join(x.split(None, 1)) for x in lines)])
         cells |= {key: show(config[key]) for key in keys if key in config}
         if rate := number_in(summary.get("images_per_second"), 0):
             cells["images/s"] = rounded(rate, "images/s")
@@ -126,9 +123,9 @@ class Run:
                 images = number_in(config.get("loader.batch_size")) * row["step"] / epoch
                 cells["training images"] = f"{images:,.0f}"
         if "seconds" in summary:
-            cells["took"] = f"{timedelta(seconds=int(number_in(summary['seconds'], 0)))}"
-            if len([*self.folder.glob("events.*")]) != 1:  # each start writes such a file
-                cells["took"] += " (last start)"
+            only = len([*self.folder.glob("events.*")]) == 1  # each start writes such a file
+            time = timedelta(seconds=int(number_in(summary["seconds"], 0)))
+            cells["took"] = f"{time}" if only else f"{time} (last start)"
             cells["device"] = summary.get("device", UNKNOWN)
         return cells
 
@@ -163,8 +160,8 @@ def read_run(folder: Path) -> Run:
     run.config_text = read_text(run, "config.yaml")
     if run.config_text:
         run.config = dotted(read_yaml(folder / "config.yaml"))
-    lines = read_text(run, "overrides.yaml").splitlines()
-    run.typed = override_keys(line.lstrip("-'\" ") for line in lines)
+    typed = read_text(run, "overrides.yaml")
+    run.typed = override_keys(line.lstrip("-'\" ") for line in typed.splitlines())
     run.name = str(run.config.get("run.name") or folder.resolve().name)
     run.summary = json.loads(read_text(run, "summary.json") or "{}")
     run.status = str(run.summary.get("status", run.status))
@@ -246,8 +243,7 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
 def worst_classes(runs: Sequence[Run]) -> list[list[str]]:
     """Return a head, and a row for each of the WORST classes, by the mean top-1 of the runs.
 
-    It has the name, the images of the first run, and the top-1 of each run. Nothing is returned if
-    the runs have different classes.
+    It has the name, the images of the first run, and each top-1. Runs with other classes have none.
     """
     first = runs[0].classes
     if not first or any(run.classes.keys() != first.keys() for run in runs):
@@ -291,13 +287,8 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def curve_of(run: Run, split: str, key: str) -> np.ndarray:
-    """Return the finite points of a key, float64 [points, 5].
-
-    They have epoch, value, minimum, maximum and last value of neighbours, as many for each point.
-    """
-    rows = run.rows.get(split, run.rows["val"])
-    if split == "best":
-        rows = [row for row in rows if row is run.best()[2]]
+    """Return a key's points, float64 [points, 5]: epoch, value, minimum, maximum, last value."""
+    rows = {"reference": run.rows["val"], "best": [run.best()[2]], **run.rows}[split]
     name = f"reference_{key}" if split == "reference" else key
     columns = "epoch", name, f"{name}_min", f"{name}_max"
     points = np.array([[number_in(row.get(c)) for c in columns] for row in rows]).reshape(-1, 4)
@@ -349,21 +340,20 @@ def ticks(low: float, high: float) -> np.ndarray:
 def build(runs: Sequence[Run], out: Path) -> str:
     """Return the page. All text of a run is escaped: no name or value can become markup."""
     runs = sorted(runs, key=lambda run: run.best()[1], reverse=True)
-    folder = os.path.commonpath([run.folder.parent.absolute() for run in runs])
+    folder = os.path.commonpath([os.path.abspath(run.folder.parent) for run in runs])
     typed, rows = set().union(*(run.typed for run in runs)), differences(runs)
     keys = [key for key, *_ in rows if typed & {key, key.removesuffix(".name")}]  # model=...
-    keys = keys if runs[1:] else list(FACTS)
+    keys = keys or ["model.name", "loader.batch_size"]
     names = [{"run": os.path.relpath(run.folder, folder)} for run in runs]
     name, best, *others = compared([n | r.headline(keys) for n, r in zip(names, runs, strict=True)])
     others = [r for r in others if r[1:] != best[1:] and len({*r[1:]}) >= min(2, len(runs))]
-    by = runs[0].best()[0]
     scores = [number_in(row[key]) for key, _, row in (run.best() for run in runs) if row]
     repeats = len(scores) > 1 and {row[0] for row in rows} <= {"train.seed", "data.val_fold"}
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
-        spread=[rounded(of(scores), by) for of in (fmean, stdev)] if repeats else [],
+        spread=[rounded(of(scores), runs[0].best()[0]) for of in (fmean, stdev)] if repeats else [],
         unlike=[key for key, *_ in rows if key in VALIDATION],
         evaluations=[quote(os.path.relpath(path, out.parent)) for path in runs[0].evaluations],
         rounded=rounded,
@@ -389,8 +379,8 @@ def reference(runs: Sequence[Run]) -> str:
         raise UserError(f"--reference: {len(runs)} runs; give {MIN_RUNS} or more")
     for key, *values in differences(runs):
         if key != "train.seed":
-            text = ", ".join(sorted(set(values)))
-            raise UserError(f"--reference: {key} differs ({text}); give runs of one recipe")
+            text = f"{key} differs ({', '.join(sorted({*values}))}); give runs of one recipe"
+            raise UserError(f"--reference: {text}")
     by, curves = runs[0].best()[0], []
     for run in runs:
         epochs = math.floor(number_in(run.config.get("train.epochs"), 0))
