@@ -4,8 +4,7 @@
     python scripts/report.py runs/first runs/second --out both.html
     python scripts/report.py runs/seed1 runs/seed2 ... --reference
 
-Reads config.yaml, metrics.jsonl, summary.json, verdict.json and per_class.json of each run
-directory. Files may be missing, as in a run that is in progress. A folder of runs stands for its
+Files of a run may be missing, as in a run that is in progress. A folder of runs stands for its
 runs. The report is one file: FILE, or report.html in the given folder, for several folders in the
 current one. Every numeric key of metrics.jsonl gets a chart, unless it is always 0. What
 evaluate.py has made of the best checkpoint in evaluation/ of the current folder is linked.
@@ -60,11 +59,12 @@ from conf.schema import UserError, override_keys, show
 FILES = ("metrics.jsonl", "summary.json")  # a run directory has at least one of them
 SPLITS = ("val", "train")
 LABELS = {"val": "validation", "train": "training", "reference": "earlier runs of the recipe"}
-LABELS["best"] = "best checkpoint"  # a curve of one point
 MIN_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
+# Beginnings of the names of values -> how the console formats them
+FORMS = {("top", "macro_", "ece", "auc"): "{:.2f} %", ("loss",): "{:.4f}", ("images",): "{:,.0f}"}
 WORST = 20  # classes that are listed
-BUCKETS = 250  # points of a long curve; each is a mean, with a minimum and a maximum
+BUCKETS = 250  # most points of a curve; of a longer one, each is the mean of equally many
 FEW = 30  # points of a curve that are drawn as dots, too
 DIVERGED = 5  # times the median of the curves' maxima: losses above it hide the other runs
 # Runs that differ in one of these have other validation images, or another best value
@@ -89,7 +89,7 @@ class Run:
     # The rows of metrics.jsonl by split, in ascending order of their steps
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {s: [] for s in SPLITS})
     summary: dict[str, Any] = field(default_factory=dict)
-    verdict: list[str] = field(default_factory=list)  # the sentences of the run's own verdict
+    verdict: list[str] = field(default_factory=list)  # sentences: what limits the speed
     # Of a validation of a classifier: class -> its readable name, images, top-1 in percent
     classes: dict[str, tuple[str, int, float]] = field(default_factory=dict)
     classes_at: str = ""  # the epoch of this validation
@@ -104,24 +104,30 @@ class Run:
         finite = [score for score in scores if math.isfinite(score[0])]
         return name, *max(finite, key=lambda score: score[0], default=(-math.inf, {}))
 
-    def headline(self) -> dict[str, str]:
-        """Return the result, label -> text: the best value of the validations comes first."""
+    def headline(self, keys: Sequence[str]) -> dict[str, str]:
+        """Return the result and config keys, label -> text: the best validation comes first."""
         (name, _, best), config, summary = self.best(), self.config, self.summary
-        cells, epochs = dict[str, str](), number_in(config.get("train.epochs"))
+        epochs = number_in(config.get("train.epochs"))
+        cells = {f"best {name}": "no finite value" if self.rows["val"] else "no validation yet"}
         for label, row in {"best": best, "last": self.rows["val"][-1]}.items() if best else ():
-            value = number_in(row.get(name))
-            text = f"{value:.2f} %" if name.startswith("top") else rounded(value)
+            text = rounded(number_in(row.get(name)), name)
             cells[f"{label} {name}"] = f"{text} {epoch_of(row)} of {rounded(epochs)}"
-        cells |= {k: show(config[k]) for k in ("model.name", "loader.batch_size") if k in config}
+        # What an observer adds to the summary may have a line, such as a warning.
+        lines = [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
+        cells["status"] = "; ".join([self.status, *(": ".join(x.split(None, 1)) for x in lines)])
+        cells |= {key: show(config[key]) for key in keys if key in config}
+        if rate := number_in(summary.get("images_per_second"), 0):
+            cells["images/s"] = rounded(rate, "images/s")
         for row in self.rows["train"][-2:]:
             if 0 < (epoch := number_in(row.get("epoch"))) < epochs:  # cut off at the end of a run
                 images = number_in(config.get("loader.batch_size")) * row["step"] / epoch
                 cells["training images"] = f"{images:,.0f}"
         if "seconds" in summary:
-            cells["last start took"] = f"{timedelta(seconds=int(number_in(summary['seconds'], 0)))}"
+            only = len([*self.folder.glob("events.*")]) == 1  # each start writes such a file
+            time = timedelta(seconds=int(number_in(summary["seconds"], 0)))
+            cells["took"] = f"{time}" if only else f"{time} (last start)"
             cells["device"] = summary.get("device", UNKNOWN)
-            cells["images/s"] = rounded(number_in(summary.get("images_per_second")))
-        return {**cells, "status": self.status}
+        return cells
 
 
 def number_in(value: Any, default: float = math.nan) -> float:
@@ -154,8 +160,8 @@ def read_run(folder: Path) -> Run:
     run.config_text = read_text(run, "config.yaml")
     if run.config_text:
         run.config = dotted(read_yaml(folder / "config.yaml"))
-    lines = read_text(run, "overrides.yaml").splitlines()
-    run.typed = override_keys(line.lstrip("-'\" ") for line in lines)
+    typed = read_text(run, "overrides.yaml")
+    run.typed = override_keys(line.lstrip("-'\" ") for line in typed.splitlines())
     run.name = str(run.config.get("run.name") or folder.resolve().name)
     run.summary = json.loads(read_text(run, "summary.json") or "{}")
     run.status = str(run.summary.get("status", run.status))
@@ -166,8 +172,6 @@ def read_run(folder: Path) -> Run:
     run.verdict = run.summary.get("verdict", [])
     if not run.verdict and (folder / "verdict.json").exists():
         run.verdict = json.loads(read_text(run, "verdict.json"))["verdict"]
-    lines = [v["line"] for v in run.summary.values() if isinstance(v, dict) and "line" in v]
-    run.verdict = [*run.verdict, *(" ".join(line.split()) for line in lines)]
     for line in read_text(run, "metrics.jsonl").splitlines():
         try:
             row = json.loads(line)
@@ -212,12 +216,15 @@ def read_text(run: Run, name: str) -> str:
         return ""
 
 
-def rounded(value: Any) -> str:
-    """Format a float with 4 significant digits: 7,290, 76.13, 0.1235; anything else in full."""
+def rounded(value: Any, name: str = "") -> str:
+    """Format a float as FORMS says, or with 4 significant digits; anything else in full."""
     if not isinstance(value, float):
         return show(value)
     if not math.isfinite(value):
         return UNKNOWN
+    for start, form in FORMS.items():
+        if name.startswith(start):
+            return form.format(value)
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
@@ -236,19 +243,18 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
 def worst_classes(runs: Sequence[Run]) -> list[list[str]]:
     """Return a head, and a row for each of the WORST classes, by the mean top-1 of the runs.
 
-    It has the name, the images of the first run, and the top-1 of each run. Nothing is returned if
-    the runs have different classes.
+    It has the name, the images of the first run, and each top-1. Runs with other classes have none.
     """
     first = runs[0].classes
     if not first or any(run.classes.keys() != first.keys() for run in runs):
         return []
     top1 = {key: [run.classes[key][2] for run in runs] for key in first if first[key][1]}
-    name = "run {}" if len(runs) > 1 else "top1, %"
+    name = "run {}" if len(runs) > 1 else "top1"
     columns = [f"{name.format(i)} {run.classes_at}" for i, run in enumerate(runs, 1)]
     table = [["class", "images", *columns]]
     for key in sorted(top1, key=lambda key: fmean(top1[key]))[:WORST]:
         name, images, _ = first[key]
-        table.append([name, f"{images:,}", *(f"{value:.1f}" for value in top1[key])])
+        table.append([name, f"{images:,}", *(rounded(value, "top1") for value in top1[key])])
     return table
 
 
@@ -262,8 +268,9 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     keys = dict.fromkeys(key for row in rows for key in row if key not in NOT_DRAWN)
     drawn_with = {form.format(key) for key in keys for form in ("{}_min", "{}_max", "reference_{}")}
     drawn = [(r, s, str(i), i % 10) for i, r in enumerate(runs, 1) for s in (*SPLITS, "best")]
-    if len(runs) == 1:
+    if len(runs) == 1:  # "best" is a curve of one point, the large dot
         drawn = [(runs[0], split, label, i) for i, (split, label) in enumerate(LABELS.items(), 1)]
+        drawn.append((runs[0], "best", *drawn[0][2:]))
     found = []
     for key in sorted(keys.keys() - drawn_with, key=[runs[0].best()[0], *keys].index):
         curves = [
@@ -280,25 +287,21 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def curve_of(run: Run, split: str, key: str) -> np.ndarray:
-    """Return the finite points of a key, float64 [points, 4]: epoch, value, minimum and maximum.
-
-    A long curve is shortened to the means of BUCKETS neighbourhoods.
-    """
-    rows = run.rows.get(split, run.rows["val"])
-    if split == "best":  # the last point is no news
-        rows = [row for row in rows[:-1] if row is run.best()[2]]
+    """Return a key's points, float64 [points, 5]: epoch, value, minimum, maximum, last value."""
+    rows = {"reference": run.rows["val"], "best": [run.best()[2]], **run.rows}[split]
     name = f"reference_{key}" if split == "reference" else key
     columns = "epoch", name, f"{name}_min", f"{name}_max"
     points = np.array([[number_in(row.get(c)) for c in columns] for row in rows]).reshape(-1, 4)
     points = points[np.isfinite(points[:, :2]).all(1)]
-    bins = np.array_split(points, min(len(points), BUCKETS)) if len(points) else []
-    return np.array([(*p[:, :2].mean(0), np.nanmin(p[:, 1:]), np.nanmax(p[:, 1:])) for p in bins])
+    size = math.ceil(len(points) / BUCKETS) or 1
+    bins = [(p := points[i : i + size], p[:, 1:]) for i in range(0, len(points), size)]
+    return np.array([(*p[:, :2].mean(0), np.nanmin(v), np.nanmax(v), v[-1, 0]) for p, v in bins])
 
 
 def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]], limit: float) -> dict[str, Any]:
     """Return the curves as SVG paths, cut off near a limit, and the ticks as (coordinate, text)."""
     points = np.concatenate([curve for _, curve in curves])
-    ticks_x = ticks(points[:, 0].min(), points[:, 0].max())
+    ticks_x = ticks(0.0, points[:, 0].max())
     ticks_y = ticks(points[:, 2].min(), min(points[:, 3].max(), limit))[::-1]  # SVG goes downwards
 
     def places(values: np.ndarray, axis: np.ndarray, length: int) -> list[float]:
@@ -311,12 +314,12 @@ def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]], limit: float) -> d
 
     drawn = []
     for about, curve in curves:
-        x, y, bottom, top = curve.T
+        x, y, bottom, top, last = curve.T
         edge = path(np.append(x, x[::-1]), np.append(top, bottom[::-1])) + "Z"
         band = edge if (bottom < top).any() else ""
-        line = path(x, y) + "h0"  # a single point is a dot
-        dots = line.replace("L", "h0M") if len(curve) <= FEW else ""
-        drawn.append({**about, "line": line, "dots": dots, "band": band, "last": rounded(y[-1])})
+        line = path(x, y)
+        dots = [*zip(line[1:].split("L"), x, y, strict=True)] if len(curve) <= FEW else []
+        drawn.append({**about, "line": line, "dots": dots, "band": band, "last": last[-1]})
     return {
         "curves": drawn,
         "cut_off": points[:, 3].max() > limit,
@@ -337,23 +340,27 @@ def ticks(low: float, high: float) -> np.ndarray:
 def build(runs: Sequence[Run], out: Path) -> str:
     """Return the page. All text of a run is escaped: no name or value can become markup."""
     runs = sorted(runs, key=lambda run: run.best()[1], reverse=True)
-    name, best, *others = compared([{"run": str(run.folder), **run.headline()} for run in runs])
-    typed = set().union(*(run.typed for run in runs))
-    rows = differences(runs)
+    folder = os.path.commonpath([os.path.abspath(run.folder.parent) for run in runs])
+    typed, rows = set().union(*(run.typed for run in runs)), differences(runs)
+    keys = [key for key, *_ in rows if typed & {key, key.removesuffix(".name")}]  # model=...
+    keys = keys or ["model.name", "loader.batch_size"]
+    names = [{"run": os.path.relpath(run.folder, folder)} for run in runs]
+    name, best, *others = compared([n | r.headline(keys) for n, r in zip(names, runs, strict=True)])
+    others = [r for r in others if r[1:] != best[1:] and len({*r[1:]}) >= min(2, len(runs))]
     scores = [number_in(row[key]) for key, _, row in (run.best() for run in runs) if row]
     repeats = len(scores) > 1 and {row[0] for row in rows} <= {"train.seed", "data.val_fold"}
-    columns = [r for r in rows if typed & {r[0], r[0].removesuffix(".name")}]  # model=: model.name
-    others = [r for r in others if r not in columns and len({*r[1:]}) >= min(2, len(runs))]
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
-        spread=f"{fmean(scores):.4g}, standard deviation {stdev(scores):.2g}" if repeats else "",
+        spread=[rounded(of(scores), runs[0].best()[0]) for of in (fmean, stdev)] if repeats else [],
         unlike=[key for key, *_ in rows if key in VALIDATION],
         evaluations=[quote(os.path.relpath(path, out.parent)) for path in runs[0].evaluations],
+        rounded=rounded,
         about=read_yaml(lib / "values.yaml"),
-        table=[*zip(name, best, *columns, *others, strict=True)],
-        folded=[row for row in rows if row not in columns],
+        folder=folder,
+        table=[*zip(name, best, *others, strict=True)],
+        folded=[row for row in rows if row[0] not in keys],
         charts=charts(runs),
         classes=worst_classes(runs),
         width=WIDTH,
@@ -372,8 +379,8 @@ def reference(runs: Sequence[Run]) -> str:
         raise UserError(f"--reference: {len(runs)} runs; give {MIN_RUNS} or more")
     for key, *values in differences(runs):
         if key != "train.seed":
-            text = ", ".join(sorted(set(values)))
-            raise UserError(f"--reference: {key} differs ({text}); give runs of one recipe")
+            text = f"{key} differs ({', '.join(sorted({*values}))}); give runs of one recipe"
+            raise UserError(f"--reference: {text}")
     by, curves = runs[0].best()[0], []
     for run in runs:
         epochs = math.floor(number_in(run.config.get("train.epochs"), 0))

@@ -31,6 +31,7 @@ class Page:
             assert node.tag == "a" or "href" not in node.attrib
         self.links = [a.attrib["href"] for a in root.iter("a")]
         self.said = [" ".join(part.split()) for part in root.itertext() if part.strip()]
+        self.hints = [title.text for title in root.iter("title")]
         self.titles = [svg.attrib["aria-label"] for svg in root.iter("svg")]
         closed = [node for node in root.iter("details") if "open" not in node.attrib]
         self.folded = [svg.attrib["aria-label"] for node in closed for svg in node.iter("svg")]
@@ -95,15 +96,15 @@ def test_the_page_of_a_run(runs: Path) -> None:
     assert [page.facts[0][name] for name in facts] == [best, "resnet_tiny", "8", "36"]
     rows = json.loads((folder / "per_class.json").read_text())["classes"]
     rows.sort(key=lambda row: row["top1"])
-    classes = [[row["class"], f"{row['images']}", f"{row['top1']:.1f}"] for row in rows]
-    assert page.classes == [["class", "images", "top1, % after epoch 2"], *classes]
+    classes = [[row["class"], f"{row['images']}", f"{row['top1']:.2f} %"] for row in rows]
+    assert page.classes == [["class", "images", "top1 after epoch 2"], *classes]
     assert page.titles[:2] == ["top1", "loss"]  # the value that chose the best checkpoint is first
     assert {*page.titles} - {*page.folded} >= {"lr", "macro_f1"} and "step_ms" in page.folded
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [points for line in page.lines if (points := line.count(" ")) > 1][2:4]
     assert losses == [sum(row["split"] == split for row in metrics) for split in ("train", "val")]
     assert page.colours >= {("c1", "validation"), ("c2", "training")}
-    assert "how far confidence is from accuracy; lower is better" in page.said
+    assert "share of a class's images found, mean over the classes" in page.said
     place = page.said.index("config.yaml of first")
     assert page.said[place + 1].split() == (folder / "config.yaml").read_text().split()
 
@@ -113,14 +114,14 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     page = made(runs / "first", runs, out=tmp_path / "all.html")
     lr = {facts["run"][2:]: facts["optim.lr"] for facts in page.facts}  # without the number
-    assert lr == {str(runs / "first"): "0.2", str(runs / "second"): "0.05"}
+    assert lr == {"first": "0.2", "second": "0.05"} and f"2 runs in {runs}" in page.said
     best = [float(facts["best top1"].split()[0]) for facts in page.facts]
     assert best == sorted(best, reverse=True) and page.best.index(True) == 0 < sum(page.best) < 2
     typed = ["optim.name", "optim.lr", "train.epochs", "log.every_steps"]
-    assert [*page.facts[0]][:7] == ["run", "best top1", *typed, "last top1"]
+    assert [*page.facts[0]][:8] == ["run", "best top1", "status", *typed, "images/s"]
     assert page.folded_keys == ["key", "optim.nesterov", "optim.weight_decay", "optim.clip_norm"]
-    assert page.colours == {("c1", "1"), ("c2", "2")} and sum("first:" in x for x in page.said) > 3
-    means = [float(row[2]) + float(row[3]) for row in page.classes[1:]]
+    assert page.colours == {(f"c{i}", text) for i in (1, 2) for text in (f"{i}", f"{i}:")}
+    means = [float(row[2][:-2]) + float(row[3][:-2]) for row in page.classes[1:]]
     assert page.classes[0][2][:12] == "run 1 after " and means == sorted(means)
     assert report.run(report.arguments([str(runs / "first"), str(runs / "second")])) == 0
     assert (tmp_path / "report.html").exists() and not (runs / "report.html").exists()
@@ -131,7 +132,10 @@ def test_a_run_that_has_not_ended(copied: Path, runs: Path, tmp_path: Path) -> N
 
     The folder may come from a stranger: nothing is written through a link.
     """
-    assert "deviation 0." in " ".join(made(runs / "first", copied, out=tmp_path / "a.html").said)
+    (copied / "events.1").touch()  # of its only start
+    page = made(runs / "first", copied, out=tmp_path / "a.html")
+    assert {facts["took"][7:] for facts in page.facts} == {"", " (last start)"}
+    assert "deviation 0.00 %." in " ".join(page.said)
     (copied / "report.html").unlink(missing_ok=True)
     (copied / "report.html").symlink_to(tmp_path / "outside")
     (copied / "summary.json").unlink()
@@ -142,7 +146,8 @@ def test_a_run_that_has_not_ended(copied: Path, runs: Path, tmp_path: Path) -> N
     assert any("summary.json is missing; metrics.jsonl: cannot" in text for text in page.said)
     assert page.facts[0]["best top1"].endswith("1.1 of 2") and not (tmp_path / "outside").exists()
     (copied / "metrics.jsonl").write_text("")  # it has only begun
-    assert not made(copied).titles
+    page = made(copied)
+    assert page.facts[0]["best top1"] == "no validation yet" and not page.titles
 
 
 def test_names_from_a_run_are_escaped(copied: Path, runs: Path, tmp_path: Path) -> None:
@@ -170,7 +175,7 @@ def test_the_page_links_to_an_evaluation(runs: Path, monkeypatch: pytest.MonkeyP
     assert [file.name for file in files] == ["worst.jpg", "confusion.png", "per_class.csv"]
     assert all(file.exists() for file in files) and command not in page.said
     files[2].write_text("class,images,top1,loss,name\na,9,25.0,1,A\nb,0,,,B\n")
-    assert made(Path("first")).classes[1:] == [["A", "9", "25.0"]]
+    assert made(Path("first")).classes[1:] == [["A", "9", "25.00 %"]]
 
 
 def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
@@ -180,20 +185,27 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     reference = {"reference_top1": 5.0, "reference_top1_min": 4.0, "reference_top1_max": 6.0}
     rows.append({"step": 100, "epoch": 1, "split": "val", "gap": 5.0, "top1": 3.0, **reference})
     rows.append({"step": 200, "epoch": 2, "split": "val", "top1": 2.0})
-    page = made(synthetic(tmp_path / "run", rows, status="interrupted", signal=15))
+    words = {"status": "interrupted", "seconds": 5, "warning": {"line": "warning   the loss"}}
+    words |= {"signal": 15, "images_per_second": 0.0, "verdict": ["none: too few steps"]}
+    page = made(synthetic(tmp_path / "run", rows, **words))
     facts = [f"{x}.00 % after epoch {epoch} of –" for x, epoch in ((3, 1), (2, 2))]
-    assert [*page.facts[0].values()] == [*facts, "interrupted by SIGTERM"]
+    facts += ["interrupted by SIGTERM; warning: the loss", "0:00:05 (last start)", "–"]
+    assert [*page.facts[0].values()] == facts
     assert page.titles == ["top1", "gap", "grad_norm"]  # the values of a validation come first
     # The best one, the earlier runs and the validation; best, training, validation; the norm.
     assert [line.count(" ") for line in page.lines] == [1, 1, 2, 1, 2, 1, 2]
-    assert page.lines[0] == "M0.0 112.5h0" and "best checkpoint 3" in page.said
-    assert len(page.bands) == 2 and ("c3", "earlier") in page.colours and len(page.dots) == 7
+    assert page.lines[0] == "M180.0 112.5" and "large dot: best checkpoint" in page.said
+    assert len(page.bands) == 2 and ("c3", "earlier") in page.colours and len(page.dots) == 10
+    assert "validation after epoch 2: 2.00 %" in page.hints and "none" not in page.said
 
 
 def test_a_long_curve_keeps_its_extremes_as_a_band(tmp_path: Path) -> None:
     rows = [step_row(step, loss=9.0 if step == 777 else 1.0) for step in range(5000)]
     page = made(synthetic(tmp_path / "run", rows))
-    assert page.lines[0].count(" ") <= 2 * report.BUCKETS and len(page.bands) == 1
+    assert page.lines[0].count(" ") <= report.BUCKETS and len(page.bands) == 1
+    noise = [step_row(step, noise=step % 2) for step in range(300)]
+    even = made(synthetic(tmp_path / "noise", noise))  # each point is the mean of two steps
+    assert set(re.findall(r" ([^L]+)", even.lines[0])) == {"75.0"} and "training 1" in even.said
     assert not page.dots and re.search(r"L\d+\.\d (1\d|\d)\.\d", page.bands[0])  # near the top
 
 
@@ -202,7 +214,7 @@ def test_a_run_that_diverged_does_not_hide_the_others(tmp_path: Path) -> None:
         synthetic(tmp_path / name, [step_row(50, loss=1.0), step_row(100, loss=loss)])
     page = made(tmp_path)
     assert any(text.endswith("better; cut off at 10") for text in page.said)
-    assert {"M0.0 135.0L360.0 120.0h0"} < {*page.lines}
+    assert {"M180.0 135.0L360.0 120.0"} < {*page.lines}
 
 
 def test_damaged_files_and_no_runs(copied: Path, tmp_path: Path) -> None:
@@ -215,7 +227,5 @@ def test_damaged_files_and_no_runs(copied: Path, tmp_path: Path) -> None:
         (copied / name).write_text("" if name == "metrics.jsonl" else '{"verdict": []}')
     with pytest.raises(UserError, match="/gone: no such folder; give a run directory, for example"):
         report.read_runs(tmp_path / "gone")
-    with pytest.raises(
-        UserError, match=r": no metrics.jsonl or summary.json in it or below; give "
-    ):
+    with pytest.raises(UserError, match=r": no metrics.jsonl or summary.json in it or below; gi"):
         report.read_runs(ROOT)  # conf/config.yaml is not that of a run
