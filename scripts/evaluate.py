@@ -310,8 +310,7 @@ def print_result(found: Evaluated, folder: Path) -> None:
 def evaluate_one(options: argparse.Namespace) -> int:
     (path,), overrides = map(Path, options.paths), options.overrides
     trained = open_trained(path, overrides, classes=options.classes)
-    name = name_of(trained) + (",flip" if options.flip else "")
-    folder = options.out or Path("evaluation", name)
+    folder = options.out or Path("evaluation", name_of(trained) + (",flip" if options.flip else ""))
     if trained.config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model
     choices = {name: getattr(options, name) for name in ("flip", "all_outputs", "real")}

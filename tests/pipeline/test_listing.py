@@ -71,7 +71,7 @@ def test_the_table_is_that_of_the_folder(
 
 def test_order_is_by_class_not_by_path(tmp_path: Path) -> None:
     """`-` sorts before `/`, so a-b/ would come before a/."""
-    members = ["a-b/1.jpg", "a/2.jpg", "a/10.jpg", "a/deep/3.jpg", "B/1.jpg"]
+    members = ["a-b/1.jpg", "a/2.jpg", "a/10.jfif", "a/deep/3.jpg", "B/1.jpg"]
     for member in members:
         (tmp_path / "folder" / member).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "folder" / member).write_bytes(member.encode())
