@@ -117,10 +117,9 @@ class MixupOrCutmix:
         alpha = np.where(cut, self.cutmix_alpha, self.mixup_alpha)
         keep = np.where(chosen, rng.beta(alpha, alpha), 1.0)
         boxes, area = _pasted(np.where(cut, 1 - keep, 0.0), images.shape[-1], rng)
-        weight = to_device(np.where(cut, 1.0, keep)[groups], images)[:, None, None, None]
-        images = part.blend(images, weight * _outside(boxes[groups], images))
-        weight = to_device(np.where(cut, 1 - area, keep)[groups], images)[:, None]
-        return images, part.blend(targets, weight)
+        own, rest = (to_device(np.where(cut, w, keep)[groups], images) for w in (1.0, 1 - area))
+        weight = own[:, None, None, None] * _outside(boxes[groups], images)
+        return part.blend(images, weight), part.blend(targets, rest[:, None])
 
 
 @dataclass(kw_only=True)

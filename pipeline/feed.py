@@ -58,8 +58,8 @@ class Feed:
         """Return the active workers and the decoder, for the console."""
         workers, decoder = self.pool.active, self.datasets.train.decoder
         names = " or ".join(decoder if mode == "cpu" else mode for mode in self.modes)
-        why = f"{'to be measured; ' if self.measured else ''}there are cores for {self.num_cores}"
-        return f"loader    {workers} worker{'' if workers == 1 else 's'} ({why}), decoder {names}"
+        measured = " (to be measured)" if self.measured else ""
+        return f"loader    {workers} worker{'' if workers == 1 else 's'}{measured}, decoder {names}"
 
     def set_mode(self, mode: str, *, demand: float = math.inf) -> None:
         """Make the training samples of later iterations in one of `modes`.

@@ -358,7 +358,7 @@ def build(runs: Sequence[Run], out: Path) -> str:
         evaluations=[quote(os.path.relpath(path, out.parent)) for path in runs[0].evaluations],
         rounded=rounded,
         about=read_yaml(lib / "values.yaml"),
-        folder=folder,
+        folder=min(folder, os.path.relpath(folder), key=len),
         table=[*zip(name, best, *others, strict=True)],
         folded=[row for row in rows if row[0] not in keys],
         charts=charts(runs),

@@ -114,7 +114,7 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     page = made(runs / "first", runs, out=tmp_path / "all.html")
     lr = {facts["run"][2:]: facts["optim.lr"] for facts in page.facts}  # without the number
-    assert lr == {"first": "0.2", "second": "0.05"} and f"2 runs in {runs}" in page.said
+    assert lr == {"first": "0.2", "second": "0.05"} and f"2 runs in ../{runs.name}" in page.said
     best = [float(facts["best top1"].split()[0]) for facts in page.facts]
     assert best == sorted(best, reverse=True) and page.best.index(True) == 0 < sum(page.best) < 2
     typed = ["optim.name", "optim.lr", "train.epochs", "log.every_steps"]
