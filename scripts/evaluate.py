@@ -192,8 +192,7 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
         loader = replace(loader, batch_size=min(loader.batch_size, most) * world.size)
     if data.source == "folder" and not data.root:
         if not os.path.isabs(data.val):
-            cure = "data.root=FOLDER (with val/<class>/*) or data.val=/path/to/FOLDER (<class>/*)"
-            raise UserError(f"data.root is missing: pass {cure}")
+            raise UserError("data.root is missing: give it, or data.val=/PATH (of <class>/*)")
         data = replace(data, root=str(Path(data.val).parent))
     found = find_storage(os.path.join(os.path.expanduser(str(data.root)), data.val))
     if data.source == "folder" and "data.val" in typed and not found and os.path.exists(data.val):
