@@ -103,7 +103,7 @@ class Dataset(ABC):
     def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
         """Make the tensors of a training step from the fields of a batch on the host.
 
-        Runs in the training process; on a GPU, on a stream of its own, mostly in a thread. Raises
+        Runs in the training process; on a GPU, in a thread and on a stream of its own. Raises
         RefusedError to get the batch again with fields that the CPU makes completely.
         """
         tensors = {}

@@ -36,10 +36,8 @@ class Prefetcher:
         self.cuda = device.type == "cuda"
         # High priority: its kernels are small, and the step waits for their result.
         self.side = torch.cuda.Stream(device, priority=-1) if self.cuda else None
-        # A dataset that decodes in `on_device` may block the host for as long as a step takes. But
-        # two threads that launch many kernels wait for each other.
-        helps = self.mixing is None or len(self.loader.dataset.modes) > 1
-        self._thread = ThreadPoolExecutor(1, "upload") if self.cuda and helps else None
+        # `Dataset.on_device` may block the host for as long as a step takes.
+        self._thread = ThreadPoolExecutor(1, "upload") if self.cuda else None
         self.slots = [DeviceSlot(self.format, mixed) for _ in range(self.loader.in_use)]
         self.depth = self.loader.in_use - 1  # batches kept ready; one more is the consumer's
         self.clock = StepClock(self.cuda)
@@ -47,9 +45,8 @@ class Prefetcher:
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1."""
         # The thread may still fill a slot for an iteration that ended early, and kernels read it.
-        if self._thread is not None:
+        if self._thread is not None and self.side is not None:
             self._thread.submit(lambda: None).result()
-        if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream(self.format.device))
         host_batches = self.loader.batches(start, stop)
         ready: deque[tuple[DeviceSlot, Future[Batch]]] = deque()
