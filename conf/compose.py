@@ -141,6 +141,8 @@ def _choice_file(group: str, choice: str) -> Path:
         return FOLDER / group / f"{choice}.yaml"
     if path.suffix == ".yaml" and path.is_file():
         return path.absolute()
+    if path.suffix == ".yaml":
+        raise UserError(f"{group}={choice}: there is no such file")
     other = f"; for another one write {NAME_KEYS[group]}={choice}" if group in NAME_KEYS else ""
     near = did_you_mean(choice, names) or f"; give {', '.join(names)} or a file PATH.yaml"
     raise UserError(f"{group}={choice}: no such {group}{other}{near}")
@@ -182,10 +184,10 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             raise UserError(f"{shown}: is not UTF-8; rename the file, or use a symbolic link to it")
         if text.startswith(("-", "~")):
             meant = _advice(name, word or re.sub("^-.*|.*=.*", "", following))
-            advice = HYDRA.get(name) or HYDRA.get(text[0]) or f"{meant}; {FLAGS}"
+            advice = HYDRA.get(name) or HYDRA.get(text[0]) or f"{meant} ({FLAGS})"
             raise UserError(f"{text}: not an option; {advice}")
         if not equals:
-            raise UserError(f"{text}: write key=value, such as data.root=/images; {_advice(name)}")
+            raise UserError(f"{text}: write key=value without spaces; {_advice(name)}")
         value: Any = None if word == "null" else word
         if name in GROUPS:
             value = _choice_file(name, word)

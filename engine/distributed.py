@@ -180,10 +180,9 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
         return torch.device(choice)
     have, need = torch.cuda.device_count(), max(local_size, local_rank + 1)
     if need > have:
-        raise UserError(
-            f"train.device=cuda: torch sees {have} GPUs on {socket.gethostname()}, which has "
-            f"{need} rank(s); start fewer, let each rank see all GPUs, or give train.device=cpu"
-        )
+        found = f"{have} GPUs for {need} ranks" if have else "no GPU"
+        cure = "start fewer ranks, or let each see all GPUs" if have else "leave this key out"
+        raise UserError(f"train.device=cuda: torch sees {found} on {socket.gethostname()}; {cure}")
     return torch.device("cuda", local_rank)
 
 

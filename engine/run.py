@@ -284,7 +284,7 @@ def _lock(path: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise UserError(f"run.dir={path}: another process trains in it; give another one") from None
+        raise UserError(f"run.dir={path}: a process trains in it; give another run.name") from None
     return lock
 
 

@@ -93,7 +93,7 @@ class Run:
     # Of a validation of a classifier: class -> its readable name, images, top-1 in percent
     classes: dict[str, tuple[str, int, float]] = field(default_factory=dict)
     classes_at: str = ""  # the epoch of this validation
-    evaluations: list[Path] = field(default_factory=list)  # folders, of the best checkpoint
+    evaluations: list[Any] = field(default_factory=list)  # folder and content, of the best one
     notes: list[str] = field(default_factory=list)  # what cannot be read, changes of the config
 
     def best(self) -> tuple[str, float, dict[str, Any]]:
@@ -193,7 +193,7 @@ def read_classes(run: Run) -> None:
             found, folder = json.loads(path.read_bytes()), path.parent
             of_run = run.folder.resolve() in Path(found["checkpoint"]).resolve().parents
             if of_run and found["step"] == best["step"]:
-                run.evaluations.append(folder)
+                run.evaluations.append((folder, found))
                 same = (found["split"], found["images"]) == (run.config["data.val"], best["images"])
                 if same and not found["flip"]:
                     text = (folder / "per_class.csv").read_text("utf-8", errors="replace")
@@ -330,8 +330,8 @@ def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]], limit: float) -> d
 
 def ticks(low: float, high: float) -> np.ndarray:
     """Return the ticks of an axis, 1, 2 or 5 times a power of ten apart; its ends are ticks."""
-    if not high - low > 1e-9 * max(abs(low), abs(high), 1e-200):  # a single value
-        low, high = low - max(abs(low), 1e-9) / 2, high + max(abs(high), 1e-9) / 2
+    room = 0.05 * max(abs(low), abs(high)) or 1.0  # a smaller range is noise, or a single value
+    low, high = min(low, (low + high - room) / 2), max(high, (low + high + room) / 2)
     power = 10.0 ** math.floor(math.log10((high - low) / 5))
     step = next(power * factor for factor in (1, 2, 5, 10) if 5 * power * factor >= high - low)
     return np.arange(math.floor(low / step), math.ceil(high / step) + 1) * step
@@ -355,7 +355,7 @@ def build(runs: Sequence[Run], out: Path) -> str:
         runs=runs,
         spread=[rounded(of(scores), runs[0].best()[0]) for of in (fmean, stdev)] if repeats else [],
         unlike=[key for key, *_ in rows if key in VALIDATION],
-        evaluations=[quote(os.path.relpath(path, out.parent)) for path in runs[0].evaluations],
+        link=lambda path: quote(os.path.relpath(path, out.parent)),
         rounded=rounded,
         about=read_yaml(lib / "values.yaml"),
         folder=min(folder, os.path.relpath(folder), key=len),

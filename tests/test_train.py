@@ -239,7 +239,7 @@ def test_signal_while_saving(
         patch.setattr("engine.log.runlog.FIRST_LINE_SECONDS", 0)
         status, said, _ = call_main("log.every_steps=4")
     assert status == 128 + signal.SIGTERM and saved[-1] == 5 and saved.count(5) == 1
-    assert re.search(r"\nstep 1 of 9, about \d:\d\d left\n", said) and "validating" not in said
+    assert re.search(r"\nstep 1 of 9\n", said) and "validating" not in said
     assert [row["step"] for row in rows(folder, "train")] == [4]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     said = call_main("log.every_steps=3")[1]

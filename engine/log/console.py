@@ -1,22 +1,25 @@
 """The lines that rank 0 prints: a table of rows, and the results of the run."""
 
-import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from engine.metrics import BestBy, format_value, metric_of
 
-IMPORTANT = re.compile("^(result|verdict|warning) ")
-
 
 def say(*lines: str, end: str = "\n") -> None:
     """Print lines. On a terminal, they replace a line that had "\\r" as its `end`."""
-    if sys.stdout.isatty():
-        lines = tuple("\033[K" + IMPORTANT.sub("\033[1m\\g<0>\033[0m", line) for line in lines)
-    print(*lines, sep="\n", end=end, flush=True)
+    for line in lines:
+        if sys.stdout.isatty():
+            if line.startswith(("result ", "verdict ", "warning ")):
+                line = fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 10)
+                line = f"\033[1m{line[:10]}\033[0m{line[10:]}"
+            line = f"\033[K{line}"
+        print(line, end=end, flush=True)
 
 
 def header(by: BestBy) -> str:
@@ -106,8 +109,9 @@ def _result(summary: Mapping[str, Any]) -> str:
     visible = {by, *_visible(values)}
     text = ", ".join(format_value(name, summary[name]) for name in values if name in visible)
     if (best := summary[f"best_{by}"]) is not None:  # None if train.best_by has changed
-        earlier = f"best {format_value(by, best)} after epoch {round(summary['best_epoch'], 1):g}"
-        text += f"; {earlier}" if summary["best_epoch"] < summary["epoch"] else "; the best epoch"
+        earlier = f"; best {format_value(by, best)} after epoch {round(summary['best_epoch'], 1):g}"
+        is_last = summary["best_epoch"] == summary["epoch"]
+        text += ", the best of all epochs" if is_last else earlier
     return text
 
 

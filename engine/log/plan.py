@@ -59,7 +59,7 @@ def plan_lines(datasets: Datasets, schedule: Schedule, compute: Compute) -> Iter
     epochs = f"{config.train.epochs:g} epoch{'' if config.train.epochs == 1 else 's'}"
     steps += f", {schedule.steps_per_epoch:,.1f} per epoch, {epochs}"
     if (every := config.train.validate_every_epochs) != 1:
-        steps += f", validated after every {every:g}"
+        steps += f", validated every {every:g} epochs"
     if schedule.stop_step < schedule.steps:
         steps += f", in all {schedule.steps:,} steps: stops early"
     yield f"steps     {steps}"

@@ -18,7 +18,7 @@ from conf.schema import UserError
 from engine.checkpoint import file_name
 from engine.compute import Compute
 from engine.files import write_json
-from engine.log.console import duration, header, outcome, train_line, val_line
+from engine.log.console import header, outcome, train_line, val_line
 from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
@@ -117,9 +117,7 @@ class RunLog:
             self.meter.send(step)
         elif (now := time.monotonic()) >= self._line_due:
             self._line_due = now + 1 if self._on_terminal else math.inf
-            last, began = self.schedule.stop_step, self._began
-            left = duration((now - began) / (step - self._first_step) * (last - step))
-            text = f"step {step:,} of {last:,}, about {left} left"
+            text = f"step {step:,} of {self.schedule.stop_step:,}"
             self.tracker.print(text, end="\r" if self._on_terminal else "\n")
         self._notify(lambda observer: observer.end_step(step))
         if due.epoch or due.save:

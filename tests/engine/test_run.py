@@ -146,7 +146,7 @@ def test_second_process_is_refused_until_the_first_one_is_killed(tmp_path: Path)
     try:
         assert here.poll(HANGS_SECONDS) and here.recv() == "open"
         for resume in ("auto", "never"):
-            message = r"run\.dir=.*: another process trains in it"
+            message = r"run\.dir=.*: a process trains in it"
             check_refused(message, tmp_path, tmp_path / "run", resume, {})
     finally:
         holder.kill()

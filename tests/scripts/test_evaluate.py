@@ -268,7 +268,7 @@ def test_file_of_another_project(
     numbers = replace(found.datasets, classes=("1", "10", "2"))
     with pytest.raises(UserError, match=r"order 1, 10, 2, .*--clas"):
         outputs_of(other.trained, numbers)
-    with pytest.raises(UserError, match=r"^data\.root is missing: pass data\.root="):
+    with pytest.raises(UserError, match=r"^data\.root is missing: give it, or "):
         opened(tmp_path / "weights.pth", *FOREIGN)
 
 

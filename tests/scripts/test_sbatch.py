@@ -50,6 +50,6 @@ def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root: Path, tmp_pa
     assert " --cpus-per-task=12 " in started and " --kill-on-bad-exit=0 " in started
     again = run_command(job, variables)
     assert again.returncode == 0, again.stderr
-    assert "resumed from step-" in again.stdout
+    assert "resumed at step " in again.stdout
     assert (tmp_path / "requeued").read_text() == "requeue 4711\n"  # not again
     assert rows(folder, "train")[-1]["step"] == 180
