@@ -7,7 +7,6 @@ processes with workers.
 import gc
 import json
 import math
-import re
 import shutil
 import signal
 import sys
@@ -239,11 +238,13 @@ def test_signal_while_saving(
         patch.setattr("engine.log.runlog.FIRST_LINE_SECONDS", 0)
         status, said, _ = call_main("log.every_steps=4")
     assert status == 128 + signal.SIGTERM and saved[-1] == 5 and saved.count(5) == 1
-    assert re.search(r"\nstep 1 of 9\n", said) and "validating" not in said
+    assert "\nstep 1 of 9\n" in said and "validating" not in said
     assert [row["step"] for row in rows(folder, "train")] == [4]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
     said = call_main("log.every_steps=3")[1]
-    assert "\33[Kvalidating 15 images\r\33[K " in said and "\n\33[K\33[1mresult \33[0m" in said
+    assert "\33[Kvalidating 15 images\r\33[K " in said and "the\n          best of all" in said
+    assert "\n\33[K\33[1mresult    \33[0mtop1 " in said
     assert [row["step"] for row in rows(folder, "train")] == [4, 9]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["params_sha256"] == nine_steps[1]["params_sha256"]

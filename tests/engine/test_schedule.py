@@ -47,12 +47,9 @@ def test_what_is_due(
     assert [s for s in range(1, given.stop_step + 1) if getattr(given.due(s), what)] == steps
 
 
-def test_a_short_run_has_ten_rows() -> None:
+def test_epochs_of_a_step_and_ten_rows_of_a_short_run() -> None:
     short, long = (Schedule(schema.Config(train=TrainConfig(epochs=e)), 25_600) for e in (0.5, 9))
     assert (short.stop_step, short.log_every, long.log_every) == (50, 5, 50)
-
-
-def test_epochs_of_a_step() -> None:
     given = schedule(100, 30)
     assert given.steps_per_epoch == pytest.approx(10 / 3)
     assert [given.epochs_ended(step) for step in (0, 3, 4, 6, 7, 10)] == [0, 0, 1, 1, 2, 3]
