@@ -14,11 +14,11 @@ import os
 import re
 import shlex
 import signal
-import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from typing import Any
 
@@ -125,7 +125,7 @@ class Sweep:
 
         config = next(iter(self.jobs.values()))
         add_values(config.log.values)
-        by = config.train.best_by.removeprefix("-")
+        by, up = config.train.best_by.removeprefix("-"), config.train.best_by[0] != "-"
         form, unit = metric_of(by).form, metric_of(by).unit.replace(" ", ", ")
         rows, repeats = [], defaultdict(list)
         for job in itertools.product(*self.columns):
@@ -139,11 +139,11 @@ class Sweep:
         width = max(len(text) for *_, text, _ in rows)
         print(f"best {by}{unit}, the best job first:")
         print(*(f"{text:{width}}  {folder}" for *_, text, folder in rows), sep="\n")
-        for fixed, found in repeats.items():
+        for fixed, found in sorted(repeats.items(), key=lambda r: mean(r[1]), reverse=up):
             if len(found) > 1:
-                mean, spread = statistics.mean(found), statistics.stdev(found)
+                average, spread = mean(found), stdev(found)
                 repeat = f"mean of {len(found)} best values, standard deviation {spread:{form}}"
-                print(f"{mean:9{form}}  {repeat}{fixed}")
+                print(f"{average:9{form}}  {repeat}{fixed}")
         print("report    python scripts/report.py", shlex.join(folder for *_, folder in rows))
         return int(any(status != "finished" for _, status, *_ in rows))
 
