@@ -114,7 +114,7 @@ class Expectation(Observer):
         loss = min(row.get("loss", 0.0), self.log.row.get("loss", 0.0))
         if "top1" in row and row.get("epoch", 0) >= 1 and not loss < guess:
             text = f"the loss is not below {guess:.2f}, that of a guess: the model learned nothing"
-            found["warning"] = {"line": f"warning   {text}; see the notes above and docs/faq.md"}
+            found["warning"] = {"line": f"warning   {text} (docs/faq.md)"}
         if self._final is None or row.get("step") != self._schedule.steps:  # of an earlier epoch
             return found
         name, std, runs = self._value.name, self._final["std"], self._final["runs"] or 0

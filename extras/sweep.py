@@ -136,9 +136,8 @@ class Sweep:
             if value is not None:
                 repeats["".join(f"  {w}" for w in job if _key(w) not in REPEATS)].append(value)
         rows.sort(key=lambda row: row[0])
-        width = max(len(text) for *_, text, _ in rows)
         print(f"best {by}{unit}, the best job first:")
-        print(*(f"{text:{width}}  {folder}" for *_, text, folder in rows), sep="\n")
+        print(*(text for *_, text, _ in rows), sep="\n")
         for fixed, found in sorted(repeats.items(), key=lambda r: mean(r[1]), reverse=up):
             if len(found) > 1:
                 average, spread = mean(found), stdev(found)
@@ -209,8 +208,9 @@ def _run_child(command: Sequence[str], told: set[str]) -> int:
             in_plan = True  # until a line is indented
             for line in child.stdout or ():
                 in_plan &= not line[0].isspace()
-                known = line in told or line.startswith(("run ", "report ", "curves ", "predict "))
-                if not (in_plan and known) or line.startswith(("state", "history")):
+                of_folder = line.startswith(("run ", "report ", "curves ", "predict "))
+                repeats = in_plan and line in told and not line.startswith(("state", "history"))
+                if not of_folder and not repeats:
                     print(f"    {line}", end="", flush=True)
                 told.add(line)
             status = child.wait()

@@ -145,15 +145,15 @@ def readable(case: Case) -> Iterator[Row]:
     for name, index in case.splits().items():
         order = np.random.default_rng(0).permutation(len(index)).tolist()
         rows = sorted(order[: case.sample or len(index)])
-        look = partial(examine, index, decode.resolve("auto"))
-        seen = with_progress(in_threads(cores, look, rows), len(rows), "files")
-        files = case.examined[name] = list(seen)
+        seen = in_threads(cores, partial(examine, index, decode.resolve("auto")), rows)
+        files = case.examined[name] = list(with_progress(seen, len(rows), "files"))
         count = count_of(case, name)
         bad = [f"{file.path}: {' '.join(file.problem.split())}" for file in files if file.problem]
         if bad:
-            skips = name == "train" and case.config.data.on_error == "skip"
+            most = case.config.data.max_bad_fraction if case.config.data.on_error == "skip" else 0
+            skips = name == "train" and len(bad) <= most * len(rows)
             cure = "replace or remove them"
-            cure += ", or set data.on_error=skip" if name == "train" else ""
+            cure += ", or set data.on_error=skip, data.max_bad_fraction" if name == "train" else ""
             cure += "; --all finds all of them" if len(rows) < len(index) else ""
             text = f"{name}: {len(bad):,} of {count} cannot be read"
             yield (warn if skips else fail)(text, cure, tuple(bad))

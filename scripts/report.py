@@ -65,7 +65,6 @@ UNKNOWN = "–"
 FORMS = {("top", "macro_", "ece", "auc"): "{:.2f} %", ("loss",): "{:.4f}", ("images",): "{:,.0f}"}
 WORST = 20  # classes that are listed
 BUCKETS = 250  # most points of a curve; of a longer one, each is the mean of equally many
-FEW = 30  # points of a curve that are drawn as dots, too
 DIVERGED = 5  # times the median of the curves' maxima: losses above it hide the other runs
 # Runs that differ in one of these have other validation images, or another best value
 VALIDATION = {"train.best_by", "data.root", "data.val", "data.val_fraction", "data.val_fold"}
@@ -318,7 +317,7 @@ def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]], limit: float) -> d
         edge = path(np.append(x, x[::-1]), np.append(top, bottom[::-1])) + "Z"
         band = edge if (bottom < top).any() else ""
         line = path(x, y)
-        dots = [*zip(line[1:].split("L"), x, y, strict=True)] if len(curve) <= FEW else []
+        dots = [*zip(line[1:].split("L"), x, y, strict=True)]
         drawn.append({**about, "line": line, "dots": dots, "band": band, "last": last[-1]})
     return {
         "curves": drawn,

@@ -15,7 +15,7 @@ def say(*lines: str, end: str = "\n") -> None:
     """Print lines. On a terminal, they replace a line that had "\\r" as its `end`."""
     for line in lines:
         if sys.stdout.isatty():
-            if line.startswith(("result ", "verdict ", "warning ")):
+            if line.startswith(("note ", "result ", "verdict ", "warning ")):
                 line = fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 10)
                 line = f"\033[1m{line[:10]}\033[0m{line[10:]}"
             line = f"\033[K{line}"
@@ -77,7 +77,7 @@ def _title(by: BestBy) -> str:
 def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[str]:
     """Return the lines of a run's end; `resumes`: the same command resumes an interrupted run."""
     rate, took = summary["images_per_second"], duration(summary["seconds"])
-    done = f"step {summary['step']:,}, epoch {summary['epoch']:.4g}"
+    done = f"step {summary['step']:,}, epoch {round(summary['epoch'], 2):g}"
     result, *files = results(folder, summary)
     lines = ["", f"status    {summary['status']} after {done}; this start took {took}", result]
     if not summary["step"]:

@@ -32,7 +32,7 @@ def print_plan(
         *(f"note      {note}" for note in notes),
     ]
     if run.resumed is not None:
-        at = f"step {state.step:,}, epoch {schedule.epoch(state.step):.4g}"
+        at = f"step {state.step:,}, epoch {round(schedule.epoch(state.step), 2):g}"
         lines.append(f"state     resumed at {at}, from {run.resumed}")
     if run.finished_summary is not None:
         more = "a larger train.max_steps to continue, " if state.step < schedule.steps else ""
@@ -69,7 +69,7 @@ def plan_lines(datasets: Datasets, schedule: Schedule, compute: Compute) -> Iter
         f"{compute.flops / 1e9:.2f} GFLOP forward per {size} px image"
         f"{'' if val_size == size else f'; validated at {val_size} px'}"
     )
-    warmup = f", {schedule.warmup_steps:,} steps of warm-up" if schedule.warmup_steps else ""
+    warmup = f", warm-up until step {schedule.warmup_steps:,}" if schedule.warmup_steps else ""
     yield f"optim     {config.optim.name}, lr {config.optim.lr:g}, {config.schedule.name}{warmup}"
     layout, mode = ", channels_last" if compute.channels_last else "", compute.compile_mode
     compiled = "" if mode == "off" else f", compile {mode} (takes minutes at the first start)"
