@@ -143,8 +143,7 @@ def data(case: Case) -> Iterator[Row]:
 def readable(case: Case) -> Iterator[Row]:
     cores = max(1, int(min(machine.cores(), machine.cpu_quota())))
     for name, index in case.splits().items():
-        order = np.random.default_rng(0).permutation(len(index)).tolist()
-        rows = sorted(order[: case.sample or len(index)])
+        rows = sorted(np.random.default_rng(0).permutation(len(index))[: case.sample].tolist())
         seen = in_threads(cores, partial(examine, index, decode.resolve("auto")), rows)
         files = case.examined[name] = list(with_progress(seen, len(rows), "files"))
         count = count_of(case, name)
@@ -153,7 +152,8 @@ def readable(case: Case) -> Iterator[Row]:
             most = case.config.data.max_bad_fraction if case.config.data.on_error == "skip" else 0
             skips = name == "train" and len(bad) <= most * len(rows)
             cure = "replace or remove them"
-            cure += ", or set data.on_error=skip, data.max_bad_fraction" if name == "train" else ""
+            if name == "train":
+                cure += ", or set data.on_error=skip, which data.max_bad_fraction limits"
             cure += "; --all finds all of them" if len(rows) < len(index) else ""
             text = f"{name}: {len(bad):,} of {count} cannot be read"
             yield (warn if skips else fail)(text, cure, tuple(bad))
@@ -331,8 +331,7 @@ def disk(case: Case) -> Iterator[Row]:
     # At most, in float32: the weights, their moving average and two moments of the optimiser.
     free, size = shutil.disk_usage(folder).free, 4 * 4 * case.compute.parameters
     number = case.config.checkpoint.keep + 2  # the best, and the one being written
-    text = f"{folder}: {free / 1e9:,.1f} GB free"
-    text += f"; {number} checkpoints of at most {size / 1e9:.3f} GB"
+    text = f"{folder}: {free / 1e9:,.1f} GB free; {number} checkpoints of up to {size / 1e9:.3g} GB"
     missing = number * size - free
     if not os.access(folder, os.W_OK):
         yield fail(f"{folder}: cannot be written", "give a run.dir with write permission")

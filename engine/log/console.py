@@ -110,8 +110,7 @@ def _result(summary: Mapping[str, Any]) -> str:
     text = ", ".join(format_value(name, summary[name]) for name in values if name in visible)
     if (best := summary[f"best_{by}"]) is not None:  # None if train.best_by has changed
         earlier = f"; best {format_value(by, best)} after epoch {round(summary['best_epoch'], 1):g}"
-        is_last = summary["best_epoch"] == summary["epoch"]
-        text += ", the best of all epochs" if is_last else earlier
+        text += ", the best of all epochs" if summary["best_epoch"] == summary["epoch"] else earlier
     return text
 
 

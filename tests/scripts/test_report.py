@@ -186,7 +186,7 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     rows.append({"step": 100, "epoch": 1, "split": "val", "gap": 5.0, "top1": 3.0, **reference})
     rows.append({"step": 200, "epoch": 2, "split": "val", "top1": 2.0})
     words = {"status": "interrupted", "seconds": 5, "warning": {"line": "warning   the loss"}}
-    words |= {"signal": 15, "images_per_second": 0.0, "verdict": ["none: too few steps"]}
+    words |= {"signal": 15, "images_per_second": 0.0, "verdict": []}
     page = made(synthetic(tmp_path / "run", rows, **words))
     facts = [f"{x}.00 % after epoch {epoch} of –" for x, epoch in ((3, 1), (2, 2))]
     facts += ["interrupted by SIGTERM; warning: the loss", "0:00:05 (last start)", "–"]
@@ -196,7 +196,7 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     assert [line.count(" ") for line in page.lines] == [1, 1, 2, 1, 2, 1, 2]
     assert page.lines[0] == "M180.0 112.5" and "last values; large dot: best" in str(page.said)
     assert len(page.bands) == 2 and ("c3", "earlier") in page.colours and len(page.dots) == 10
-    assert "validation after epoch 2: 2.00 %" in page.hints and "none" not in page.said
+    assert "validation after epoch 2: 2.00 %" in page.hints and "limits the" not in str(page.said)
 
 
 def test_a_long_curve_keeps_its_extremes_as_a_band(tmp_path: Path) -> None:
