@@ -85,6 +85,8 @@ class Sweep:
         self.jobs = {job: _named(self.fixed, job)[1] for job in jobs}
         if len({config.run.dir for config in self.jobs.values()}) < len(self.jobs):
             raise UserError("-m: jobs have the same run directory; leave out run.dir and run.name")
+        name = ",".join(["sweep", *(_key(column[0]) for column in self.columns)])[:100]
+        self.folder = Path(next(iter(self.jobs.values())).run.dir).parent / name
 
     def run(self) -> int:
         """Run the jobs, and print a table with the best first; return 0 if all have finished.
@@ -100,10 +102,8 @@ class Sweep:
             values = [word.lstrip("+") for word in values]
             return _run_job(script, fixed, values, f"job {job:,}{of}", told)
 
-        folder = Path(next(iter(self.jobs.values())).run.dir).parent
-        name = ",".join(["sweep", *(_key(column[0]) for column in self.columns)])[:100]
         quiet = [{f"override hydra/{each}_logging": "disabled"} for each in ("job", "hydra")]
-        own = {"sweep": {"dir": str(folder / name), "subdir": "."}, "output_subdir": None}
+        own = {"sweep": {"dir": str(self.folder), "subdir": "."}, "output_subdir": None}
         ConfigStore.instance().store("sweep", {"defaults": [*quiet, "_self_"], "hydra": own})
         # A launcher may run `run_job` in another process, which imports this package.
         os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -140,10 +140,14 @@ class Sweep:
         print(*(text for *_, text, _ in rows), sep="\n")
         for fixed, found in sorted(repeats.items(), key=lambda r: mean(r[1]), reverse=up):
             if len(found) > 1:
-                average, spread = mean(found), stdev(found)
-                repeat = f"mean of {len(found)} best values, standard deviation {spread:{form}}"
-                print(f"{average:9{form}}  {repeat}{fixed}")
-        print("report    python scripts/report.py", shlex.join(folder for *_, folder in rows))
+                spread = f"standard deviation {stdev(found):{form}}"
+                print(f"{mean(found):9{form}}  mean of {len(found)} best values, {spread}{fixed}")
+        self.folder.mkdir(parents=True, exist_ok=True)  # with another hydra.sweep.dir
+        folders = (f"{os.path.relpath(folder, self.folder)}\n" for *_, folder in rows)
+        (self.folder / "runs.txt").write_text("".join(folders), "utf-8")  # for report.py
+        print(f"report    python scripts/report.py {shlex.quote(str(self.folder))}")
+        if repeats:  # a job has a result
+            print(f"predict   python scripts/predict.py {shlex.quote(rows[0][-1])} NEW_IMAGE.jpg")
         return int(any(status != "finished" for _, status, *_ in rows))
 
 

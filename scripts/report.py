@@ -4,10 +4,10 @@
     python scripts/report.py runs/first runs/second --out both.html
     python scripts/report.py runs/seed1 runs/seed2 ... --reference
 
-Files of a run may be missing, as in a run that is in progress. A folder of runs stands for its
-runs. The report is one file: FILE, or report.html in the given folder, for several folders in the
-current one. Every numeric key of metrics.jsonl gets a chart, unless it is always 0. What
-evaluate.py has made of the best checkpoint in evaluation/ of the current folder is linked.
+Files of a run may be missing, as in a run that is in progress. A folder of runs, or that of a
+sweep, stands for its runs. The report is one file: FILE, or report.html in the given folder, for
+several folders in the current one. Every numeric key of metrics.jsonl gets a chart, unless it is
+always 0. Of a single run, it shows what evaluate.py has made of the best checkpoint in evaluation/.
 
 --reference prints what runs of one recipe with different train.seed have reached, as the node
 `expect` of the recipe's file: later runs are compared with it.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.lib.options import Parser
+from scripts.lib.options import Parser, near_runs
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -39,6 +39,7 @@ import csv
 import json
 import math
 import os
+from base64 import b64encode
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -54,7 +55,7 @@ from jinja2 import Template
 
 from conf import cli
 from conf.compose import dotted, read_yaml
-from conf.schema import UserError, override_keys, show
+from conf.schema import UserError, describe, override_keys, show
 
 FILES = ("metrics.jsonl", "summary.json")  # a run directory has at least one of them
 SPLITS = ("val", "train")
@@ -65,6 +66,7 @@ UNKNOWN = "–"
 FORMS = {("top", "macro_", "ece", "auc"): "{:.2f} %", ("loss",): "{:.4f}", ("images",): "{:,.0f}"}
 WORST = 20  # classes that are listed
 BUCKETS = 250  # most points of a curve; of a longer one, each is the mean of equally many
+MOST = 10  # runs that are drawn: as many as there are colours
 DIVERGED = 5  # times the median of the curves' maxima: losses above it hide the other runs
 # Runs that differ in one of these have other validation images, or another best value
 VALIDATION = {"train.best_by", "data.root", "data.val", "data.val_fraction", "data.val_fold"}
@@ -89,8 +91,8 @@ class Run:
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {s: [] for s in SPLITS})
     summary: dict[str, Any] = field(default_factory=dict)
     verdict: list[str] = field(default_factory=list)  # sentences: what limits the speed
-    # Of a validation of a classifier: class -> its readable name, images, top-1 in percent
-    classes: dict[str, tuple[str, int, float]] = field(default_factory=dict)
+    # The classes with the lowest top-1 in a validation: readable name, images, top-1
+    classes: list[tuple[str, str, str]] = field(default_factory=list)
     classes_at: str = ""  # the epoch of this validation
     evaluations: list[Any] = field(default_factory=list)  # folder and content, of the best one
     notes: list[str] = field(default_factory=list)  # what cannot be read, changes of the config
@@ -117,15 +119,11 @@ class Run:
         cells |= {key: show(config[key]) for key in keys if key in config}
         if rate := number_in(summary.get("images_per_second"), 0):
             cells["images/s"] = rounded(rate, "images/s")
-        for row in self.rows["train"][-2:]:
-            if 0 < (epoch := number_in(row.get("epoch"))) < epochs:  # cut off at the end of a run
-                images = number_in(config.get("loader.batch_size")) * row["step"] / epoch
-                cells["training images"] = f"{images:,.0f}"
         if "seconds" in summary:
-            only = len([*self.folder.glob("events.*")]) == 1  # each start writes such a file
-            time = timedelta(seconds=int(number_in(summary["seconds"], 0)))
-            cells["took"] = f"{time}" if only else f"{time} (last start)"
-            cells["device"] = summary.get("device", UNKNOWN)
+            time = f"{timedelta(seconds=int(number_in(summary['seconds'], 0)))}"
+            starts = len([*self.folder.glob("events.*")])  # each start writes such a file
+            time += "" if starts == 1 else " (last start)"
+            cells |= {"took": time, "device": summary.get("device", UNKNOWN)}
         return cells
 
 
@@ -139,9 +137,13 @@ def read_runs(folder: Path) -> list[Run]:
     folders = [folder]
     if not any((folder / name).is_file() for name in FILES):
         folders = sorted({path.parent for name in FILES for path in folder.glob(f"*/{name}")})
+    with suppress(OSError):  # a sweep lists its runs
+        lines = (folder / "runs.txt").read_text("utf-8").splitlines()
+        folders = [Path(os.path.normpath(folder / line)) for line in lines]
     if not folders:
         why = f"no {' or '.join(FILES)} in it or below" if folder.is_dir() else "no such folder"
-        raise UserError(f"{folder}: {why}; give a run directory, for example runs/demo")
+        near = near_runs(str(folder)) or "; give a run directory, for example runs/demo"
+        raise UserError(f"{folder}: {why}{near}")
     runs = []
     for path in folders:
         try:
@@ -149,8 +151,7 @@ def read_runs(folder: Path) -> list[Run]:
         except UserError:
             raise
         except DAMAGED as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise UserError(f"{path}: a file of it is damaged ({reason}); remove it") from None
+            raise UserError(f"{path}: a damaged file, remove it: {describe(error)}") from None
     return runs
 
 
@@ -197,9 +198,10 @@ def read_classes(run: Run) -> None:
                 if same and not found["flip"]:
                     text = (folder / "per_class.csv").read_text("utf-8", errors="replace")
                     rows, run.classes_at = [*csv.DictReader(text.splitlines())], epoch_of(best)
-    for row in rows:
-        top1 = math.nan if row["top1"] in (None, "") else float(row["top1"])
-        run.classes[row["class"]] = row["name"], int(row["images"]), top1
+    rows = [row for row in rows if row["top1"] not in (None, "")]  # it has images
+    found = [(float(row["top1"]), int(row["images"]), row["name"]) for row in rows]
+    worst = sorted(found, key=lambda row: row[0])[:WORST]
+    run.classes = [(name, f"{images:,}", rounded(top1, "top1")) for top1, images, name in worst]
 
 
 def epoch_of(row: dict[str, Any]) -> str:
@@ -239,34 +241,17 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
     return [row for row in compared(configs) if len(set(row[1:])) > 1]
 
 
-def worst_classes(runs: Sequence[Run]) -> list[list[str]]:
-    """Return a head, and a row for each of the WORST classes, by the mean top-1 of the runs.
-
-    It has the name, the images of the first run, and each top-1. Runs with other classes have none.
-    """
-    first = runs[0].classes
-    if not first or any(run.classes.keys() != first.keys() for run in runs):
-        return []
-    top1 = {key: [run.classes[key][2] for run in runs] for key in first if first[key][1]}
-    name = "run {}" if len(runs) > 1 else "top1"
-    columns = [f"{name.format(i)} {run.classes_at}" for i, run in enumerate(runs, 1)]
-    table = [["class", "images", *columns]]
-    for key in sorted(top1, key=lambda key: fmean(top1[key]))[:WORST]:
-        name, images, _ = first[key]
-        table.append([name, f"{images:,}", *(rounded(value, "top1") for value in top1[key])])
-    return table
-
-
 def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return a chart for each numeric key, with a curve per run and split.
 
     Keys whose values are all 0 have none. `KEY_min` and `KEY_max` are the band around the curve of
-    KEY. The chart of a single run has `reference_KEY`, the curve of earlier runs of the recipe.
+    KEY. The chart of a single run has `reference_KEY`, the curve of earlier runs of the recipe;
+    that of more than three runs has only their validations, if there are any.
     """
     rows = [row for run in runs for split in SPLITS for row in run.rows[split]]
     keys = dict.fromkeys(key for row in rows for key in row if key not in NOT_DRAWN)
     drawn_with = {form.format(key) for key in keys for form in ("{}_min", "{}_max", "reference_{}")}
-    drawn = [(r, s, str(i), i % 10) for i, r in enumerate(runs, 1) for s in (*SPLITS, "best")]
+    drawn = [(r, s, str(i), i) for i, r in enumerate(runs, 1) for s in (*SPLITS, "best")]
     if len(runs) == 1:  # "best" is a curve of one point, the large dot
         drawn = [(runs[0], split, label, i) for i, (split, label) in enumerate(LABELS.items(), 1)]
         drawn.append((runs[0], "best", *drawn[0][2:]))
@@ -277,11 +262,14 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
             for run, split, label, colour in drawn
             if len(curve := curve_of(run, split, key))
         ]
+        if runs[3:] and any(about["split"] == "val" for about, _ in curves):
+            curves = [pair for pair in curves if pair[0]["split"] != "train"]  # too many to tell
         if any(curve[:, 1:].any() for _, curve in curves):
             machine = key.startswith(MACHINE[0]) or key.endswith(MACHINE[1])
+            group = 2 if machine else int(key.endswith("_raw"))  # its title is in report.html
             tops = [curve[:, 3].max() for _, curve in curves]
             limit = DIVERGED * median_low(tops) if runs[1:] and "loss" in key else math.inf
-            found.append({"title": key, "machine": machine, **draw(curves, limit)})
+            found.append({"title": key, "group": group, **draw(curves, limit)})
     return found
 
 
@@ -300,16 +288,20 @@ def curve_of(run: Run, split: str, key: str) -> np.ndarray:
 def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]], limit: float) -> dict[str, Any]:
     """Return the curves as SVG paths, cut off near a limit, and the ticks as (coordinate, text)."""
     points = np.concatenate([curve for _, curve in curves])
-    ticks_x = ticks(0.0, points[:, 0].max())
+    end = points[:, 0].max() or 1.0
+    ticks_x = ticks(0.0, end)
+    ticks_x = ticks_x[ticks_x <= end]
     ticks_y = ticks(points[:, 2].min(), min(points[:, 3].max(), limit))[::-1]  # SVG goes downwards
 
-    def places(values: np.ndarray, axis: np.ndarray, length: int) -> list[float]:
-        inside = values.clip(max=axis.max())
-        return (length * (inside - axis[0]) / (axis[-1] - axis[0])).round(1).tolist()
+    def places(values: np.ndarray, first: float, last: float, length: int) -> list[float]:
+        inside = values.clip(max=max(first, last))
+        return (length * (inside - first) / (last - first)).round(1).tolist()
+
+    across = partial(places, first=0.0, last=end, length=WIDTH)
+    down = partial(places, first=ticks_y[0], last=ticks_y[-1], length=HEIGHT)
 
     def path(x: np.ndarray, y: np.ndarray) -> str:
-        pairs = zip(places(x, ticks_x, WIDTH), places(y, ticks_y, HEIGHT), strict=True)
-        return "M" + "L".join(f"{a} {b}" for a, b in pairs)
+        return "M" + "L".join(f"{a} {b}" for a, b in zip(across(x), down(y), strict=True))
 
     drawn = []
     for about, curve in curves:
@@ -322,8 +314,9 @@ def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]], limit: float) -> d
     return {
         "curves": drawn,
         "cut_off": points[:, 3].max() > limit,
-        "x": [*zip(places(ticks_x, ticks_x, WIDTH), ticks_x, strict=True)],
-        "y": [*zip(places(ticks_y, ticks_y, HEIGHT), ticks_y, strict=True)],
+        "x": [*zip(across(ticks_x), ticks_x, strict=True)],
+        "y": [*zip(down(ticks_y), ticks_y, strict=True)],
+        "has_line": any(len(curve) > 1 for _, curve in curves),
     }
 
 
@@ -343,8 +336,11 @@ def build(runs: Sequence[Run], out: Path) -> str:
     typed, rows = set().union(*(run.typed for run in runs)), differences(runs)
     keys = [key for key, *_ in rows if typed & {key, key.removesuffix(".name")}]  # model=...
     keys = keys or ["model.name", "loader.batch_size"]
-    names = [{"run": os.path.relpath(run.folder, folder)} for run in runs]
-    name, best, *others = compared([n | r.headline(keys) for n, r in zip(names, runs, strict=True)])
+    parts = [os.path.relpath(run.folder, folder).split(",") for run in runs]
+    same = set(parts[0]).intersection(*parts)  # left out of the table
+    short = [",".join(part for part in p if part not in same) or ",".join(p) for p in parts]
+    heads = [{"run": n} | run.headline(keys) for n, run in zip(short, runs, strict=True)]
+    name, best, *others = compared(heads)
     others = [r for r in others if r[1:] != best[1:] and len({*r[1:]}) >= min(2, len(runs))]
     scores = [number_in(row[key]) for key, _, row in (run.best() for run in runs) if row]
     repeats = len(scores) > 1 and {row[0] for row in rows} <= {"train.seed", "data.val_fold"}
@@ -355,13 +351,14 @@ def build(runs: Sequence[Run], out: Path) -> str:
         spread=[rounded(of(scores), runs[0].best()[0]) for of in (fmean, stdev)] if repeats else [],
         unlike=[key for key, *_ in rows if key in VALIDATION],
         link=lambda path: quote(os.path.relpath(path, out.parent)),
+        encoded=lambda path: b64encode(path.read_bytes()).decode(),
         rounded=rounded,
         about=read_yaml(lib / "values.yaml"),
         folder=min(folder, os.path.relpath(folder), key=len),
         table=[*zip(name, best, *others, strict=True)],
         folded=[row for row in rows if row[0] not in keys],
-        charts=charts(runs),
-        classes=worst_classes(runs),
+        charts=charts(runs[:MOST]),
+        most=MOST,
         width=WIDTH,
         height=HEIGHT,
         now=datetime.now().strftime("%Y-%m-%d %H:%M"),
@@ -371,42 +368,35 @@ def build(runs: Sequence[Run], out: Path) -> str:
 def reference(runs: Sequence[Run]) -> str:
     """Return what runs of one recipe reach as YAML, the node `expect` of the recipe's file.
 
-    It is the value that train.best_by names; `time` is that of the last start. Raises UserError if
-    there are too few runs, they differ, or one is not complete.
+    It is the value that train.best_by names. Raises UserError if there are too few runs, they
+    differ, or one is not complete.
     """
-    if len(runs) < MIN_RUNS:
-        raise UserError(f"--reference: {len(runs)} runs; give {MIN_RUNS} or more")
-    for key, *values in differences(runs):
-        if key != "train.seed":
-            text = f"{key} differs ({', '.join(sorted({*values}))}); give runs of one recipe"
-            raise UserError(f"--reference: {text}")
-    by, curves = runs[0].best()[0], []
-    for run in runs:
-        epochs = math.floor(number_in(run.config.get("train.epochs"), 0))
-        curves.append([number_in(row.get(by)) for row in run.rows["val"]])
-        if not len(curves[-1]) == epochs > 0 or not all(map(math.isfinite, curves[-1])):
-            raise UserError(
-                f"--reference: {run.folder} was not validated after each of its {epochs} epochs; "
-                "give finished runs with train.validate_every_epochs=1"
-            )
+    by, epochs = runs[0].best()[0], math.floor(number_in(runs[0].config.get("train.epochs"), 0))
+    curves = [[number_in(row.get(by)) for row in run.rows["val"]] for run in runs]
+    differ = {key for key, *_ in differences(runs)} - {"train.seed"}
+    complete = all(len(curve) == epochs > 0 and np.isfinite(curve).all() for curve in curves)
+    if len(runs) < MIN_RUNS or differ or not complete:
+        found = f"{len(runs)} are given, other keys that differ: {show(sorted(differ))}"
+        raise UserError(
+            f"--reference: give {MIN_RUNS} or more finished runs that differ in train.seed alone, "
+            f"with train.validate_every_epochs=1; {found}"
+        )
     by_epoch = list(zip(*curves, strict=True))
     form = ".2f" if max(map(max, by_epoch)) >= 10 else ".5g"  # percent, or another unit
     curve = {
         name: [float(f"{of(values):{form}}") for values in by_epoch]
         for name, of in ((by, fmean), ("std", stdev))
     }
-    seconds = fmean(number_in(run.summary.get("seconds"), 0) for run in runs)
     expect = {
         **{name: values[-1] for name, values in curve.items()},
         "runs": len(runs),
         "status": "reproduced here",
         "source": f"{len(runs)} runs with this program",
         "val_images": runs[0].rows["val"][-1].get("images"),
-        "time": str(timedelta(seconds=round(seconds))),
         "reference": {"runs": len(runs), **curve},
     }
     node = yaml.safe_dump({"expect": expect}, width=100, sort_keys=False, default_flow_style=None)
-    return f"# add recipe, classes, train_images, format (JPEG or lossless), hardware\n{node}"
+    return f"# add recipe, classes, train_images, format (JPEG or lossless), hardware, time\n{node}"
 
 
 def run(options: argparse.Namespace) -> int:

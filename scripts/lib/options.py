@@ -48,6 +48,13 @@ def checkpoint_parser(description: str | None, arguments: str) -> Parser:
     return parser
 
 
+def near_runs(missing: str) -> str:
+    """`; did you mean` up to three runs whose folders are like a missing one, or nothing."""
+    folders = Path(missing).parent, Path("runs")
+    runs = {str(held.parent) for folder in folders for held in folder.glob("*/config.yaml")}
+    return did_you_mean(missing, sorted(runs), count=3, least=0)
+
+
 def parse_paths(
     parser: Parser, words: Sequence[str] | None = None, *, several: bool = False
 ) -> argparse.Namespace:
@@ -69,9 +76,7 @@ def parse_paths(
     except (UserError, argparse.ArgumentError) as mistake:
         parser.error(str(mistake))
     if missing := next((path for path in options.paths[:1] if path not in found), None):
-        folders = Path(missing).parent, Path("runs")
-        runs = {str(held.parent) for folder in folders for held in folder.glob("*/checkpoints")}
-        near = did_you_mean(missing, sorted(runs), count=3, least=0) or f"; give {CHECKPOINT}"
+        near = near_runs(missing) or f"; give {CHECKPOINT}"
         parser.error(f"{missing}: there is no such run directory or file{near}")
     if not several and len(options.paths) != 1:
         wrong = f"{len(options.paths)} are given, not one" if options.paths else "is missing"

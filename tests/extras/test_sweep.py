@@ -13,6 +13,7 @@ import yaml
 
 from conf import cli
 from extras.sweep import MOST, WORST, Sweep
+from scripts import report
 from tests.conf.refused import refusal
 from tests.helpers.processes import ROOT, Started, needs_linux, wait_for
 
@@ -133,8 +134,11 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
         "best top1, %, the best job first:",
         *("    52.00  train.seed=2", "    50.00  train.seed=0", "no result  train.seed=1"),
         "    51.00  mean of 2 best values, standard deviation 1.41",
-        f"report    python scripts/report.py runs/{third} runs/{first} runs/{second}",
+        "report    python scripts/report.py runs/sweep,train.seed",
+        f"predict   python scripts/predict.py runs/{third} NEW_IMAGE.jpg",
     ]
+    read = report.read_runs(tmp_path / "runs" / "sweep,train.seed")
+    assert [run.folder.name for run in read] == [third, first, second]
     runs = {path.name for path in (tmp_path / "runs").iterdir()}
     assert runs == {first, third, "sweep,train.seed"}
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "started", "outcomes", "runs"}

@@ -67,10 +67,7 @@ def tree_of_tar(path: str, others: LeftOut, start: int = 0) -> Tree:
 
 @cache
 def inflated(path: str) -> Any:
-    """Inflate a .tar.gz file to a temporary file, which the end of the program removes.
-
-    Raises UserError if it is damaged.
-    """
+    """Inflate a .tar.gz file to a temporary file; UserError if it is damaged."""
     file = NamedTemporaryFile(prefix="prepare-")  # noqa: SIM115 - open until the end
     try:
         with gzip.open(path) as content:
