@@ -55,6 +55,7 @@ from engine.checkpoint import provenance
 from engine.compute import autocast, choose_precision, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
 from engine.files import write_json
+from engine.log.console import say
 from engine.log.observer import named_observers
 from engine.metrics import METRICS, Metric, add_values, format_value
 from engine.schedule import make_schedule
@@ -300,10 +301,10 @@ def print_result(found: Evaluated, folder: Path) -> None:
     results = ", ".join(format_value(name, value) for name, value in found.values.items())
     images, seconds = found.summary["images"], found.summary["seconds"]
     size = f"{images:,} images of {found.datasets.val_size} px, {images / seconds:,.0f}/s"
-    print(f"{name_of(found.trained)}:", f"{results} ({size})", f"see {folder}", sep="\n")
+    say(f"result    {results}", f"images    {size}", f"files     {folder}")
     if (kept := len(found.classes)) < (every := found.trained.num_classes):
         text = f"only the outputs of the {kept:,} classes with images competed, not all {every:,}"
-        print(f"{text} (--all-outputs)")
+        say(f"note      {text} (--all-outputs)")
 
 
 def evaluate_one(options: argparse.Namespace) -> int:

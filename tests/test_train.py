@@ -243,8 +243,8 @@ def test_signal_while_saving(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "30")
     said = call_main("log.every_steps=3")[1]
-    assert "\33[Kvalidating 15 images\r\33[K " in said and "the\n          best of all" in said
-    assert "\n\33[K\33[1mresult    \33[0mtop1 " in said
+    assert "\33[Kvalidating 15 images\r\33[K\33[1m " in said
+    assert "\n\33[K\33[1mresult    \33[0mtop1 " in said and "the\n          best of all" in said
     assert [row["step"] for row in rows(folder, "train")] == [4, 9]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["params_sha256"] == nine_steps[1]["params_sha256"]

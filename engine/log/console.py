@@ -10,14 +10,19 @@ from typing import Any
 
 from engine.metrics import BestBy, format_value, metric_of
 
+COPIED = ("run ", "report ", "curves ", "predict ")  # lines that stay whole, to be copied
+
 
 def say(*lines: str, end: str = "\n") -> None:
     """Print lines. On a terminal, they replace a line that had "\\r" as its `end`."""
     for line in lines:
         if sys.stdout.isatty():
-            if line.startswith(("note ", "result ", "verdict ", "warning ")):
+            if line[:1].isalpha() and not line.startswith(COPIED):
                 line = fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 10)
+            if line.startswith(("note ", "result ", "verdict ", "warning ")):
                 line = f"\033[1m{line[:10]}\033[0m{line[10:]}"
+            elif "validation: " in line:
+                line = f"\033[1m{line}\033[0m"
             line = f"\033[K{line}"
         print(line, end=end, flush=True)
 
@@ -42,13 +47,10 @@ def train_line(
 def val_line(
     row: Mapping[str, Any], names: Iterable[str], by: BestBy, epochs: float, *, best: bool
 ) -> str:
-    """Return the line of a validation. Names in _raw are of the model without averaging."""
-    visible = _visible(names)
-    parts = [format_value(name, row[name]) for name in visible if name != by.name]
+    """Return the line of a validation."""
+    parts = [format_value(name, row[name]) for name in _visible(names) if name != by.name]
     parts += ["best so far"] if best else []
-    raw = [format_value(name, row[f"{name}_raw"]) for name in visible if f"{name}_raw" in row]
     text = ", ".join([*parts, f"{row['seconds']:.1f} s"])
-    text += f"; without averaging: {', '.join(raw)}" if raw else ""
     return _columns(by, *_progress(row, by, epochs), f"validation: {text}")
 
 
@@ -84,7 +86,7 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
         return lines[:2]
     # What an observer adds to the summary may have a line to print.
     lines += [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
-    lines += [f"speed     {rate:,.0f} images/s"] if rate else []  # 0 without a step to measure
+    lines += [f"speed     {rate:,.0f} img/s"] if rate else []  # 0 without a step to measure
     lines += files
     if skipped := summary["unreadable_images"]:
         lines.append(f"skipped   {skipped:,} unreadable images: scripts/doctor.py --all lists them")
@@ -110,7 +112,7 @@ def _result(summary: Mapping[str, Any]) -> str:
     text = ", ".join(format_value(name, summary[name]) for name in values if name in visible)
     if (best := summary[f"best_{by}"]) is not None:  # None if train.best_by has changed
         earlier = f"; best {format_value(by, best)} after epoch {round(summary['best_epoch'], 1):g}"
-        text += ", the best of all epochs" if summary["best_epoch"] == summary["epoch"] else earlier
+        text += ", the best of all epochs" if summary[by] == best else earlier
     return text
 
 

@@ -135,7 +135,9 @@ class RunLog:
 
     def _judge_epoch(self) -> None:
         with self.pause():
-            lines = self._verdict(self._judged, SHORT_EPOCH)
+            # Without the rows of steps that compile
+            rows = [times for times, (starting, _) in self._times[self._judged :] if not starting]
+            lines = judge(rows, SHORT_EPOCH, self.world, self.feed)
             self._judged = len(self._times)
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
                 cause, before = lines[0].partition(":")[0], self._cause
@@ -145,11 +147,6 @@ class RunLog:
                 self._cause = cause
                 epoch = round(self.schedule.epoch(self.state.step), 4)
                 self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
-
-    def _verdict(self, first: int, shortest: float) -> list[str]:
-        """Judge the rows from the first one on, without those of steps that compile. Collective."""
-        rows = [times for times, (starting, _) in self._times[first:] if not starting]
-        return judge(rows, shortest, self.world, self.feed)
 
     @contextmanager
     def pause(self, doing: str = "") -> Iterator[None]:
@@ -206,7 +203,8 @@ class RunLog:
         values = {key: value for key, value in state.last.items() if key not in ("step", "epoch")}
         best_step = int(state.best.get("step", 0))
         # Later rows tell more about the speed than those of the first steps and epoch.
-        settled = [times for times, kind in self._times if kind == self._times[-1][1]]
+        newest = self._times[-1][1] if self._times else (True, True)
+        settled = [times for times, kind in self._times if kind == newest]
         rate = mean_of(settled).rate if settled else 0.0
         unreadable = self.world.all_gather(set(self.feed.pool.unreadable))
         summary = {
@@ -227,7 +225,7 @@ class RunLog:
             "images_per_second": rate * self.world.size,
             "device": self.compute.name,
             "workers": self.feed.pool.active,
-            "verdict": self._verdict(0, SHORT_RUN),
+            "verdict": judge([] if newest[0] else settled, SHORT_RUN, self.world, self.feed),
             "unreadable_images": len(set[int]().union(*unreadable)),
         }
         summary |= self._notify(lambda observer: observer.finish(summary))

@@ -80,7 +80,7 @@ def test_command_line(
     for path, name in ((folder, "best"), (last, last.stem)):
         done = ranks.run([*SCRIPT, str(path), *HERE], 1, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        lines = rf"^.*,{name}:\nloss .*15 images of 32 px.*\nsee (evaluation/.*,{name})\n$"
+        lines = rf"^result    loss .*\nimages    15 images of 32 px.*\nfiles     (.*,{name})\n$"
         (out,) = re.findall(lines, done.stdout)
     stored = json.loads((tmp_path / out / "evaluation.json").read_text())
     assert stored["loss"] == found.values["loss"] and stored["made_by"]
@@ -222,7 +222,9 @@ def test_another_task(
     found = evaluate.run(replace(opened(folder), classes=("mass", "a", "b")), ALONE, flip=True)
     assert found.classes == ("mass", "a", "b")
     evaluate.print_result(found, tmp_path)
-    assert re.search(r":\nmae \d[.\d]* \(15 images of 32 px, ", capsys.readouterr().out)
+    assert re.search(
+        r"result    mae \d[.\d]*\nimages    15 images of 32 px, ", capsys.readouterr().out
+    )
     evaluate.write(found, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["evaluation.json"]
     assert json.loads((tmp_path / "evaluation.json").read_text())["mae"] == found.values["mae"]

@@ -41,8 +41,6 @@ def test_table() -> None:
     text = "  2.00/10         20   0.5000   60.00 validation: top5 95.00 %"
     names = ["loss", "top1", "top5"]
     assert val_line(VAL, names, TOP1, 10, best=True) == f"{text}, best so far, 2.0 s"
-    other = val_line({**VAL, "top1_raw": 59.0, "top5_raw": 94.0}, names, TOP1, 10, best=False)
-    assert other == f"{text}, 2.0 s; without averaging: top1 59.00 %, top5 94.00 %"
 
 
 def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,6 @@ def test_an_epoch_with_the_same_bottleneck_prints_no_verdict(
 ) -> None:
     # Five epochs, and the run: its verdict is printed after the last epoch.
     verdicts = iter([["a: 1."], ["a: 2."], [], ["b: 3."], ["c: 4."], ["c: 5."]])
-    monkeypatch.setattr(RunLog, "_verdict", lambda *_: next(verdicts))
+    monkeypatch.setattr("engine.log.runlog.judge", lambda *_: next(verdicts))
     run(image_root, tmp_path / "run", "train.epochs=5")
     assert re.findall(r"verdict +(.*)", capsys.readouterr().out) == ["a: 1.", "b: 3.", "c: 5."]
