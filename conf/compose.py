@@ -207,6 +207,7 @@ def _advice(name: str, value: str = "") -> str:
     """Name the key or group meant by an unknown one, such as `lr`, or by a flag and its `value`."""
     lasts = {known: known.rpartition(".")[2] for known in NAMES}
     word = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
+    word = {"a": "model", "b": "batch_size", "j": "workers"}.get(word, word)  # as elsewhere
     close = difflib.get_close_matches(word, lasts.values(), 1, 0.7)
     meant = [known for known, last in lasts.items() if last in close]
     if value:

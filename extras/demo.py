@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 
 # A texture maps (u, v), rotated coordinates whose unit is about one period, to values in [0, 1].
-
-
 def stripes(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
     return _edge(_triangle(u) - rng.uniform(0.35, 0.65))
 

@@ -92,15 +92,13 @@ class Expectation(Observer):
         self._warned = True
         epoch = self._schedule.epochs_ended(row["step"])
         changed = ", ".join(f"{key}={value}" for key, value in self._changed.items())
-        check = f"the labels and what differs from the recipe ({changed})"
-        if not changed:
-            check = "the labels, the learning rate and your code changes"
+        differs = f"what differs from the recipe ({changed})" if changed else "your code changes"
         self.log.tracker.print(
             f"warning   {format_value(name, row[name])} after epoch {epoch} is worse than the "
             f"{SIGMAS} sigma limit of this recipe, {band[side]:.4g} ({self._curve['runs']} runs "
             f"reached {mean:.4g} +/- {self._curve['std'][epoch - 1]:.2g}), and so was the previous "
-            f"validation, {format_value(name, previous[name])}: check {check}; training continues, "
-            "Ctrl-C stops it"
+            f"validation, {format_value(name, previous[name])}: check the labels and {differs}; "
+            "training continues, Ctrl-C stops it"
         )
         return columns
 

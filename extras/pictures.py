@@ -28,7 +28,6 @@ CONFUSION = ("class", "prediction", "images", "name", "prediction_name")  # of c
 WORST = ("path", "class", "prediction", "confidence", "loss", "name", "prediction_name")
 MAX_BARS = 25
 BINS = 15  # of the confidence, as in arXiv 1706.04599
-BLUE = "#4c72b0"
 
 
 class Pictures(Observer):
@@ -157,7 +156,7 @@ def bars(title: str, rows: Sequence[tuple[str, float, int]]) -> Image.Image:
         text = name.encode(errors="replace").decode()  # a folder name may not be UTF-8
         draw.text((16, top + 10), text, "black", font, "lm")
         draw.rectangle((290, top, 900, top + 20), "white")  # over a long name
-        draw.rectangle((300, top, right, top + 20), BLUE)
+        draw.rectangle((300, top, right, top + 20), "#4c72b0")
         draw.text((right + 8, top + 10), f"{percent:.1f} % of {count:,}", "black", font, "lm")
     return image
 

@@ -75,7 +75,7 @@ def build(
             raise UserError(
                 f"model.weights=pretrained: the weights of {name} cannot be loaded "
                 f"({type(error).__name__}: {reason}); copy {file} to this machine and give "
-                "model.weights=FILE"
+                "model.weights=FILE, or train without weights as in docs/quickstart.md"
             ) from None
         if not isinstance(error, AssertionError | OSError) and not args and in_channels == RGB:
             raise

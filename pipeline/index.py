@@ -229,13 +229,12 @@ def _missing_split(folder: str | os.PathLike[str], key: str) -> UserError:
     if any(listing.is_image(os.fsencode(name)) for name in beside[:5]):
         listing.list_folder(os.fsencode(path.parent), f"data.root={path.parent}", {})  # raises it
     given = f"{key}={folder}: there is no such folder"
-    advice = "data.root must hold train/<class>/* and val/<class>/*; with data.val_fraction=0.2"
-    advice += " it may hold the classes, or be a .tar or .csv file"
+    cure = f"give {'data.val_fraction=0.2 to hold out 20 %, or ' * (key == 'data.val')}{key}=FOLDER"
     if f"data.{path.name}" == key:  # the default, which was hardly typed
         given = f"data.root={Path(folder).parent}: has no {path.name}"
     elif key != "data.root":
-        advice = f"if these are the classes, give {key}=. for all of them"
-    given += f"; {path.parent} holds {', '.join(beside[:5]) or 'no folder'}: {advice}"
+        cure = f"if these are the classes, give {key}=. for all of them"
+    given += f"; {path.parent} holds {', '.join(beside[:5]) or 'no folder'}: {cure}"
     return UserError(f"{given}{did_you_mean(path.name, beside)}")
 
 

@@ -381,7 +381,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
             raise LoaderError(
                 f"data.max_bad_fraction={limit:g}: {count:,} of {images:,} training images cannot "
                 f"be read, for example {reply.skipped[-1][1]}; {CHECK} and replace the unreadable "
-                "ones, or raise this limit"
+                f"ones, or raise this limit, for example to {min(1.0, 2 * count / images):.1g}"
             )
 
     def _current(self, worker: Worker) -> str:

@@ -153,7 +153,8 @@ def readable(case: Case) -> Iterator[Row]:
             skips = name == "train" and len(bad) <= most * len(rows)
             cure = "replace or remove them"
             if name == "train":
-                cure += ", or set data.on_error=skip, which data.max_bad_fraction limits"
+                most = min(1.0, 2 * len(bad) / len(rows))
+                cure += f", or set data.on_error=skip data.max_bad_fraction={most:.1g}"
             cure += "; --all finds all of them" if len(rows) < len(index) else ""
             text = f"{name}: {len(bad):,} of {count} cannot be read"
             yield (warn if skips else fail)(text, cure, tuple(bad))

@@ -1,6 +1,8 @@
 """Layers of a config; commands share a run directory if and only if they train the same."""
 
+import csv
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,28 +24,12 @@ def name(typed: str = "") -> str:
 
 # The default name.
 
-SAME = [  # pairs of commands that train the same thing; tests/equal has keys without effect
-    ("", "recipe=imagenet_rn50"),
-    ("", "optim.lr=7 optim.lr=1e-1 optim=sgd schedule=step model=resnet50 data=folder"),
-    ("", "data.root=/imagenet/../imagenet/"),
-    ("", "data.val_size=224 data.image_size=224"),
-    ("", "'augment.train=[{random_resized_crop: {size: 224}}, horizontal_flip]'"),
-    ("", "loader.decoder=pillow loader.timeout_seconds=5"),
-    ("data.image_size=64", "data.image_size=64 data.val_size=64"),
-    ("optim=adamw", "optim=adamw optim.lr=0.001"),
-    ("model.weights=/a/b.pth", "model.weights=/a/../a/b.pth loader.workers=2"),
-    ("data.val=test", "data.val=./test/"),
-]
-FORKED = "optim.name=engine.optim:decay_groups"  # code of a fork
-OTHER = [  # pairs that train different things; tests/equal has more names
-    ("data.fake_images=1234567 data=fake", "data.fake_images=1234568 data=fake"),
-    ("data.image_size=176", "data.image_size=176 data.val_size=224"),
-    ("model.weights=/a/b-c.pth", "'model.weights=/a/b c.pth'"),
-    ("optim=adamw", "optim.name=adamw"),
-    ("recipe=cifar10 optim=adamw", "recipe=cifar10 optim=adamw optim.lr=0.2"),
-    (FORKED, f"{FORKED} optim.momentum=0.5"),
-    ("loader.decoder=hybrid", "loader.decoder=gpu"),
-]
+# Pairs of commands that train the same, or different things; tests/equal has more.
+with Path(__file__).with_name("pairs.csv").open(newline="", encoding="utf-8") as file:
+    PAIRS = [*csv.DictReader(file)]
+SAME, OTHER = (
+    [(p["one"], p["other"]) for p in PAIRS if p["relation"] == r] for r in ("same", "other")
+)
 # run_identity holds what these stand for.
 IGNORED = ("data.root", "data.val", "loader.decoder", "model.weights")
 
