@@ -72,7 +72,7 @@ DIVERGED = 5  # times the median of the curves' maxima: losses above it hide the
 VALIDATION = {"train.best_by", "data.root", "data.val", "data.val_fraction", "data.val_fold"}
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
 # Prefixes and suffixes of names that measure the machine; all others measure the training.
-MACHINE = (("gpu/", "memory/", "host", "images_per_second", "mfu"), ("_fraction", "_ms"))
+MACHINE = (("gpu_", "memory_", "host_", "images_per_second", "mfu"), ("_fraction", "_ms"))
 DAMAGED = (ValueError, TypeError, LookupError, AttributeError)  # what a wrong content raises
 WIDTH, HEIGHT = 360, 150  # of a chart in SVG units, without its labels
 

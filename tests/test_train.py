@@ -20,6 +20,7 @@ import pytest
 
 import train
 from engine import checkpoint, compute
+from engine.log.console import say
 from engine.run import Run
 from engine.state import TrainState, params_sha256
 from models import build
@@ -222,7 +223,7 @@ def test_signal_while_validating(
 
 
 def test_signal_while_saving(
-    train_run: Any, call_main: Any, folder: Path, nine_steps: Ended, monkeypatch: Patch
+    train_run: Any, call_main: Any, folder: Path, nine_steps: Ended, monkeypatch: Patch, capfd: Any
 ) -> None:
     """No further step, no second checkpoint, and no row of less than half its steps."""
     save, saved = Run.save, []
@@ -245,6 +246,9 @@ def test_signal_while_saving(
     said = call_main("log.every_steps=3")[1]
     assert "\33[Kvalidating 15 images\r\33[K\33[1m " in said
     assert "\n\33[K\33[1mresult    \33[0mtop1 " in said and "the\n          best of all" in said
+    assert f"predict   python scripts/predict.py {folder} NEW_IMAGE.jpg\n" in said
+    say("autotune  the\n          step")
+    assert capfd.readouterr().out == "\33[Kautotune  the\n\33[K          step\n"
     assert [row["step"] for row in rows(folder, "train")] == [4, 9]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["params_sha256"] == nine_steps[1]["params_sha256"]

@@ -15,7 +15,7 @@ COPIED = ("run ", "report ", "curves ", "predict ")  # lines that stay whole, to
 
 def say(*lines: str, end: str = "\n") -> None:
     """Print lines. On a terminal, they replace a line that had "\\r" as its `end`."""
-    for line in lines:
+    for line in "\n".join(lines).split("\n"):
         if sys.stdout.isatty():
             if line[:1].isalpha() and not line.startswith(COPIED):
                 line = fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 10)

@@ -26,10 +26,8 @@ def name(typed: str = "") -> str:
 
 # Pairs of commands that train the same, or different things; tests/equal has more.
 with Path(__file__).with_name("pairs.csv").open(newline="", encoding="utf-8") as file:
-    PAIRS = [*csv.DictReader(file)]
-SAME, OTHER = (
-    [(p["one"], p["other"]) for p in PAIRS if p["relation"] == r] for r in ("same", "other")
-)
+    PAIRS = [*csv.reader(file)]
+SAME, OTHER = ([pair for kind, *pair in PAIRS if kind == wanted] for wanted in ("same", "other"))
 # run_identity holds what these stand for.
 IGNORED = ("data.root", "data.val", "loader.decoder", "model.weights")
 

@@ -183,7 +183,7 @@ def test_the_page_has_an_evaluation(runs: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     """With a band for its minimum and maximum, in the rows of any split, unless it is always 0."""
-    values = {"grad_norm": 1.0, "gap": 2.0, "gap_min": 1.0, "gap_max": 3.0, "a[0]*": None}
+    values = {"gpu_w": 9, "norm": 1.0, "gap": 2.0, "gap_min": 1.0, "gap_max": 3.0, "a[0]*": None}
     rows = [step_row(step, late_fraction=0.0, host_gib=0, **values) for step in (50, 100)]
     reference = {"reference_top1": 5.0, "reference_top1_min": 4.0, "reference_top1_max": 6.0}
     rows.append({"step": 100, "epoch": 1, "split": "val", "gap": 5.0, "top1": 3.0, **reference})
@@ -194,11 +194,11 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     facts = [f"{x}.00 % after epoch {epoch} of –" for x, epoch in ((3, 1), (2, 2))]
     facts += ["interrupted by SIGTERM; warning: the loss", "0:00:05 (last start)", "–"]
     assert [*page.facts[0].values()] == facts
-    assert page.titles == ["top1", "gap", "grad_norm"]  # the values of a validation come first
+    assert page.titles == ["top1", "gap", "norm", "gpu_w"] and page.folded == ["gpu_w"]
     # The best one, the earlier runs and the validation; best, training, validation; the norm.
-    assert [line.count(" ") for line in page.lines] == [1, 1, 2, 1, 2, 1, 2]
+    assert [line.count(" ") for line in page.lines] == [1, 1, 2, 1, 2, 1, 2, 2]
     assert page.lines[0] == "M180.0 112.5" and "last values; large dot: best" in str(page.said)
-    assert len(page.bands) == 2 and ("c3", "earlier") in page.colours and len(page.dots) == 10
+    assert len(page.bands) == 2 and ("c3", "earlier") in page.colours and len(page.dots) == 12
     assert "validation after epoch 2: 2.00 %" in page.hints and "limits the" not in str(page.said)
 
 
@@ -225,8 +225,7 @@ def test_many_runs(tmp_path: Path) -> None:
     val = [{"step": 9, "epoch": e, "split": "val", "top1": e, "top1_raw": 5.0} for e in (1.0, 2.3)]
     for i in range(12):
         rows = [step_row(50, top1=1.0), step_row(60, top1=2.0), val[0] | {"once": 7.0}, val[1]]
-        rows += [val[1] | {"top1": 0.5}] * (i == 9)
-        synthetic(tmp_path / f"demo,same,lr={i}", rows)
+        synthetic(tmp_path / f"demo,same,lr={i}", rows + [val[1] | {"top1": 0.5}] * (i == 9))
     page = made(tmp_path)
     assert {*page.titles} == {"top1", "top1_raw"} and page.folded == ["top1_raw"]
     assert len(page.lines) == 4 * 10 and all(line.count(" ") < 3 for line in page.lines)
