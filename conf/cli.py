@@ -30,7 +30,7 @@ from conf.schema import (
     show,
     with_advice,
 )
-from conf.start import complain, fail, on_new_line
+from conf.start import complain, fail, on_empty_line
 
 OPTIONS = """\
 options:
@@ -111,7 +111,7 @@ def exit_status(
     a RunError, 130 after Ctrl-C. Other errors are raised.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # set by conf/start.py
-        signal.signal(signal.SIGINT, on_new_line(signal.default_int_handler))
+        signal.signal(signal.SIGINT, on_empty_line(signal.default_int_handler))
     try:
         return main() or 0
     except UserError as error:

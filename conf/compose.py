@@ -6,8 +6,10 @@ typed keys. A mistake is one line with the word or the file, what is allowed and
 """
 
 import copy
+import csv
 import difflib
 import hashlib
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -54,12 +56,6 @@ PATH_KEYS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint
 NOT_CODE = {*PATH_KEYS, "run.name", "train.class_weights", "model.args", "optim.args"}
 # Group -> what to write before a name that is not among the choices of the group.
 NAME_KEYS = {"model": "model.name", "data": "data.root", "optim": "optim.lr=0.001 optim.name"}
-FLAGS = "docs/from-other-trainers.md has the keys for the flags of other trainers"
-HYDRA = {  # words of Hydra's own command line, and what to write instead
-    "~": "no key can be removed; give it another value, such as null",
-    "--version": "`git log -1` shows the version",
-    **dict.fromkeys("-cn --config-name --config-dir".split(), "give recipe=NAME or FILE.yaml"),
-}
 NAME_LENGTH = 60  # characters of a run's name before its hash
 NAMED_FIRST = ("model", "model.name", "data.val_fold")  # keys that come first in the name
 NAMED_LAST = {"augment": 1, "loader": 2, "data": 3}  # sections that come last, in this order
@@ -143,9 +139,9 @@ def _choice_file(group: str, choice: str) -> Path:
         return path.absolute()
     if path.suffix == ".yaml":
         raise UserError(f"{group}={choice}: there is no such file")
-    other = f"; for another one write {NAME_KEYS[group]}={choice}" if group in NAME_KEYS else ""
-    near = did_you_mean(choice, names) or f"; give {', '.join(names)} or a file PATH.yaml"
-    raise UserError(f"{group}={choice}: no such {group}{other}{near}")
+    other = f" For another one write {NAME_KEYS[group]}={choice}" if group in NAME_KEYS else ""
+    near = did_you_mean(choice, names) or f"; give {', '.join(names)} or a file PATH.yaml."
+    raise UserError(f"{group}={choice}: no such {group}{near}{other}")
 
 
 @cache
@@ -182,12 +178,13 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         if re.search("[\ud800-\udfff]", text):  # config.yaml could not hold it
             shown = ascii(text)[1:-1]
             raise UserError(f"{shown}: is not UTF-8; rename the file, or use a symbolic link to it")
+        given = word or re.sub("^-.*|.*=.*", "", following)
         if text.startswith(("-", "~")):
-            meant = _advice(name, word or re.sub("^-.*|.*=.*", "", following))
-            advice = HYDRA.get(name) or HYDRA.get(text[0]) or f"{meant} ({FLAGS})"
-            raise UserError(f"{text}: not an option; {advice}")
+            raise UserError(
+                f"{text}: not an option; {_for_flag(name, given) or _advice(name, given)}"
+            )
         if not equals:
-            raise UserError(f"{text}: write key=value without spaces; {_advice(name)}")
+            raise UserError(f"{text}: write key=value without spaces; {_advice(name, given)}")
         value: Any = None if word == "null" else word
         if name in GROUPS:
             value = _choice_file(name, word)
@@ -203,11 +200,20 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     return typed
 
 
+def _for_flag(flag: str, value: str) -> str:
+    """Return what docs/flags.csv says about a flag of another program, or nothing."""
+    path = FOLDER.parent / "docs" / "flags.csv"
+    rows = csv.reader(path.read_text("utf-8").splitlines() if path.exists() else [])
+    answers = {each: answer for flags, answer in rows for each in flags.split()}
+    return answers.get(flag, answers.get(flag[:1], "")).replace("{}", value or "...")
+
+
 def _advice(name: str, value: str = "") -> str:
     """Name the key or group meant by an unknown one, such as `lr`, or by a flag and its `value`."""
+    if os.path.isdir(name):
+        return f"did you mean data.root={name}?"
     lasts = {known: known.rpartition(".")[2] for known in NAMES}
     word = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
-    word = {"a": "model", "b": "batch_size", "j": "workers"}.get(word, word)  # as elsewhere
     close = difflib.get_close_matches(word, lasts.values(), 1, 0.7)
     meant = [known for known, last in lasts.items() if last in close]
     if value:

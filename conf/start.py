@@ -7,8 +7,10 @@ if __name__ == "__main__":
 import atexit
 import ctypes
 import os
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -63,12 +65,12 @@ def stop_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def on_new_line(handler: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
-    """Return a signal handler that first ends the line on which a terminal shows ^C."""
+def on_empty_line(handler: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
+    """Return a signal handler that first erases the line on which a terminal shows ^C."""
 
     def handle(number: int, frame: Any) -> None:
-        if number == signal.SIGINT and os.isatty(0) and os.environ.get("RANK", "0") == "0":
-            os.write(2, b"\n")  # `print` may not be called while it runs
+        if number == signal.SIGINT and os.isatty(2) and os.environ.get("RANK", "0") == "0":
+            os.write(2, b"\r\33[K")  # `print` may not be called while it runs
         handler(number, frame)
 
     return handle
@@ -81,7 +83,7 @@ def handle_stops(handler: Callable[[int, object], None]) -> Iterator[None]:
     SIGHUP stays ignored if it was ignored before, as under nohup.
     """
     before = {
-        number: signal.signal(number, on_new_line(handler))
+        number: signal.signal(number, on_empty_line(handler))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
     }
@@ -95,7 +97,10 @@ def handle_stops(handler: Callable[[int, object], None]) -> Iterator[None]:
 def complain(message: str, *, once: bool = False) -> None:
     """Print one line on stderr, even if a path in it contains a line break; `once` per node."""
     if not (once and os.environ.get("LOCAL_RANK", "0") != "0"):
-        print(f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}", file=sys.stderr)
+        line = f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}"
+        if sys.stderr.isatty():
+            line = textwrap.fill(line, shutil.get_terminal_size().columns, break_on_hyphens=False)
+        print(line, file=sys.stderr)
 
 
 def fail(message: str) -> NoReturn:

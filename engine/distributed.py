@@ -73,11 +73,9 @@ class World:
         for rank, other in enumerate(others, start=1):
             for name in first | other:
                 if other.get(name) != first.get(name):
-                    raise UserError(
-                        f"{name}: is {show(other.get(name))} on rank {rank} and "
-                        f"{show(first.get(name))} on rank 0; give every rank the same command and "
-                        "data"
-                    )
+                    there, here = show(other.get(name)), show(first.get(name))
+                    text = f"{name}: is {there} on rank {rank} and {here} on rank 0"
+                    raise UserError(f"{text}; give every rank the same command and data")
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place. Collective."""

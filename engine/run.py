@@ -79,9 +79,8 @@ class Run(AbstractContextManager["Run"]):
             began = [line for line in self._stored["state"]["history"] if line.startswith(BEGAN)]
             if given != "auto" and not any(line.endswith(f"{WITH}{given}") for line in began):
                 raise UserError(
-                    f"checkpoint.resume={given}: {self.path} holds a run that has not begun with "
-                    f"this checkpoint; leave the key out to continue from {self.resumed.name}, or "
-                    "give another run.name to branch off"
+                    f"checkpoint.resume={given}: {self.path} holds a run that began without it; "
+                    f"leave the key out to resume from {self.resumed.name}, or give a run.name"
                 )
         elif given not in ("auto", "never"):
             self.resumed = Path(given)
@@ -258,9 +257,10 @@ def accepted_changes(
     if not changes or (accept and not fixed):
         return changes
     reason = f"{fixed[0]} cannot change within a run" if fixed else "these keys affect the result"
-    remedy = "give run.name=NAME to train in another directory"
-    if not fixed:
-        remedy += ", or checkpoint.accept_changes=true to continue from this checkpoint"
+    remedy = (
+        "give run.name=NAME to train in another directory, checkpoint.resume=never to start over"
+    )
+    remedy += ", or checkpoint.accept_changes=true to continue from this checkpoint" * (not fixed)
     listed = [*changes.values()][:5] + [f"and {len(changes) - 5} more"] * (len(changes) > 5)
     raise UserError(f"cannot resume {path}: {'; '.join(listed)}; {reason}: {remedy}")
 
@@ -272,8 +272,7 @@ def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(
             f"cannot resume {path}: its state does not fit this training: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}; give the path of another step-*.pt, or start "
-            "over with checkpoint.resume=never"
+            f"{' '.join(str(error).split())[:300]}; give checkpoint.resume=PATH of another one"
         ) from None
 
 

@@ -214,8 +214,7 @@ def draw_dataset(root: Path) -> None:
     folders = itertools.product(enumerate(COUNTS), enumerate(CLASSES))
     with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}.demo-") as temporary:
         draft = Path(temporary) / "images"
-        # 2,500 images on two cores: 6.3 s with 2 threads, 9.3 s with 1, 10.2 s with 4 (they wait
-        # for the GIL), 10.8 s with 2 processes.
+        # On two cores: 6.3 s with 2 threads, 9.3 s with 1, 10.2 s with 4, 10.8 s with 2 processes.
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda folder: _draw_class(draft, *folder), folders))
         (draft / MARKER).write_text(json.dumps(MARKED))

@@ -53,7 +53,7 @@ def complete(config: Config, images: int, ranks: int = 1) -> Config:
     found = from_overrides(config.overrides, decided=flat)
     used, notes = config_values(found), list(found.notes)
     for reason, values in decided.items():
-        same = [f"{k}={show(used[k])}" for k in values if k in flat and used[k] == flat[k]]
+        same = [f"{k}={show(used[k])}" for k in values if flat.get(k) and used[k] == flat[k]]
         notes += [f"{reason}: {', '.join(same)}"] if same else []
     return replace(found, run=config.run, notes=notes)  # the run is named after the overrides alone
 

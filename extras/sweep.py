@@ -7,6 +7,7 @@ of this program or of the user: no `_target_` in one can run.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
@@ -85,8 +86,9 @@ class Sweep:
         self.jobs = {job: _named(self.fixed, job)[1] for job in jobs}
         if len({config.run.dir for config in self.jobs.values()}) < len(self.jobs):
             raise UserError("-m: jobs have the same run directory; leave out run.dir and run.name")
-        name = ",".join(["sweep", *(_key(column[0]) for column in self.columns)])[:100]
-        self.folder = Path(next(iter(self.jobs.values())).run.dir).parent / name
+        name = ",".join(["sweep", *(_key(column[0]) for column in self.columns)])[:90]
+        digest = hashlib.sha256(" ".join([*self.fixed, *self.settings]).encode()).hexdigest()[:8]
+        self.folder = Path(next(iter(self.jobs.values())).run.dir).parent / f"{name},{digest}"
 
     def run(self) -> int:
         """Run the jobs, and print a table with the best first; return 0 if all have finished.
@@ -146,7 +148,7 @@ class Sweep:
         folders = (f"{os.path.relpath(folder, self.folder)}\n" for *_, folder in rows)
         (self.folder / "runs.txt").write_text("".join(folders), "utf-8")  # for report.py
         print(f"report    python scripts/report.py {shlex.quote(str(self.folder))}")
-        if repeats:  # a job has a result
+        if repeats and {_key(column[0]) for column in self.columns}.isdisjoint(REPEATS):
             print(f"predict   python scripts/predict.py {shlex.quote(rows[0][-1])} NEW_IMAGE.jpg")
         return int(any(status != "finished" for _, status, *_ in rows))
 

@@ -56,9 +56,8 @@ def build_datasets(
     train_split, val_split, classes = build_splits(config, data, train, val)
     if len(classes) < 2 and train_split.fields.get("label") == LABEL:
         raise UserError(
-            f"data.root={data.root}: all images have the class {classes[0]}; a classifier needs at "
-            "least two classes, each in its own folder; if they are folders in it, give "
-            f"data.root={data.root}/{classes[0]}"
+            f"data.root={data.root}: all images have the class {classes[0]}, and two are needed; "
+            f"if its folders are the classes, give data.root={data.root}/{classes[0]}"
         )
     for entry in data.on_device if device is not None else ():
         name, parameters = split_entry(entry, "data.on_device")

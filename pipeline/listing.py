@@ -106,8 +106,8 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
     if not names:
         above, cure = os.path.dirname(base), "python scripts/prepare.py SOURCE --to DIR makes them"
         if origin.startswith("data.root=") and any(map(is_image, loose)):
-            cure = f"its images lie directly in it; if it is a class, give {os.fsdecode(above)}"
-        raise UserError(f"{origin}: no class folders in it; it needs one folder per class: {cure}")
+            cure = f"if its images are all of one class, give {os.fsdecode(above)}"
+        raise UserError(f"{origin}: holds no folders, but needs one for each class; {cure}")
     with ThreadPoolExecutor(THREADS) as pool:
         classes = dict(zip(names, pool.map(list_class, names), strict=True))
     for name, images in classes.items():

@@ -352,8 +352,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                     sample = f" while it made {self._current(worker)}" if worker.tasks else ""
                     raise LoaderError(
                         f"loader worker {worker.process.pid} died ({cause}){sample}; the same "
-                        "command resumes from the last checkpoint; if memory is short, set fewer "
-                        "loader.workers"
+                        "command resumes; if memory is short, set fewer loader.workers"
                     ) from None
         self._dispatch()
         return bool(ready)

@@ -315,9 +315,9 @@ def plan(case: Case) -> Iterator[Row]:
         f"images of {datasets.train_size} px on {case.compute.name}"
     )
     work = 3 * case.compute.flops * schedule.stop_step * schedule.batch_size
-    if device.type == "cpu" and (days := work / CORE_FLOPS / machine.cores() / 86_400) > 1:
+    if device.type == "cpu" and (hours := work / CORE_FLOPS / machine.cores() / 3600) > 1:
         cure = "try a GPU, or model.name=resnet18, data.image_size=64 or fewer train.epochs"
-        yield warn(f"about {days:,.0f} days on this CPU", cure)
+        yield warn(f"about {hours:,.0f} hours on this CPU", cure)
     if (quota := machine.cpu_quota()) < (threads := machine.cores()):
         cure = "if this is not intended, raise the container's --cpus or Slurm's --cpus-per-task"
         yield warn(f"a CPU quota of {quota:g} cores for {threads} hardware threads", cure)
@@ -332,7 +332,9 @@ def disk(case: Case) -> Iterator[Row]:
     # At most, in float32: the weights, their moving average and two moments of the optimiser.
     free, size = shutil.disk_usage(folder).free, 4 * 4 * case.compute.parameters
     number = case.config.checkpoint.keep + 2  # the best, and the one being written
-    text = f"{folder}: {free / 1e9:,.1f} GB free; {number} checkpoints of up to {size / 1e9:.3g} GB"
+    text = (
+        f"{folder}: {free / 1e9:,.1f} GB free; {number} checkpoints of up to {size / 1e6:,.0f} MB"
+    )
     missing = number * size - free
     if not os.access(folder, os.W_OK):
         yield fail(f"{folder}: cannot be written", "give a run.dir with write permission")

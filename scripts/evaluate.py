@@ -10,8 +10,8 @@ data.val holds some of the model's classes, only their outputs compete.
 
 Prints the values of a validation: of a classifier loss, top-1, top-5, macro recall (balanced
 accuracy) and what log.values adds. Writes evaluation.json, and the files of log.observers, to
---out, by default evaluation/<name of the checkpoint> in the current folder, with data.val=test
-evaluation/<name>,test, with data.val=/other/val <name>,other,val. Earlier files are replaced.
+--out, by default evaluation/<name of the checkpoint>, with data.val=/other/val <name>,other,val,
+in the current folder. Earlier files are replaced.
 """
 
 import argparse
@@ -30,8 +30,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--flip", action="store_true", help="average the outputs for an image and its mirror image")
     add("--all-outputs", action="store_true", help="also those of classes without images compete")
-    real = "ReaL labels: a JSON list with a list of labels per image, sorted by file name"
-    add("--real", type=Path, metavar="FILE", help=real)
+    add("--real", type=Path, metavar="FILE", help="ReaL labels: a list per image, by file name")
     add("--out", type=Path, metavar="DIR", help="output folder")
     return parse_paths(parser, words)
 

@@ -13,8 +13,7 @@ batch by batch; of `probability`, it prints the most probable classes. Masks are
 files in --out, whose paths are printed. --features adds the input of the model's last layer, a list
 of numbers, for example for a search for similar images.
 
-A file that is missing or cannot be read is reported on stderr with the reason, and the others are
-predicted; then the exit status is 1.
+A file that cannot be read is reported on stderr with the reason; then the exit status is 1.
 """
 
 import argparse

@@ -28,10 +28,9 @@ grey, become baseline RGB JPEGs of quality 90, 4:2:0, with the EXIF orientation.
 kept. docs/performance.md compares sizes.
 
 Every image is read; its header must be valid and the file complete. scripts/doctor.py also decodes
-the images. unreadable.txt lists those that cannot be used; they are left out, and the exit
-status is 1. The summary counts the files that are not read: they have no name of an image, or are
-hidden. To resume an interrupted run, run the same command again: folders keep what is complete, a
-tar file is written anew. prepare.json contains the settings and the totals.
+the images. unreadable.txt lists those that cannot be used; they are left out, and the exit status
+is 1. To resume an interrupted run, run the same command again: folders keep what is complete, a tar
+file is written anew. prepare.json contains the settings and the totals.
 
 Exit status: 0 finished; 1 failed, or some images cannot be read; 2 wrong arguments or a SOURCE that
 cannot be used (nothing is created); 130 interrupted.
@@ -206,14 +205,12 @@ def start(to: Path, settings: dict[str, Any]) -> None:
     marker = to / MARKER
     if not marker.exists():
         if others := sorted(set(os.listdir(to)) - {"lost+found"}):
-            message = f"contains other files ({others[0]}); give a new or an empty folder"
-            raise UserError(f"--to {to}: {message}")
+            raise UserError(f"--to {to}: holds {others[0]}; give a new or an empty folder")
         write_json(marker, {"settings": settings})
     stored = json.loads(marker.read_bytes())["settings"]
     changed = [f"{k} {stored.get(k)}, not {v}" for k, v in settings.items() if stored.get(k) != v]
     if changed:
-        message = f"started with other settings ({'; '.join(changed)})"
-        raise UserError(f"--to {to}: {message}; give the same options or another folder")
+        raise UserError(f"--to {to}: has {'; '.join(changed)}; give the same or another folder")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,8 +9,7 @@ sweep, stands for its runs. The report is one file: FILE, or report.html in the 
 several folders in the current one. Every numeric key of metrics.jsonl gets a chart, unless it is
 always 0. Of a single run, it shows what evaluate.py has made of the best checkpoint in evaluation/.
 
---reference prints what runs of one recipe with different train.seed have reached, as the node
-`expect` of the recipe's file: later runs are compared with it.
+--reference prints the node `expect` for a recipe's file, from its runs with different train.seed.
 """
 
 import argparse
@@ -39,10 +38,11 @@ import csv
 import json
 import math
 import os
+import re
 from base64 import b64encode
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from signal import Signals
 from statistics import fmean, median_low, stdev
@@ -67,12 +67,13 @@ FORMS = {("top", "macro_", "ece", "auc"): "{:.2f} %", ("loss",): "{:.4f}", ("ima
 WORST = 20  # classes that are listed
 BUCKETS = 250  # most points of a curve; of a longer one, each is the mean of equally many
 MOST = 10  # runs that are drawn: as many as there are colours
+NARROWEST = (0.05, 0.05, 0.5)  # of each group: a smaller range of the values is noise
 DIVERGED = 5  # times the median of the curves' maxima: losses above it hide the other runs
 # Runs that differ in one of these have other validation images, or another best value
 VALIDATION = {"train.best_by", "data.root", "data.val", "data.val_fraction", "data.val_fold"}
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
-# Prefixes and suffixes of names that measure the machine; all others measure the training.
-MACHINE = (("gpu_", "memory_", "host_", "images_per_second", "mfu"), ("_fraction", "_ms"))
+# Names of values that measure the machine; all others measure the training.
+MACHINE = re.compile("gpu_|memory_|host_|images_per_second|mfu|.*(_fraction|_ms)$")
 DAMAGED = (ValueError, TypeError, LookupError, AttributeError)  # what a wrong content raises
 WIDTH, HEIGHT = 360, 150  # of a chart in SVG units, without its labels
 
@@ -148,8 +149,6 @@ def read_runs(folder: Path) -> list[Run]:
     for path in folders:
         try:
             runs.append(read_run(path))
-        except UserError:
-            raise
         except DAMAGED as error:
             raise UserError(f"{path}: a damaged file, remove it: {describe(error)}") from None
     return runs
@@ -178,6 +177,8 @@ def read_run(folder: Path) -> Run:
             run.rows[row["split"]].append(row)
         except ValueError:
             run.notes.append(f"metrics.jsonl: cannot read {line[:40]!r} (a kill cuts a line off)")
+    if run.rows["train"] and (row := run.rows["train"][-1]).get("loss", 0.0) is None:
+        run.status += f"; the loss was not finite at step {row['step']}"
     read_classes(run)
     return run
 
@@ -210,11 +211,10 @@ def epoch_of(row: dict[str, Any]) -> str:
 
 def read_text(run: Run, name: str) -> str:
     """Return the text of a file; empty, with a note, if it is missing."""
-    try:
-        return (run.folder / name).read_text("utf-8", errors="replace")
-    except FileNotFoundError:
-        run.notes.append(f"{name} is missing")
-        return ""
+    if (path := run.folder / name).exists():
+        return path.read_text("utf-8", errors="replace")
+    run.notes.append(f"{name} is missing")
+    return ""
 
 
 def rounded(value: Any, name: str = "") -> str:
@@ -262,14 +262,13 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
             for run, split, label, colour in drawn
             if len(curve := curve_of(run, split, key))
         ]
-        if runs[3:] and any(about["split"] == "val" for about, _ in curves):
+        if runs[3:] and any(about["split"] == "val" and len(curve) > 1 for about, curve in curves):
             curves = [pair for pair in curves if pair[0]["split"] != "train"]  # too many to tell
         if any(curve[:, 1:].any() for _, curve in curves):
-            machine = key.startswith(MACHINE[0]) or key.endswith(MACHINE[1])
-            group = 2 if machine else int(key.endswith("_raw"))  # its title is in report.html
+            group = 2 if MACHINE.match(key) else int(key.endswith("_raw"))  # see report.html
             tops = [curve[:, 3].max() for _, curve in curves]
             limit = DIVERGED * median_low(tops) if runs[1:] and "loss" in key else math.inf
-            found.append({"title": key, "group": group, **draw(curves, limit)})
+            found.append({"title": key, "group": group, **draw(curves, limit, NARROWEST[group])})
     return found
 
 
@@ -285,13 +284,14 @@ def curve_of(run: Run, split: str, key: str) -> np.ndarray:
     return np.array([(*p[:, :2].mean(0), np.nanmin(v), np.nanmax(v), v[-1, 0]) for p, v in bins])
 
 
-def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]], limit: float) -> dict[str, Any]:
+def draw(curves: Sequence[Any], limit: float, narrowest: float) -> dict[str, Any]:
     """Return the curves as SVG paths, cut off near a limit, and the ticks as (coordinate, text)."""
     points = np.concatenate([curve for _, curve in curves])
     end = points[:, 0].max() or 1.0
-    ticks_x = ticks(0.0, end)
+    ticks_x = ticks(0.0, end, narrowest)
     ticks_x = ticks_x[ticks_x <= end]
-    ticks_y = ticks(points[:, 2].min(), min(points[:, 3].max(), limit))[::-1]  # SVG goes downwards
+    high = min(points[:, 3].max(), limit)  # SVG goes downwards
+    ticks_y = ticks(points[:, 2].min(), high, narrowest)[::-1]
 
     def places(values: np.ndarray, first: float, last: float, length: int) -> list[float]:
         inside = values.clip(max=max(first, last))
@@ -320,48 +320,56 @@ def draw(curves: Sequence[tuple[dict[str, Any], np.ndarray]], limit: float) -> d
     }
 
 
-def ticks(low: float, high: float) -> np.ndarray:
+def ticks(low: float, high: float, narrowest: float) -> np.ndarray:
     """Return the ticks of an axis, 1, 2 or 5 times a power of ten apart; its ends are ticks."""
-    room = 0.05 * max(abs(low), abs(high)) or 1.0  # a smaller range is noise, or a single value
+    room = narrowest * max(abs(low), abs(high)) or 1.0
     low, high = min(low, (low + high - room) / 2), max(high, (low + high + room) / 2)
     power = 10.0 ** math.floor(math.log10((high - low) / 5))
     step = next(power * factor for factor in (1, 2, 5, 10) if 5 * power * factor >= high - low)
     return np.arange(math.floor(low / step), math.ceil(high / step) + 1) * step
 
 
-def build(runs: Sequence[Run], out: Path) -> str:
+def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     """Return the page. All text of a run is escaped: no name or value can become markup."""
     runs = sorted(runs, key=lambda run: run.best()[1], reverse=True)
     folder = os.path.commonpath([os.path.abspath(run.folder.parent) for run in runs])
     typed, rows = set().union(*(run.typed for run in runs)), differences(runs)
     keys = [key for key, *_ in rows if typed & {key, key.removesuffix(".name")}]  # model=...
-    keys = keys or ["model.name", "loader.batch_size"]
+    keys = sorted(keys, key=lambda key: key.startswith("data."))[:4]  # the others are folded
+    keys = keys or ["data.root", "model.name", "loader.batch_size", "optim.name", "optim.lr"]
     parts = [os.path.relpath(run.folder, folder).split(",") for run in runs]
-    same = set(parts[0]).intersection(*parts)  # left out of the table
-    short = [",".join(part for part in p if part not in same) or ",".join(p) for p in parts]
-    heads = [{"run": n} | run.headline(keys) for n, run in zip(short, runs, strict=True)]
+    same, heads = (
+        set(parts[0]).intersection(*parts),
+        [],
+    )  # what columns have is left out, and hashes
+    for run, of_run in zip(runs, parts, strict=True):
+        own = [p for p in of_run if p not in same and p.partition("=")[0] not in keys]
+        short = [part for part in own if not re.fullmatch("[0-9a-f]{8}", part)]
+        heads.append({"run": ",".join(short)} | run.headline(keys))
     name, best, *others = compared(heads)
     others = [r for r in others if r[1:] != best[1:] and len({*r[1:]}) >= min(2, len(runs))]
+    others.sort(key=lambda row: len(runs) > 1 and row[0] not in keys)  # behind the best value
     scores = [number_in(row[key]) for key, _, row in (run.best() for run in runs) if row]
     repeats = len(scores) > 1 and {row[0] for row in rows} <= {"train.seed", "data.val_fold"}
+    unlike = [key for key, *_ in rows if key in VALIDATION]
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
         spread=[rounded(of(scores), runs[0].best()[0]) for of in (fmean, stdev)] if repeats else [],
-        unlike=[key for key, *_ in rows if key in VALIDATION],
+        unlike=unlike,
+        winner=scores[:1] != scores[1:2] and not repeats and not unlike,
         link=lambda path: quote(os.path.relpath(path, out.parent)),
         encoded=lambda path: b64encode(path.read_bytes()).decode(),
         rounded=rounded,
         about=read_yaml(lib / "values.yaml"),
-        folder=min(folder, os.path.relpath(folder), key=len),
+        given=given,
         table=[*zip(name, best, *others, strict=True)],
         folded=[row for row in rows if row[0] not in keys],
         charts=charts(runs[:MOST]),
         most=MOST,
         width=WIDTH,
         height=HEIGHT,
-        now=datetime.now().strftime("%Y-%m-%d %H:%M"),
     )
 
 
@@ -382,9 +390,8 @@ def reference(runs: Sequence[Run]) -> str:
             f"with train.validate_every_epochs=1; {found}"
         )
     by_epoch = list(zip(*curves, strict=True))
-    form = ".2f" if max(map(max, by_epoch)) >= 10 else ".5g"  # percent, or another unit
     curve = {
-        name: [float(f"{of(values):{form}}") for values in by_epoch]
+        name: [float(f"{of(values):.5g}") for values in by_epoch]
         for name, of in ((by, fmean), ("std", stdev))
     }
     expect = {
@@ -407,9 +414,9 @@ def run(options: argparse.Namespace) -> int:
         print(reference(runs), end="")
         return 0
     out = options.out or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"
-    page = build(runs, out)
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)  # the run of a stranger may hold a link of this name
-    out.write_text(page, encoding="utf-8")
+    out.write_text(build(runs, out, options.runs), encoding="utf-8")
     print(f"written to {out}")
     return 0
 

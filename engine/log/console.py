@@ -1,5 +1,6 @@
 """The lines that rank 0 prints: a table of rows, and the results of the run."""
 
+import re
 import shlex
 import shutil
 import sys
@@ -19,11 +20,8 @@ def say(*lines: str, end: str = "\n") -> None:
         if sys.stdout.isatty():
             if line[:1].isalpha() and not line.startswith(COPIED):
                 line = fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 10)
-            if line.startswith(("note ", "result ", "verdict ", "warning ")):
-                line = f"\033[1m{line[:10]}\033[0m{line[10:]}"
-            elif "validation: " in line:
-                line = f"\033[1m{line}\033[0m"
-            line = f"\033[K{line}"
+            bold = r"^((note|result|verdict|warning) +| .* validation.*)"
+            line = "\33[K" + re.sub(bold, "\33[1m\\1\33[0m", line)
         print(line, end=end, flush=True)
 
 
@@ -49,9 +47,8 @@ def val_line(
 ) -> str:
     """Return the line of a validation."""
     parts = [format_value(name, row[name]) for name in _visible(names) if name != by.name]
-    parts += ["best so far"] if best else []
-    text = ", ".join([*parts, f"{row['seconds']:.1f} s"])
-    return _columns(by, *_progress(row, by, epochs), f"validation: {text}")
+    text = ", ".join([*parts, *["best so far"] * best])
+    return _columns(by, *_progress(row, by, epochs), f"validation: {text}".rstrip(": "))
 
 
 def _visible(names: Iterable[str]) -> list[str]:
@@ -61,7 +58,7 @@ def _visible(names: Iterable[str]) -> list[str]:
 
 def _progress(row: Mapping[str, Any], by: BestBy, epochs: float) -> tuple[str, str, str, str]:
     """Return the cells of both kinds of lines. A task may have no `loss` in its validation."""
-    loss = f"{row['loss']:.4f}" if "loss" in row else ""
+    loss = f"{row['loss']:{'.4f' if row['loss'] < 1000 else '.2g'}}" if "loss" in row else ""
     value = f"{row[by.name]:{metric_of(by.name).form}}" if by.name in row else ""
     return f"{row['epoch']:.2f}/{epochs:<3g}", f"{row['step']:,}", loss, value
 
@@ -111,8 +108,9 @@ def _result(summary: Mapping[str, Any]) -> str:
     visible = {by, *_visible(values)}
     text = ", ".join(format_value(name, summary[name]) for name in values if name in visible)
     if (best := summary[f"best_{by}"]) is not None:  # None if train.best_by has changed
-        earlier = f"; best {format_value(by, best)} after epoch {round(summary['best_epoch'], 1):g}"
-        text += ", the best of all epochs" if summary[by] == best else earlier
+        epoch = f"after epoch {round(summary['best_epoch'], 1):g}"
+        newest = f" {epoch}, the best so far" if summary["signal"] else ", the best of all epochs"
+        text += newest if summary[by] == best else f"; best {format_value(by, best)} {epoch}"
     return text
 
 

@@ -74,8 +74,7 @@ class RunLog:
         # How far the training is: on a terminal, each second; elsewhere once, before the first row
         self._on_terminal = sys.stdout.isatty()
         self._line_due = self._began + (1 if self._on_terminal else FIRST_LINE_SECONDS)
-        # Where the first row follows. The mean of less than half its steps, after a resume, could
-        # look like a sudden change of the loss: they are a part of the next row.
+        # Of the first row. After a resume, less than half its steps would look like a changed loss.
         every, stop_step = self.schedule.log_every, self.schedule.stop_step
         self._first_row = min(stop_step, math.ceil(self._first_step / every + 0.5) * every)
 

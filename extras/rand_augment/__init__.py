@@ -66,11 +66,8 @@ LEVELS: dict[str, Callable[[int, int], int]] = {
 # All that keep the pixels in their places, in the order in which the kernels number them.
 NAMES = (*BLENDED, *LEVELS, "autocontrast", "equalize")
 _COMMON = (*MATRICES, *BLENDED, "posterize", "solarize", "autocontrast", "equalize")
-LISTS = {
-    "torchvision": ("identity", *_COMMON),
-    "wide": ("identity", *_COMMON),
-    "timm": (*_COMMON, "invert", "solarize_add"),
-}
+LISTS = dict.fromkeys(("torchvision", "wide"), ("identity", *_COMMON))
+LISTS["timm"] = (*_COMMON, "invert", "solarize_add")
 
 
 def apply(image: Image.Image, operation: Operation) -> Image.Image:

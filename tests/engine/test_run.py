@@ -71,10 +71,10 @@ def test_new_run_starts_from_a_path(run: Path, tmp_path: Path) -> None:
     own = add_checkpoint(branch, 15, history=[f"began at step 10 with {ten}"])
     ten.rename(tmp_path / "elsewhere.pt")  # as if its run had removed it
     assert open_run(branch, str(ten)) == own  # the same command resumes
-    message = r"checkpoint\.resume=.*: .*/branch holds a run that has not begun with this checkpoin"
+    message = r"checkpoint\.resume=.*: .*/branch holds a run that began without it; leave the key o"
     with pytest.raises(UserError, match=message):
         open_run(branch, str(twenty))
-    message = r"leave the key out to continue from step-00000020\.pt"
+    message = r"leave the key out to resume from step-00000020\.pt"
     check_refused(message, run, run, str(twenty))  # one folder would hold two trainings
 
 
@@ -117,7 +117,8 @@ def test_changes_and_remedies_are_listed() -> None:
     assert str(error.value) == (
         "cannot resume step-7.pt: data.val was c, is b; optim.lr was 0.2, is 0.4; optim.momentum "
         "was null, is 0.9; these keys affect the result: give run.name=NAME to train in another "
-        "directory, or checkpoint.accept_changes=true to continue from this checkpoint"
+        "directory, checkpoint.resume=never to start over, or checkpoint.accept_changes=true to "
+        "continue from this checkpoint"
     )
     assert list(compare(stored, now, accept=True)) == ["data.val", "optim.lr", "optim.momentum"]
     many = dict.fromkeys([*"abcdefg", "optim.name"], 8)

@@ -60,8 +60,7 @@ def val_labels(source: str, tree: Tree) -> dict[str, str]:
         if len(counts) == 1000 and (set(counts.values()) != {50} or first != FIRST_LABELS):
             raise damaged(name, "these are not the labels of ILSVRC2012")
         return labels
-    message = "the labels of the validation images are missing; add"
-    raise UserError(f"{source}: {message} {LABELS} to the folder")
+    raise UserError(f"{source}: the labels of the validation images are missing; add {LABELS}")
 
 
 def val_name(number: int) -> str:

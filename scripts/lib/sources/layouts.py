@@ -79,8 +79,9 @@ def list_images(source: str, others: LeftOut) -> list[Sample]:
     if not containers:
         return read_folder(source, tree, SPLITS, others)
     if image:
-        message = f"holds images ({image}) and tar files ({containers[0]}); give one of them"
-        raise UserError(f"{source}: {message}")
+        raise UserError(
+            f"{source}: holds images ({image}) and tar files ({containers[0]}); give one"
+        )
     return list_containers(source, tree, containers, others)
 
 

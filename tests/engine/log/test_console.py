@@ -38,7 +38,7 @@ def test_table() -> None:
     assert first.split()[:8] == words and second.split()[5] == "37.5"
     ends = (titled.index(title) + len(title) for title in ("loss", "img/s", "left"))
     assert [first[:end].split()[-1] for end in ends] == ["1.0000", "1,235", "1:02:03"]
-    text = "  2.00/10         20   0.5000   60.00 validation: top5 95.00 %, best so far, 2.0 s"
+    text = "  2.00/10         20   0.5000   60.00 validation: top5 95.00 %, best so far"
     assert val_line(VAL, ["loss", "top1", "top5"], TOP1, 10, best=True) == text
 
 
