@@ -42,7 +42,7 @@ from conf.schema import Config, RunError, UserError, describe
 from engine.checkpoint import find_checkpoint
 from engine.compute import Compute, build_model, choose_compute
 from engine.distributed import World, resolve_device
-from engine.log.plan import setup_notes
+from engine.log.plan import CORE_FLOPS, setup_notes
 from engine.losses import build_criterion, class_weights
 from engine.schedule import make_schedule
 from pipeline import decode, machine
@@ -60,7 +60,6 @@ LARGE = 25_000_000  # pixels
 GRID = 64  # the mean colour is that of about this many pixels along the short side
 # Warn if more than this fraction of files are odd: readable, but better converted once.
 MAX_ODD = 0.01
-CORE_FLOPS = 3e10  # operations per second of a CPU core in training, measured for ResNet-18 and -50
 SLOW = f"slow to decode: progressive, CMYK or over {LARGE / 1e6:g} megapixels"
 MISNAMED = "of another format than their ending says"
 TURNED = "rotated by their EXIF data"

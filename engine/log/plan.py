@@ -9,13 +9,17 @@ import torch
 from conf.schema import Config
 from engine.compute import Compute
 from engine.distributed import World
-from engine.log.console import results, say
+from engine.log.console import duration, results, say
 from engine.run import Run
 from engine.schedule import Schedule, suited_batch, with_batch_size
 from engine.state import TrainState
 from pipeline.build import Datasets
+from pipeline.machine import cores
 
 DRIVER = Path("/proc/driver/nvidia/version")  # on a machine with NVIDIA's driver for Linux
+# Operations per second of a CPU core in training. A step takes 10 bytes of memory per 1,000 of the
+# forward pass. Measured for ResNet-18 and -50.
+CORE_FLOPS = 3e10
 FEW_STEPS = 10  # with fewer steps per epoch, a smaller batch size is advised
 
 
@@ -74,6 +78,11 @@ def plan_lines(datasets: Datasets, schedule: Schedule, compute: Compute) -> Iter
     layout, mode = ", channels_last" if compute.channels_last else "", compute.compile_mode
     compiled = "" if mode == "off" else f", compile {mode} (takes minutes at the first start)"
     yield f"device    {compute.name}, {compute.precision}{layout}{compiled}"
+    if compute.device.type == "cpu":
+        time = 3 * compute.flops * schedule.stop_step * schedule.batch_size / CORE_FLOPS / cores()
+        memory = schedule.local_batch_size / schedule.micro_batches * compute.flops / 1e11
+        less = "; less with a train.micro_batch" * (memory > 4)
+        yield f"estimate  {duration(time)} on {cores()} cores, {memory:.1f} GB of memory{less}"
 
 
 def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
@@ -91,8 +100,7 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
         notes.append(f"{lr} was chosen for another optimiser than {name}; give optim.lr=0.001, too")
     count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0
     if count > 1:
-        command = f"torchrun --nproc-per-node {count} train.py ..."
-        notes.append(f"this machine has {count} GPUs and the run uses one; `{command}` uses all")
+        notes.append(f"`torchrun --nproc-per-node {count} train.py ...` uses all {count} GPUs")
     on_cpu = config.train.device == "auto" and world.device.type == "cpu"
     if on_cpu and DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         remedy = "run `make env` again on this machine"
@@ -102,8 +110,5 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
             f"training on the CPU: torch {torch.__version__} cannot use the NVIDIA GPU; {remedy}"
         )
     if datasets.train.fingerprint() == datasets.val.fingerprint():
-        notes.append(
-            "data.val holds the training images, so its accuracy says nothing about new images; "
-            "give another split"
-        )
+        notes.append("data.val holds the training images: its accuracy says little; give others")
     return notes + datasets.train.notes()

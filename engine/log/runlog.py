@@ -35,8 +35,6 @@ from pipeline.batch import Batch
 from pipeline.clock import StepTimes, mean_of
 from pipeline.feed import Feed
 
-FIRST_LINE_SECONDS = 10  # after which the console shows a line, also before the first row
-
 
 @dataclass
 class RunLog:
@@ -71,9 +69,8 @@ class RunLog:
         self.monitor = self.tracker.enter_context(GpuMonitor(self.world.device))
         self.tracker.print(header(self.best_by))
         self._began = time.monotonic()
-        # How far the training is: on a terminal, each second; elsewhere once, before the first row
         self._on_terminal = sys.stdout.isatty()
-        self._line_due = self._began + (1 if self._on_terminal else FIRST_LINE_SECONDS)
+        self._line_due = self._began + 1  # of a line with the step, each second on a terminal
         # Of the first row. After a resume, less than half its steps would look like a changed loss.
         every, stop_step = self.schedule.log_every, self.schedule.stop_step
         self._first_row = min(stop_step, math.ceil(self._first_step / every + 0.5) * every)
@@ -114,10 +111,9 @@ class RunLog:
         self.meter.add(values)
         if due.log and step >= self._first_row:
             self.meter.send(step)
-        elif (now := time.monotonic()) >= self._line_due:
-            self._line_due = now + 1 if self._on_terminal else math.inf
-            text = f"step {step:,} of {self.schedule.stop_step:,}"
-            self.tracker.print(text, end="\r" if self._on_terminal else "\n")
+        elif self._on_terminal and (now := time.monotonic()) >= self._line_due:
+            self._line_due = now + 1
+            self.tracker.print(f"step {step:,} of {self.schedule.stop_step:,}", end="\r")
         self._notify(lambda observer: observer.end_step(step))
         if due.epoch or due.save:
             self.feed.train.clock.end_step()
@@ -134,7 +130,6 @@ class RunLog:
 
     def _judge_epoch(self) -> None:
         with self.pause():
-            # Without the rows of steps that compile
             rows = [times for times, (starting, _) in self._times[self._judged :] if not starting]
             lines = judge(rows, SHORT_EPOCH, self.world, self.feed)
             self._judged = len(self._times)
@@ -184,7 +179,7 @@ class RunLog:
         row |= self.monitor.read() | memory_figures(pool.pids, self.world.device)
         self._write(row)
         self.tracker.print(train_line(row, values, self.best_by, self.config.train.epochs))
-        self.row, self._line_due = row, time.monotonic() + 1 if self._on_terminal else math.inf
+        self.row, self._line_due = row, time.monotonic() + 1
 
     def _write(self, row: dict[str, Any]) -> None:
         self.tracker.row(row)
