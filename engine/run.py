@@ -257,9 +257,7 @@ def accepted_changes(
     if not changes or (accept and not fixed):
         return changes
     reason = f"{fixed[0]} cannot change within a run" if fixed else "these keys affect the result"
-    remedy = (
-        "give run.name=NAME to train in another directory, checkpoint.resume=never to start over"
-    )
+    remedy = "give run.name=NAME to train elsewhere or checkpoint.resume=never to start over"
     remedy += ", or checkpoint.accept_changes=true to continue from this checkpoint" * (not fixed)
     listed = [*changes.values()][:5] + [f"and {len(changes) - 5} more"] * (len(changes) > 5)
     raise UserError(f"cannot resume {path}: {'; '.join(listed)}; {reason}: {remedy}")

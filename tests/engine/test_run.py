@@ -116,9 +116,9 @@ def test_changes_and_remedies_are_listed() -> None:
         compare(stored, now)
     assert str(error.value) == (
         "cannot resume step-7.pt: data.val was c, is b; optim.lr was 0.2, is 0.4; optim.momentum "
-        "was null, is 0.9; these keys affect the result: give run.name=NAME to train in another "
-        "directory, checkpoint.resume=never to start over, or checkpoint.accept_changes=true to "
-        "continue from this checkpoint"
+        "was null, is 0.9; these keys affect the result: give run.name=NAME to train elsewhere or "
+        "checkpoint.resume=never to start over, or checkpoint.accept_changes=true to continue from "
+        "this checkpoint"
     )
     assert list(compare(stored, now, accept=True)) == ["data.val", "optim.lr", "optim.momentum"]
     many = dict.fromkeys([*"abcdefg", "optim.name"], 8)
