@@ -180,9 +180,8 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             raise UserError(f"{shown}: is not UTF-8; rename the file, or use a symbolic link to it")
         given = word or re.sub("^-.*|.*=.*", "", following)
         if text.startswith(("-", "~")):
-            raise UserError(
-                f"{text}: not an option; {_for_flag(name, given) or _advice(name, given)}"
-            )
+            meant = _for_flag(name, given) or _advice(name, given)
+            raise UserError(f"{text}: not an option; {meant}")
         if not equals:
             raise UserError(f"{text}: write key=value without spaces; {_advice(name, given)}")
         value: Any = None if word == "null" else word

@@ -47,7 +47,7 @@ def describe(error: BaseException) -> str:
     """Return the type and the message of an error; only the message if it says all in one line."""
     # Pillow writes the address of a file in memory.
     text = re.sub(r" <_io.BytesIO object at 0x[0-9a-f]+>", "", str(error))
-    if text and isinstance(error, UnreadableError):
+    if text and type(error).__name__ in ("UnreadableError", "UnidentifiedImageError"):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -22,8 +22,7 @@ class TrainingError(RunError):
 def diverged(reason: str) -> TrainingError:
     return TrainingError(
         f"{reason}; these weights were not saved: lower optim.lr, lengthen schedule.warmup_epochs "
-        "or set optim.clip_norm; for a run with checkpoints, also give checkpoint.resume=never to "
-        "start over or checkpoint.accept_changes=true to continue from the newest one"
+        "or set optim.clip_norm (after a checkpoint, also give checkpoint.accept_changes=true)"
     )
 
 

@@ -131,10 +131,8 @@ def list_tars(files: Sequence[str], origin: str, others: LeftOut) -> tuple[Class
     inside = {path for path in all_places if b"/" in path or is_image(path)}.difference(paths)
     others |= {path: why_left_out(path) or LOOSE for path in inside}
     if not paths:
-        raise UserError(
-            f"{origin}: holds no images in class folders; each image must be <class>/<name>: "
-            "python scripts/prepare.py SOURCE --to DIR converts other tar files"
-        )
+        cure = "python scripts/prepare.py SOURCE --to DIR converts other tar files"
+        raise UserError(f"{origin}: holds no <class>/<name> with the suffix of an image; {cure}")
     # Folders around all class folders, such as train/, are left out.
     outer = os.path.commonpath({path.rpartition(b"/")[0].rpartition(b"/")[0] for path in paths})
     places = {path[len(outer) :].lstrip(b"/"): all_places[path] for path in paths}

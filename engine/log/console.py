@@ -78,18 +78,18 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
     rate, took = summary["images_per_second"], duration(summary["seconds"])
     done = f"step {summary['step']:,}, epoch {round(summary['epoch'], 2):g}"
     result, *files = results(folder, summary)
-    lines = ["", f"status    {summary['status']} after {done}; this start took {took}", result]
+    status = f"status    {summary['status']} after {done}; this start took {took}"
     if not summary["step"]:
-        return lines[:2]
+        return ["", status]
     # What an observer adds to the summary may have a line to print.
-    lines += [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
+    lines = [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
     lines += [f"speed     {rate:,.0f} img/s"] if rate else []  # 0 without a step to measure
-    lines += files
+    lines += [f"verdict   {line}" for line in summary["verdict"]]
     if skipped := summary["unreadable_images"]:
         lines.append(f"skipped   {skipped:,} unreadable images: scripts/doctor.py --all lists them")
     if summary["signal"] and resumes:
         lines.append("resume    run the same command again to resume")
-    return [*lines, *(f"verdict   {line}" for line in summary["verdict"])]
+    return ["", status, result, *lines, *files]
 
 
 def results(folder: Path, summary: Mapping[str, Any]) -> list[str]:

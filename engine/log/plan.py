@@ -17,9 +17,8 @@ from pipeline.build import Datasets
 from pipeline.machine import cores
 
 DRIVER = Path("/proc/driver/nvidia/version")  # on a machine with NVIDIA's driver for Linux
-# Operations per second of a CPU core in training. A step takes 10 bytes of memory per 1,000 of the
-# forward pass. Measured for ResNet-18 and -50.
-CORE_FLOPS = 3e10
+CORE_FLOPS = 3e10  # operations per second of a CPU core in training, measured for ResNet-18 and -50
+CORE_GB = 1e-11  # of memory for an operation of a forward pass, measured for ResNet-50
 FEW_STEPS = 10  # with fewer steps per epoch, a smaller batch size is advised
 
 
@@ -32,7 +31,7 @@ def print_plan(
     notes = (*run.config.notes, *setup_notes(run.config, datasets, run.world))
     lines = [
         f"run       {run.path}",
-        *plan_lines(datasets, schedule, compute),
+        *_lines(datasets, schedule, compute, schedule.stop_step - state.step),
         *(f"note      {note}" for note in notes),
     ]
     if run.resumed is not None:
@@ -48,8 +47,8 @@ def print_plan(
     say(*lines, *(f"history   {line}" for line in state.history))
 
 
-def plan_lines(datasets: Datasets, schedule: Schedule, compute: Compute) -> Iterable[str]:
-    """Yield lines about the images, the steps, the model and the device."""
+def _lines(datasets: Datasets, schedule: Schedule, compute: Compute, left: int) -> Iterable[str]:
+    """Yield lines about the images, the steps, of which some are left, the model and the device."""
     config, classes = schedule.config, len(datasets.classes)
     yield (
         f"data      {schedule.images:,} training and {len(datasets.val):,} validation images, "
@@ -79,10 +78,10 @@ def plan_lines(datasets: Datasets, schedule: Schedule, compute: Compute) -> Iter
     compiled = "" if mode == "off" else f", compile {mode} (takes minutes at the first start)"
     yield f"device    {compute.name}, {compute.precision}{layout}{compiled}"
     if compute.device.type == "cpu":
-        time = 3 * compute.flops * schedule.stop_step * schedule.batch_size / CORE_FLOPS / cores()
-        memory = schedule.local_batch_size / schedule.micro_batches * compute.flops / 1e11
-        less = "; less with a train.micro_batch" * (memory > 4)
-        yield f"estimate  {duration(time)} on {cores()} cores, {memory:.1f} GB of memory{less}"
+        time = duration(3 * compute.flops * left * schedule.batch_size / CORE_FLOPS / cores())
+        memory = schedule.local_batch_size / schedule.micro_batches * compute.flops * CORE_GB
+        less = "; less with a train.micro_batch" if memory > 4 else ""
+        yield f"estimate  about {time} of training, {max(memory, 0.1):.1f} GB of memory{less}"
 
 
 def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:

@@ -18,7 +18,7 @@ from conf.schema import UserError
 from engine.checkpoint import file_name
 from engine.compute import Compute
 from engine.files import write_json
-from engine.log.console import header, outcome, train_line, val_line
+from engine.log.console import duration, header, outcome, train_line, val_line
 from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
@@ -113,7 +113,9 @@ class RunLog:
             self.meter.send(step)
         elif self._on_terminal and (now := time.monotonic()) >= self._line_due:
             self._line_due = now + 1
-            self.tracker.print(f"step {step:,} of {self.schedule.stop_step:,}", end="\r")
+            steps = self.schedule.stop_step
+            left = duration((steps - step) * (now - self._began) / (step - self._first_step))
+            self.tracker.print(f"step {step:,} of {steps:,}, {left} left", end="\r")
         self._notify(lambda observer: observer.end_step(step))
         if due.epoch or due.save:
             self.feed.train.clock.end_step()

@@ -34,7 +34,7 @@ def test_count_steps(epochs: float, images: int, batch: int, steps: int) -> None
         ("validate", 5, None, 2, [20, 40, 50]),
         ("validate", 1.5, None, 1, [10, 15]),
         ("validate", 5, 33, 1, [10, 20, 30, 33]),
-        ("log", 1.2, None, 1, [5, 10, 12]),
+        ("log", 1.2, None, 1, [5, 12]),
         ("save", 1.5, None, 1, [4, 8, 10, 12, 15]),
         ("epoch", 1.5, None, 50, [10]),
     ],

@@ -160,7 +160,7 @@ def test_refused_members(tmp_path: Path) -> None:
         write_tar(path, "a/1.jpg", special("a/2.jpg", kind))
         assert "a/2.jpg is a link; it may be damaged" in refusal(path)
     write_tar(path, "000.jpg", "000.cls")
-    assert "holds no images in class folders; each" in refusal(path)
+    assert "holds no <class>/<name> with the suffix of an image; python" in refusal(path)
 
 
 def test_a_folder_comes_before_a_tar_file_and_a_list(tmp_path: Path) -> None:
