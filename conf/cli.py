@@ -6,12 +6,14 @@ A mistake ends the program with status 2 before it has created anything.
 import argparse
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from glob import glob
+from textwrap import fill
 from typing import NoReturn
 
 from conf.compose import MULTIRUN, SECTIONS, from_overrides, to_yaml
@@ -72,10 +74,8 @@ def require_root(config: Config) -> None:
     if config.data.source != "folder":
         return
     if not (root := config.data.root):
-        raise UserError(
-            "data.root is missing: pass data.root=/path/to/images (it holds train/<class>/* and "
-            "val/<class>/*, or with data.val_fraction=0.2 <class>/*), or try `make demo`"
-        )
+        holds = "train/<class>/* and val/<class>/*, or with data.val_fraction=0.2 <class>/*"
+        raise UserError(f"data.root is missing: give the folder with {holds}; or try `make demo`")
     folder, name = os.path.split(os.path.abspath(os.path.expanduser(root)))
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # several ranks refuse it together, later
     if alone and not os.path.exists(f"{folder}/{name}"):
@@ -133,18 +133,23 @@ def exit_status(
 
 def help_text(script: str, purpose: str) -> str:
     """List the groups with their choices, and the keys with their defaults and sentences."""
+
+    def wrap(line: str, indent: str) -> str:
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+        return fill(line, columns, subsequent_indent=indent, break_on_hyphens=False)
+
     lines = [
         purpose,
         "",
         f"usage: python {script} [group=choice ...] [key=value ...] [options]",
         "",
         "groups:",
-        *(f"  {group + '=':<10} {' | '.join(group_names(group))}" for group in GROUPS),
+        *(wrap(f"  {g + '=':<10} {' | '.join(group_names(g))}", " " * 13) for g in GROUPS),
         "",
         "keys and defaults (groups and recipes set others; * cannot change when a run resumes):",
     ]
     texts = sentences()
     for name, value in config_values(Config()).items():
         mark = "*" if FIELDS[name].metadata["affects"] == RESULT else " "
-        lines.append(f"{mark} {f'{name}={show(value)}':<42} {texts[name]}")
+        lines.append(wrap(f"{mark} {f'{name}={show(value)}':<42} {texts[name]}", " " * 45))
     return "\n".join([*lines, "", OPTIONS])

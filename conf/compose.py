@@ -221,7 +221,8 @@ def _advice(name: str, value: str = "") -> str:
         return f"did you mean {' or '.join(meant)}?"
     section = name.partition(".")[0]
     keys = [last for known, last in lasts.items() if known.startswith(f"{section}.")]
-    return f"{section} has {', '.join(keys)}" if keys else "--help lists all keys"
+    listed = f"{section} has {', '.join(keys)}" if keys else "--help lists all keys"
+    return _for_flag(f"--{word}".replace("_", "-"), value) or listed
 
 
 def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
@@ -239,8 +240,9 @@ def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
                 continue
         except OmegaConfBaseException:
             pass
-        several = "; `train.py -m` trains once for each of several values"
-        more = several if isinstance(value, str) and "," in value else ""
+        word = value if isinstance(value, str) else ""
+        more = "; `train.py -m` trains once for each of several values" if "," in word else ""
+        more = "; a space needs quotes around the word" if word[:1] in ("[", "{") else more
         raise UserError(f"{shown}: not allowed; give {allowed.says}{more}")
 
 

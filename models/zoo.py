@@ -195,10 +195,8 @@ def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
         if not matching or not any(p.requires_grad for p in model.parameters()):
             wrong = "leaves nothing to train with" if matching else "there is no"
             known = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
-            raise UserError(
-                f"model.freeze=[{', '.join(prefixes)}]: {wrong} {prefix}; give some of {known}, or "
-                "parts of them, such as layer1.0"
-            )
+            given = f"model.freeze=[{', '.join(prefixes)}]"
+            raise UserError(f"{given}: {wrong} {prefix}; give some of {known}, or parts of them")
     train_mode(model)
 
 

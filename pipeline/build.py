@@ -65,10 +65,7 @@ def build_datasets(
         train_split = extend(train_split, config, device, **parameters)
     images = [field for field in val_split.fields.values() if field.image]
     if len({(field.highest, field.shape[-1]) for field in images}) > 1:
-        raise UserError(
-            "data.mean: normalises all images of a sample, which have several dtypes or numbers of "
-            "channels; state only those like `image` with image=True in `fields` of the dataset"
-        )
+        raise UserError("data.mean: fields with image=True differ in dtype or number of channels")
     check_channels(data, val_split.fields[IMAGE].shape[-1])
     modes = ("cpu",) if device is None else choose_modes(config, train_split, stored_mode)
     return Datasets(train_split, val_split, classes, train.image_size, val.image_size, modes)

@@ -233,7 +233,7 @@ def _missing_split(folder: str | os.PathLike[str], key: str) -> UserError:
     if f"data.{path.name}" == key:  # the default, which was hardly typed
         given = f"data.root={Path(folder).parent}: has no {path.name}"
     elif key != "data.root":
-        cure = f"if these are the classes, give {key}=. for all of them"
+        cure = f"give another {key}, or {key}=. for all if these are the classes"
     given += f"; {path.parent} holds {', '.join(beside[:5]) or 'no folder'}: {cure}"
     return UserError(f"{given}{did_you_mean(path.name, beside)}")
 

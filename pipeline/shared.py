@@ -46,11 +46,9 @@ class SharedArray:
             os.ftruncate(self._fd, size)
             self.array: np.ndarray = np.ndarray(shape, dtype, mmap.mmap(self._fd, 0))
         except OSError as error:
-            raise UserError(
-                machine.reached_limit(error)
-                or f"{size / 2**20:.1f} MiB of shared memory cannot be allocated "
-                f"({error.strerror}); raise ulimit -f or the memory limit of the container"
-            ) from None
+            text = f"{size / 2**20:.1f} MiB of shared memory cannot be allocated ({error.strerror})"
+            cure = f"{text}; raise ulimit -f or the memory limit of the container"
+            raise UserError(machine.reached_limit(error) or cure) from None
 
     @classmethod
     def copy_of(cls, values: np.ndarray) -> "SharedArray":

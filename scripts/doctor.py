@@ -331,9 +331,7 @@ def disk(case: Case) -> Iterator[Row]:
     # At most, in float32: the weights, their moving average and two moments of the optimiser.
     free, size = shutil.disk_usage(folder).free, 4 * 4 * case.compute.parameters
     number = case.config.checkpoint.keep + 2  # the best, and the one being written
-    text = (
-        f"{folder}: {free / 1e9:,.1f} GB free; {number} checkpoints of up to {size / 1e6:,.0f} MB"
-    )
+    text = f"{folder}: {free / 1e9:,.1f} GB free; {number} checkpoints up to {size / 1e6:,.0f} MB"
     missing = number * size - free
     if not os.access(folder, os.W_OK):
         yield fail(f"{folder}: cannot be written", "give a run.dir with write permission")

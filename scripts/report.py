@@ -39,6 +39,7 @@ import json
 import math
 import os
 import re
+import shlex
 from base64 import b64encode
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -63,11 +64,11 @@ LABELS = {"val": "validation", "train": "training", "reference": "earlier runs o
 MIN_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
 # Beginnings of the names of values -> how the console formats them
-FORMS = {("top", "macro_", "ece", "auc"): "{:.2f} %", ("loss",): "{:.4f}", ("images",): "{:,.0f}"}
+FORMS = {("top", "macro_", "ece", "auc"): "{:.2f} %", ("loss",): "{:.5g}", ("images",): "{:,.0f}"}
 WORST = 20  # classes that are listed
 BUCKETS = 250  # most points of a curve; of a longer one, each is the mean of equally many
 MOST = 10  # runs that are drawn: as many as there are colours
-NARROWEST = (0.05, 0.05, 0.5)  # of each group: a smaller range of the values is noise
+NARROWEST = (0.05, 0.05, 0.2)  # of each group: a smaller range of the values is noise
 DIVERGED = 5  # times the median of the curves' maxima: losses above it hide the other runs
 # Runs that differ in one of these have other validation images, or another best value
 VALIDATION = {"train.best_by", "data.root", "data.val", "data.val_fraction", "data.val_fold"}
@@ -87,6 +88,7 @@ class Run:
     status: str = "not finished"
     config_text: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
+    command: str = ""
     typed: set[str] = field(default_factory=set)  # keys and groups
     # The rows of metrics.jsonl by split, in ascending order of their steps
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {s: [] for s in SPLITS})
@@ -106,24 +108,24 @@ class Run:
         finite = [score for score in scores if math.isfinite(score[0])]
         return name, *max(finite, key=lambda score: score[0], default=(-math.inf, {}))
 
-    def headline(self, keys: Sequence[str]) -> dict[str, str]:
+    def headline(self, keys: Sequence[str], *, alone: bool) -> dict[str, str]:
         """Return the result and config keys, label -> text: the best validation comes first."""
         (name, _, best), config, summary = self.best(), self.config, self.summary
-        epochs = number_in(config.get("train.epochs"))
-        cells = {f"best {name}": "no finite value" if self.rows["val"] else "no validation yet"}
-        for label, row in {"best": best, "last": self.rows["val"][-1]}.items() if best else ():
-            text = rounded(number_in(row.get(name)), name)
-            cells[f"{label} {name}"] = f"{text} {epoch_of(row)} of {rounded(epochs)}"
+        cells = {f"best {name}": "no finite value" if self.rows["val"] else "no validation"}
+        shown = {"best": best, "last": self.rows["val"][-1]} if best and alone else {"best": best}
+        for label, row in shown.items() if best else ():
+            when = f"{epoch_of(row)} of {show(config.get('train.epochs', UNKNOWN))}"
+            cells[f"{label} {name}"] = f"{rounded(number_in(row.get(name)), name)} {when}"
         # What an observer adds to the summary may have a line, such as a warning.
         lines = [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
+        cells |= {"validation images": f"{best['images']:,}"} if "images" in best else {}
         cells["status"] = "; ".join([self.status, *(": ".join(x.split(None, 1)) for x in lines)])
         cells |= {key: show(config[key]) for key in keys if key in config}
         if rate := number_in(summary.get("images_per_second"), 0):
             cells["images/s"] = rounded(rate, "images/s")
         if "seconds" in summary:
             time = f"{timedelta(seconds=int(number_in(summary['seconds'], 0)))}"
-            starts = len([*self.folder.glob("events.*")])  # each start writes such a file
-            time += "" if starts == 1 else " (last start)"
+            time += "" if len([*self.folder.glob("events.*")]) == 1 else " (last start)"
             cells |= {"took": time, "device": summary.get("device", UNKNOWN)}
         return cells
 
@@ -142,9 +144,10 @@ def read_runs(folder: Path) -> list[Run]:
         lines = (folder / "runs.txt").read_text("utf-8").splitlines()
         folders = [Path(os.path.normpath(folder / line)) for line in lines]
     if not folders:
-        why = f"no {' or '.join(FILES)} in it or below" if folder.is_dir() else "no such folder"
-        near = near_runs(str(folder)) or "; give a run directory, for example runs/demo"
-        raise UserError(f"{folder}: {why}{near}")
+        wrong = (
+            f": no {' or '.join(FILES)} in it or below" if folder.is_dir() else ": no such folder"
+        )
+        raise UserError(f"{folder}{wrong}{near_runs(str(folder)) or '; give a run directory'}")
     runs = []
     for path in folders:
         try:
@@ -160,7 +163,8 @@ def read_run(folder: Path) -> Run:
     if run.config_text:
         run.config = dotted(read_yaml(folder / "config.yaml"))
     typed = read_text(run, "overrides.yaml")
-    run.typed = override_keys(line.lstrip("-'\" ") for line in typed.splitlines())
+    words = yaml.safe_load(typed) or []
+    run.typed, run.command = override_keys(words), shlex.join(["python", "train.py", *words])
     run.name = str(run.config.get("run.name") or folder.resolve().name)
     run.summary = json.loads(read_text(run, "summary.json") or "{}")
     run.status = str(run.summary.get("status", run.status))
@@ -213,7 +217,7 @@ def read_text(run: Run, name: str) -> str:
     """Return the text of a file; empty, with a note, if it is missing."""
     if (path := run.folder / name).exists():
         return path.read_text("utf-8", errors="replace")
-    run.notes.append(f"{name} is missing")
+    run.notes.append(f"there is no {name}")
     return ""
 
 
@@ -334,8 +338,8 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     runs = sorted(runs, key=lambda run: run.best()[1], reverse=True)
     folder = os.path.commonpath([os.path.abspath(run.folder.parent) for run in runs])
     typed, rows = set().union(*(run.typed for run in runs)), differences(runs)
-    keys = [key for key, *_ in rows if typed & {key, key.removesuffix(".name")}]  # model=...
-    keys = sorted(keys, key=lambda key: key.startswith("data."))[:4]  # the others are folded
+    ranked = sorted(rows, key=lambda r: (r[0].startswith("data."), -len({*r[1:]})))  # four at most
+    keys = [key for key, *_ in ranked if typed & {key, key.removesuffix(".name")}][:4]
     keys = keys or ["data.root", "model.name", "loader.batch_size", "optim.name", "optim.lr"]
     parts = [os.path.relpath(run.folder, folder).split(",") for run in runs]
     same, heads = (
@@ -345,12 +349,12 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     for run, of_run in zip(runs, parts, strict=True):
         own = [p for p in of_run if p not in same and p.partition("=")[0] not in keys]
         short = [part for part in own if not re.fullmatch("[0-9a-f]{8}", part)]
-        heads.append({"run": ",".join(short)} | run.headline(keys))
+        heads.append({"run": ",".join(short)} | run.headline(keys, alone=not runs[1:]))
     name, best, *others = compared(heads)
     others = [r for r in others if r[1:] != best[1:] and len({*r[1:]}) >= min(2, len(runs))]
     others.sort(key=lambda row: len(runs) > 1 and row[0] not in keys)  # behind the best value
     scores = [number_in(row[key]) for key, _, row in (run.best() for run in runs) if row]
-    repeats = len(scores) > 1 and {row[0] for row in rows} <= {"train.seed", "data.val_fold"}
+    repeats = scores[1:] and rows and {r[0] for r in rows} <= {"train.seed", "data.val_fold"}
     unlike = [key for key, *_ in rows if key in VALIDATION]
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
@@ -414,7 +418,8 @@ def run(options: argparse.Namespace) -> int:
         print(reference(runs), end="")
         return 0
     out = options.out or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}; make it")
     out.unlink(missing_ok=True)  # the run of a stranger may hold a link of this name
     out.write_text(build(runs, out, options.runs), encoding="utf-8")
     print(f"written to {out}")

@@ -92,7 +92,7 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
         text = f"{images / size:.1f} optimiser steps per epoch are too few to train well; for "
         notes.append(f"{text}{images:,} images, try {with_batch_size(config, smaller)}")
     elif stated not in (None, size):
-        lr = f"the recipe's optim.lr={config.optim.lr:g} is for loader.batch_size={stated}"
+        lr = f"optim.lr={config.optim.lr:g} is for loader.batch_size={stated}"
         notes.append(f"{lr}; try {with_batch_size(config, size)}")
     if "optim.name" in config.changed and "optim.lr" not in config.changed:
         lr, name = f"optim.lr={config.optim.lr:g}", config.optim.name

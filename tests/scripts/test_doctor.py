@@ -214,7 +214,7 @@ def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     number = case.config.checkpoint.keep + 2
     for usage.free, status in ((number * 16_000 - 1, "fail"), (number * 16_000, "ok")):
         row, shared = doctor.disk(case)
-        assert row.status == status and f"{number} checkpoints of up to " in row.found
+        assert row.status == status and f"{number} checkpoints up to " in row.found
         assert shared.status == "warn" and shared.do.endswith("--ipc=host")
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert next(doctor.disk(case)).found.endswith(": cannot be written")

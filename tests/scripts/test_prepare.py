@@ -375,7 +375,7 @@ WITHOUT_LABEL = {f"{n}.jpg": jpeg(1) for n in "ab"} | {"b.cls": "1"}
 NOTHING: Source = dict
 WRONG: list[tuple[Source, dict[str, Change], str]] = [
     (NOTHING, {"imagenet.zip": b"PK"}, "holds no images; give ImageNet's"),
-    (NOTHING, {"a/1.jpg": b"", "b.tar": b""}, "holds images (a/1.jpg) and tar files (b.tar); give"),
+    (NOTHING, {"a/1.jpg": b"", "b.tar": b""}, "has images (a/1.jpg) and tar files (b.tar); give"),
     (NOTHING, {"a.jpg": jpeg(1), "b/b.jpg": jpeg(1)}, "a.jpg is not in a class folder"),
     (NOTHING, {f"train-{n}.tar": tar(IMAGES) for n in range(2)}, "is the name of 2 images"),
     (NOTHING, {**PARTS}, "the names of the tar files do not contain train or val; rename them"),

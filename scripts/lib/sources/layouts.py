@@ -79,9 +79,7 @@ def list_images(source: str, others: LeftOut) -> list[Sample]:
     if not containers:
         return read_folder(source, tree, SPLITS, others)
     if image:
-        raise UserError(
-            f"{source}: holds images ({image}) and tar files ({containers[0]}); give one"
-        )
+        raise UserError(f"{source}: has images ({image}) and tar files ({containers[0]}); give one")
     return list_containers(source, tree, containers, others)
 
 

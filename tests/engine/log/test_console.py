@@ -48,7 +48,7 @@ def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return setup_notes(given, build_datasets(given), ALONE)
 
     (scaled,) = notes("data=fake", "data.fake_images=60", "loader.batch_size=6")
-    stated = "the recipe's optim.lr=0.1 is for loader.batch_size=256"
+    stated = "optim.lr=0.1 is for loader.batch_size=256"
     assert scaled == f"{stated}; try loader.batch_size=6 optim.lr=0.00234"
     assert len(build_datasets(from_overrides(["data=fake", "data.fake_images=60"])).val) == 6
     (kept,) = notes("data=fake", "optim.name=nadam")
