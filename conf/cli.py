@@ -36,8 +36,8 @@ from conf.start import complain, fail, on_empty_line
 
 OPTIONS = """\
 options:
-  -m, --multirun    train once for each combination of values: optim.lr=0.1,0.2 model=glob(resnet*)
-  --cfg job         print the composed config and exit; -p optim prints one section
+  -m, --multirun    train once for each of several values: optim.lr=0.1,0.2
+  --cfg job         print the composed config; -p optim prints one section
   --help            print this text"""
 
 
@@ -146,7 +146,7 @@ def help_text(script: str, purpose: str) -> str:
         "groups:",
         *(wrap(f"  {g + '=':<10} {' | '.join(group_names(g))}", " " * 13) for g in GROUPS),
         "",
-        "keys and defaults (groups and recipes set others; * cannot change when a run resumes):",
+        "keys and defaults (* cannot change when a run resumes):",
     ]
     texts = sentences()
     for name, value in config_values(Config()).items():

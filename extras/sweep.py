@@ -19,8 +19,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from shutil import get_terminal_size
 from statistics import mean, stdev
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
+from textwrap import fill
 from typing import Any
 
 from hydra import initialize_config_module
@@ -211,13 +213,14 @@ def _run_child(command: Sequence[str], told: set[str]) -> int:
     child = Popen(command, **pipes, errors="replace", preexec_fn=begin)
     with handle_stops(lambda number, _: child.send_signal(number)):
         try:
+            width = get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
             in_plan = True  # until a line is indented
             for line in child.stdout or ():
                 in_plan &= not line[0].isspace()
                 of_folder = line.startswith(("run ", "report ", "curves ", "predict "))
                 repeats = in_plan and line in told and not line.startswith(("state", "history"))
                 if not of_folder and not repeats:
-                    print(f"    {line}", end="", flush=True)
+                    print(fill(f"    {line}", width, subsequent_indent=" " * 14), flush=True)
                 told.add(line)
             status = child.wait()
         finally:  # submitit ends this process before the time limit of Slurm

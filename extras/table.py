@@ -77,9 +77,7 @@ class TableDataset(FolderDataset):
             with suppress(ValueError):  # a text is no number
                 values = [float(text) for text in texts if "_" not in text]  # Python reads 1_000
             if len(values) != len(self.columns) or not all(abs(v) < 3e38 for v in values):
-                cure = (
-                    f"give {len(self.columns)} finite number(s); for classes, leave data=table out"
-                )
+                cure = f"give {len(self.columns)} finite number(s); for classes, omit data=table"
                 raise UserError(f"{path}: {name}: {','.join(texts)}: {cure}")
             numbers[row] = values
         files = {"": [os.fsencode(row[0]) for row in rows]}

@@ -260,7 +260,7 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
         drawn = [(runs[0], split, label, i) for i, (split, label) in enumerate(LABELS.items(), 1)]
         drawn.append((runs[0], "best", *drawn[0][2:]))
     found = []
-    for key in sorted(keys.keys() - drawn_with, key=[runs[0].best()[0], *keys].index):
+    for key in sorted(keys.keys() - drawn_with, key=[runs[0].best()[0], "loss", "lr", *keys].index):
         curves = [
             ({"label": label, "split": split, "colour": colour}, curve)
             for run, split, label, colour in drawn

@@ -20,7 +20,7 @@ def say(*lines: str, end: str = "\n") -> None:
         if sys.stdout.isatty():
             if line[:1].isalpha() and not line.startswith(COPIED):
                 line = fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 10)
-            bold = r"^((note|result|verdict|warning) +| .* validation.*)"
+            bold = r"^((note|result|resume|verdict|warning) +| .* validation.*)"
             line = "\33[K" + re.sub(bold, "\33[1m\\1\33[0m", line)
         print(line, end=end, flush=True)
 

@@ -81,7 +81,7 @@ def _lines(datasets: Datasets, schedule: Schedule, compute: Compute, left: int) 
         time = duration(3 * compute.flops * left * schedule.batch_size / CORE_FLOPS / cores())
         memory = schedule.local_batch_size / schedule.micro_batches * compute.flops * CORE_GB
         less = "; less with a train.micro_batch" if memory > 4 else ""
-        yield f"estimate  about {time} of training, {max(memory, 0.1):.1f} GB of memory{less}"
+        yield f"estimate  at least {time} for the steps, {max(memory, 0.1):.1f} GB of memory{less}"
 
 
 def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:

@@ -174,11 +174,11 @@ def test_the_page_has_an_evaluation(runs: Path, monkeypatch: pytest.MonkeyPatch)
     assert evaluate.evaluate_one(evaluate.arguments(["first", "loader.workers=0"])) == 0
     page = made(Path("first"))
     files = [Path("first") / unquote(link) for link in page.links]
-    assert [file.name for file in files] == ["worst.jpg", "confusion.png", "per_class.csv"]
+    assert [file.stem for file in files] == ["worst", "confusion", "reliability", "per_class"]
     assert all(file.exists() for file in files) and command not in page.said
     assert page.pictures == ["worst.jpg", "confusion.png"]
     assert not made(Path("first"), Path("second"), out=Path("both.html")).pictures
-    files[2].write_text("class,images,top1,loss,name\na,9,25.0,1,A\nb,0,,,B\n")
+    files[3].write_text("class,images,top1,loss,name\na,9,25.0,1,A\nb,0,,,B\n")
     assert made(Path("first")).classes[1:] == [["A", "9", "25.00 %"]]
 
 
