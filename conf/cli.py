@@ -16,7 +16,7 @@ from glob import glob
 from textwrap import fill
 from typing import NoReturn
 
-from conf.compose import MULTIRUN, SECTIONS, from_overrides, to_yaml
+from conf.compose import BASE_YAML, MULTIRUN, SECTIONS, dotted, from_overrides, to_yaml
 from conf.named import import_object
 from conf.schema import (
     FIELDS,
@@ -149,7 +149,7 @@ def help_text(script: str, purpose: str) -> str:
         "keys and defaults (* cannot change when a run resumes):",
     ]
     texts = sentences()
-    for name, value in config_values(Config()).items():
+    for name, value in (config_values(Config()) | dotted(BASE_YAML)).items():
         mark = "*" if FIELDS[name].metadata["affects"] == RESULT else " "
         lines.append(wrap(f"{mark} {f'{name}={show(value)}':<42} {texts[name]}", " " * 45))
     return "\n".join([*lines, "", OPTIONS])

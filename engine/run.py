@@ -181,7 +181,7 @@ class Run(AbstractContextManager["Run"]):
         if kind is KeyboardInterrupt and self.world.is_main:  # no StopSignal handled it
             newest = ["none", *checkpoint.files(self.checkpoints)][-1]
             print(f"status    stopped by Ctrl-C; newest checkpoint: {newest}", flush=True)
-            if self.config.checkpoint.resume != "never":
+            if self.config.checkpoint.resume != "never" and newest != "none":
                 print("resume    run the same command again to go on", flush=True)
         if self._lock is not None:
             stopped = kind is KeyboardInterrupt or (self.path / "summary.json").exists()

@@ -217,7 +217,7 @@ def _run_child(command: Sequence[str], told: set[str]) -> int:
             in_plan = True  # until a line is indented
             for line in child.stdout or ():
                 in_plan &= not line[0].isspace()
-                of_folder = line.startswith(("run ", "report ", "curves ", "predict "))
+                of_folder = line.startswith(("run ", "evaluate ", "report ", "curves ", "predict "))
                 repeats = in_plan and line in told and not line.startswith(("state", "history"))
                 if not of_folder and not repeats:
                     print(fill(f"    {line}", width, subsequent_indent=" " * 14), flush=True)

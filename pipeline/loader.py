@@ -48,7 +48,7 @@ STOP_SECONDS = 1.0
 POLL_SECONDS = 1e-3  # how late the end of a copy is noticed, while workers receive tasks
 EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
 CHECK = "run scripts/doctor.py --all with the same overrides to check every file"
-REMEDY = f"{CHECK}; data.on_error=skip skips unreadable training images, not validation images"
+REMEDY = f"replace or remove it; {CHECK}; data.on_error=skip skips it if it is a training image"
 MAX_TRIED = 100  # samples in place of an unreadable one
 # A worker reads ahead if, per sample, it waits this much longer for storage than for a core, as a
 # mean of about ten tasks. Reading in other threads costs 0.1 to 0.2 ms of a core per sample.

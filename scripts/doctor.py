@@ -315,8 +315,7 @@ def plan(case: Case) -> Iterator[Row]:
     )
     work = 3 * case.compute.flops * schedule.stop_step * schedule.batch_size
     if device.type == "cpu" and (hours := work / CORE_FLOPS / machine.cores() / 3600) > 1:
-        cure = "try a GPU, or model.name=resnet18, data.image_size=64 or fewer train.epochs"
-        yield warn(f"about {hours:,.0f} hours on this CPU", cure)
+        yield warn(f"about {hours:,.0f} hours on this CPU", "take a GPU, or model.name=resnet18")
     if (quota := machine.cpu_quota()) < (threads := machine.cores()):
         cure = "if this is not intended, raise the container's --cpus or Slurm's --cpus-per-task"
         yield warn(f"a CPU quota of {quota:g} cores for {threads} hardware threads", cure)

@@ -115,10 +115,11 @@ class Run:
         shown = {"best": best, "last": self.rows["val"][-1]} if best and alone else {"best": best}
         for label, row in shown.items() if best else ():
             when = f"{epoch_of(row)} of {show(config.get('train.epochs', UNKNOWN))}"
-            cells[f"{label} {name}"] = f"{rounded(number_in(row.get(name)), name)} {when}"
+            value, n = number_in(row.get(name)), number_in(row.get("images"), math.inf)
+            error = f" ± {abs(value * (100 - value) / n) ** 0.5:.1f}" if name[:3] == "top" else ""
+            cells[f"{label} {name}"] = f"{rounded(value, name)}{error} {when}"
         # What an observer adds to the summary may have a line, such as a warning.
         lines = [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
-        cells |= {"validation images": f"{best['images']:,}"} if "images" in best else {}
         cells["status"] = "; ".join([self.status, *(": ".join(x.split(None, 1)) for x in lines)])
         cells |= {key: show(config[key]) for key in keys if key in config}
         if rate := number_in(summary.get("images_per_second"), 0):
@@ -355,7 +356,7 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     others.sort(key=lambda row: len(runs) > 1 and row[0] not in keys)  # behind the best value
     scores = [number_in(row[key]) for key, _, row in (run.best() for run in runs) if row]
     repeats = scores[1:] and rows and {r[0] for r in rows} <= {"train.seed", "data.val_fold"}
-    unlike = [key for key, *_ in rows if key in VALIDATION]
+    unlike = [k for k, *_ in differences([r for r in runs if r.best()[2]]) if k in VALIDATION]
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.metrics import BestBy, format_value, metric_of
 
-COPIED = ("run ", "report ", "curves ", "predict ")  # lines that stay whole, to be copied
+COPIED = ("run ", "evaluate ", "report ", "curves ", "predict ")  # lines that stay whole
 
 
 def say(*lines: str, end: str = "\n") -> None:
@@ -95,10 +95,11 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
 def results(folder: Path, summary: Mapping[str, Any]) -> list[str]:
     """Return what does not depend on the start: the result, and where the files are."""
     lines = [f"result    {_result(summary)}", f"run       {folder}"]
-    lines.append(f"report    python scripts/report.py {shlex.quote(str(folder))}")
+    path = shlex.quote(str(folder))
+    lines += [f"{n:<9} python scripts/{n}.py {path}" for n in ("evaluate", "report")]
     if any(folder.glob("events.*")):
         lines.append(f"curves    tensorboard --logdir {shlex.quote(str(folder.parent))}")
-    return [*lines, f"predict   python scripts/predict.py {shlex.quote(str(folder))} NEW_IMAGE.jpg"]
+    return [*lines, f"predict   python scripts/predict.py {path} NEW_IMAGE.jpg"]
 
 
 def _result(summary: Mapping[str, Any]) -> str:

@@ -18,7 +18,6 @@ from pipeline.machine import cores
 
 DRIVER = Path("/proc/driver/nvidia/version")  # on a machine with NVIDIA's driver for Linux
 CORE_FLOPS = 3e10  # operations per second of a CPU core in training, measured for ResNet-18 and -50
-CORE_GB = 1e-11  # of memory for an operation of a forward pass, measured for ResNet-50
 FEW_STEPS = 10  # with fewer steps per epoch, a smaller batch size is advised
 
 
@@ -79,7 +78,7 @@ def _lines(datasets: Datasets, schedule: Schedule, compute: Compute, left: int) 
     yield f"device    {compute.name}, {compute.precision}{layout}{compiled}"
     if compute.device.type == "cpu":
         time = duration(3 * compute.flops * left * schedule.batch_size / CORE_FLOPS / cores())
-        memory = schedule.local_batch_size / schedule.micro_batches * compute.flops * CORE_GB
+        memory = compute.flops * schedule.local_batch_size / schedule.micro_batches / 1e11  # GB
         less = "; less with a train.micro_batch" if memory > 4 else ""
         yield f"estimate  at least {time} for the steps, {max(memory, 0.1):.1f} GB of memory{less}"
 

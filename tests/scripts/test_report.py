@@ -92,9 +92,9 @@ def step_row(step: int, **values: Any) -> dict[str, Any]:
 def test_the_page_of_a_run(runs: Path) -> None:
     page, folder = made(runs / "first"), runs / "first"
     summary = json.loads((folder / "summary.json").read_text())
-    best = f"{summary['best_top1']:.2f} % after epoch {summary['best_epoch']:.0f} of 2"
-    facts = ("best top1", "model.name", "loader.batch_size")
-    assert [page.facts[0][name] for name in facts] == [best, "resnet_tiny", "8"]
+    top1, epoch = summary["best_top1"], summary["best_epoch"]
+    best = f"{top1:.2f} % ± {(top1 * (100 - top1) / 15) ** 0.5:.1f} after epoch {epoch:.0f} of 2"
+    assert (page.facts[0]["best top1"], page.facts[0]["model.name"]) == (best, "resnet_tiny")
     rows = json.loads((folder / "per_class.json").read_text())["classes"]
     rows.sort(key=lambda row: row["top1"])
     classes = [[row["class"], f"{row['images']}", f"{row['top1']:.2f} %"] for row in rows]
@@ -128,10 +128,7 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_run_that_has_not_ended(copied: Path, runs: Path, tmp_path: Path) -> None:
-    """The last row is cut off, and the verdict is that of an epoch.
-
-    The folder may come from a stranger: nothing is written through a link.
-    """
+    """The last row is cut off. Nothing is written through a link in a stranger's folder."""
     (copied / "events.1").touch()  # of its only start
     config = copied / "config.yaml"
     config.write_text(config.read_text().replace("  seed: 0\n", "  seed: 1\n"))
@@ -187,12 +184,13 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     values = {"gpu_w": 9, "norm": 1.0, "gap": 2.0, "gap_min": 1.0, "gap_max": 3.0, "a[0]*": None}
     rows = [step_row(step, late_fraction=0.0, host_gib=0, **values) for step in (50, 100)]
     reference = {"reference_top1": 5.0, "reference_top1_min": 4.0, "reference_top1_max": 6.0}
-    rows.append({"step": 100, "epoch": 1, "split": "val", "gap": 5.0, "top1": 3.0, **reference})
-    rows.append({"step": 200, "epoch": 2, "split": "val", "top1": 2.0})
+    val = {"split": "val", "images": 100}
+    rows.append(val | {"step": 100, "epoch": 1, "gap": 5.0, "top1": 3.0, **reference})
+    rows.append(val | {"step": 200, "epoch": 2, "top1": 2.0})
     words = {"status": "interrupted", "seconds": 5, "warning": {"line": "warning   the loss"}}
     words |= {"signal": 15, "images_per_second": 0.0, "verdict": []}
     page = made(synthetic(tmp_path / "run", rows, **words))
-    facts = [f"{x}.00 % after epoch {epoch} of –" for x, epoch in ((3, 1), (2, 2))]
+    facts = ["3.00 % ± 1.7 after epoch 1 of –", "2.00 % ± 1.4 after epoch 2 of –"]
     facts += ["interrupted by SIGTERM; warning: the loss", "0:00:05 (last start)", "–"]
     assert [*page.facts[0].values()] == facts
     assert page.titles == ["top1", "gap", "norm", "gpu_w"] and page.folded == ["gpu_w"]
