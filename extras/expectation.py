@@ -105,13 +105,13 @@ class Expectation(Observer):
     def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Return what summary.json says about the expectation; None if the run is not the recipe.
 
-        Of any run, a warning says if neither training nor validation was better than a guess.
+        A warning says if the loss of neither training nor validation is below that of a guess.
         """
         found: dict[str, Any] = {"expectation": None}
         row, guess = self._last, math.log(len(self.log.datasets.classes))
         loss = min(row.get("loss", 0.0), self.log.row.get("loss", 0.0))
         if "top1" in row and row.get("epoch", 0) >= 1 and not loss < guess:
-            text = f"the loss is not below {guess:.2f}, that of a guess: the model learned nothing"
+            text = f"the loss is not below {guess:.2f}, that of a guess: check learning rate and labels"
             found["warning"] = {"line": f"warning   {text} (docs/faq.md)"}
         if self._final is None or row.get("step") != self._schedule.steps:  # of an earlier epoch
             return found

@@ -36,8 +36,8 @@ def table(data: DataConfig, train: Compose, val: Compose, options: Options) -> S
     root = Path(data.root).expanduser()
     paths = [root / f"{name.removesuffix('.csv')}.csv" for name in (data.train, data.val)]
     if part := held_out(data):
-        if paths[1].exists():
-            raise UserError(f"{part.origin}: there is {paths[1]}; leave out this key to use it")
+        if paths[1].exists() or data.val != "val":
+            raise UserError(f"{part.origin}: excludes {paths[1]}; leave out this key to use it")
         paths = 2 * [root if root.is_file() else paths[0]]
     first, other = TableDataset(paths[0], train, **options), TableDataset(paths[1], val, **options)
     if part:

@@ -59,8 +59,8 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
         raise UserError(f"data.root={data.root}: is not a folder, .tar or .csv file; {remedy}")
     train_split, val_split = os.path.join(root, data.train), os.path.join(root, data.val)
     if held := held_out(data):
-        if find_storage(val_split):
-            raise UserError(f"{held.origin}: there is {val_split}; leave the key out, or move it")
+        if find_storage(val_split) or data.val != "val":
+            raise UserError(f"{held.origin}: excludes {val_split}; leave the key out, or move it")
         index = load_index(train_split if find_storage(train_split) else root, key="data.root")
         train, val = map(index.rows, hold_out(index, held))
         return train, val

@@ -56,7 +56,7 @@ def test_images_are_held_out_of_one_table(tmp_path: Path, key: str) -> None:
     widths = "".join(f"{i}.jpg,{i}.5\n" for i in range(40))
     other = load_table(tmp_path, key, train=f"path,width\n{widths}")
     assert (len(other.train), len(other.val)) == (32, 8)
-    with pytest.raises(UserError, match=r"^data\.val_.*: there is .*/val\.csv; leave out this"):
+    with pytest.raises(UserError, match=r"^data\.val_.*: excludes .*/val\.csv; leave out this"):
         load_table(tmp_path, key, val="path,width\n")
 
 
