@@ -6,14 +6,12 @@ A mistake ends the program with status 2 before it has created anything.
 import argparse
 import logging
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from glob import glob
-from textwrap import fill
 from typing import NoReturn
 
 from conf.compose import BASE_YAML, MULTIRUN, SECTIONS, dotted, from_overrides, to_yaml
@@ -32,7 +30,7 @@ from conf.schema import (
     show,
     with_advice,
 )
-from conf.start import complain, fail, on_empty_line
+from conf.start import complain, fail, on_empty_line, wrapped
 
 OPTIONS = """\
 options:
@@ -133,23 +131,18 @@ def exit_status(
 
 def help_text(script: str, purpose: str) -> str:
     """List the groups with their choices, and the keys with their defaults and sentences."""
-
-    def wrap(line: str, indent: str) -> str:
-        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-        return fill(line, columns, subsequent_indent=indent, break_on_hyphens=False)
-
     lines = [
         purpose,
         "",
         f"usage: python {script} [group=choice ...] [key=value ...] [options]",
         "",
         "groups:",
-        *(wrap(f"  {g + '=':<10} {' | '.join(group_names(g))}", " " * 13) for g in GROUPS),
+        *(wrapped(f"  {g + '=':<10} {' | '.join(group_names(g))}", 13) for g in GROUPS),
         "",
         "keys and defaults (* cannot change when a run resumes):",
     ]
     texts = sentences()
     for name, value in (config_values(Config()) | dotted(BASE_YAML)).items():
         mark = "*" if FIELDS[name].metadata["affects"] == RESULT else " "
-        lines.append(wrap(f"{mark} {f'{name}={show(value)}':<42} {texts[name]}", " " * 45))
+        lines.append(wrapped(f"{mark} {f'{name}={show(value)}':<42} {texts[name]}", 45))
     return "\n".join([*lines, "", OPTIONS])

@@ -183,7 +183,9 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             meant = _for_flag(name, given) or _advice(name, given)
             raise UserError(f"{text}: not an option; {meant}")
         if not equals:
-            raise UserError(f"{text}: write key=value without spaces; {_advice(name, given)}")
+            meant = f"did you mean data.root={text}?" if os.path.isdir(text) else ""
+            meant = meant or _advice(name, given)
+            raise UserError(f"{text}: write key=value without spaces; {meant}")
         value: Any = None if word == "null" else word
         if name in GROUPS:
             value = _choice_file(name, word)
@@ -209,8 +211,6 @@ def _for_flag(flag: str, value: str) -> str:
 
 def _advice(name: str, value: str = "") -> str:
     """Name the key or group meant by an unknown one, such as `lr`, or by a flag and its `value`."""
-    if os.path.isdir(name):
-        return f"did you mean data.root={name}?"
     lasts = {known: known.rpartition(".")[2] for known in NAMES}
     word = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
     close = difflib.get_close_matches(word, lasts.values(), 1, 0.7)

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
+COPIED = ("run ", "evaluate ", "report ", "curves ", "predict ")  # lines that are not wrapped
 PR_SET_PDEATHSIG = 1  # prctl(2)
 # Module -> package that provides it. Without tensorboard a run prints a warning and continues.
 PACKAGES = {"hydra": "hydra-core", "PIL": "pillow"}
@@ -94,13 +95,19 @@ def handle_stops(handler: Callable[[int, object], None]) -> Iterator[None]:
             signal.signal(number, previous)
 
 
+def wrapped(line: str, indent: int = 0, *, stream: TextIO | None = None) -> str:
+    """Break a line between words if it goes to a terminal; `indent`: of its other lines."""
+    if not (stream or sys.stdout).isatty():
+        return line
+    columns = shutil.get_terminal_size().columns
+    return textwrap.fill(line, columns, subsequent_indent=" " * indent, break_on_hyphens=False)
+
+
 def complain(message: str, *, once: bool = False) -> None:
     """Print one line on stderr, even if a path in it contains a line break; `once` per node."""
     if not (once and os.environ.get("LOCAL_RANK", "0") != "0"):
         line = f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}"
-        if sys.stderr.isatty():
-            line = textwrap.fill(line, shutil.get_terminal_size().columns, break_on_hyphens=False)
-        print(line, file=sys.stderr)
+        print(wrapped(line, stream=sys.stderr), file=sys.stderr)
 
 
 def fail(message: str) -> NoReturn:

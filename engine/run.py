@@ -37,7 +37,7 @@ WEIGHTS = ("model.weights",)  # keys that name a file, whose content counts
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
 VALIDATED_ON |= {"data.exif_orientation"}
-DERIVED = ("schedule.warmup_epochs",)  # may follow from another key
+PLACES = dict.fromkeys(FIXED, 0) | {"schedule.warmup_epochs": 2}  # it follows from other keys
 BEGAN, WITH = "began at step ", " with "  # of a line in the history: `began at step 5 with PATH`
 
 
@@ -251,9 +251,7 @@ def accepted_changes(
     stored = content["identity"]
     changes = {
         name: f"{name} was {show(stored.get(name))}, is {show(value)}"
-        for name, value in sorted(
-            identity.items(), key=lambda i: (i[0] in DERIVED, i[0] not in FIXED)
-        )
+        for name, value in sorted(identity.items(), key=lambda item: PLACES.get(item[0], 1))
         if stored.get(name) != value
     }
     fixed = [name for name in changes if name in FIXED]

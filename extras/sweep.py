@@ -19,10 +19,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from shutil import get_terminal_size
 from statistics import mean, stdev
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
-from textwrap import fill
 from typing import Any
 
 from hydra import initialize_config_module
@@ -36,7 +34,7 @@ from conf.cli import require_root
 from conf.compose import from_overrides, read_overrides, to_yaml
 from conf.named import ROOT
 from conf.schema import NAMES, Config, UserError, group_names
-from conf.start import handle_stops, stop_with_parent
+from conf.start import COPIED, handle_stops, stop_with_parent, wrapped
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
 MAX_JOBS = 10_000
@@ -213,14 +211,13 @@ def _run_child(command: Sequence[str], told: set[str]) -> int:
     child = Popen(command, **pipes, errors="replace", preexec_fn=begin)
     with handle_stops(lambda number, _: child.send_signal(number)):
         try:
-            width = get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
             in_plan = True  # until a line is indented
             for line in child.stdout or ():
                 in_plan &= not line[0].isspace()
-                of_folder = line.startswith(("run ", "evaluate ", "report ", "curves ", "predict "))
+                of_folder = line.startswith(COPIED)
                 repeats = in_plan and line in told and not line.startswith(("state", "history"))
                 if not of_folder and not repeats:
-                    print(fill(f"    {line}", width, subsequent_indent=" " * 14), flush=True)
+                    print(wrapped(f"    {line}".rstrip(), 14), flush=True)
                 told.add(line)
             status = child.wait()
         finally:  # submitit ends this process before the time limit of Slurm

@@ -42,7 +42,7 @@ from conf.schema import Config, RunError, UserError, describe
 from engine.checkpoint import find_checkpoint
 from engine.compute import Compute, build_model, choose_compute
 from engine.distributed import World, resolve_device
-from engine.log.plan import CORE_FLOPS, setup_notes
+from engine.log.plan import cpu_seconds, setup_notes
 from engine.losses import build_criterion, class_weights
 from engine.schedule import make_schedule
 from pipeline import decode, machine
@@ -313,8 +313,8 @@ def plan(case: Case) -> Iterator[Row]:
         f"{len(datasets.classes):,} classes; {schedule.stop_step:,} steps of {schedule.batch_size} "
         f"images of {datasets.train_size} px on {case.compute.name}"
     )
-    work = 3 * case.compute.flops * schedule.stop_step * schedule.batch_size
-    if device.type == "cpu" and (hours := work / CORE_FLOPS / machine.cores() / 3600) > 1:
+    hours = cpu_seconds(case.compute, schedule.stop_step * schedule.batch_size) / 3600
+    if device.type == "cpu" and hours > 1:
         yield warn(f"about {hours:,.0f} hours on this CPU", "take a GPU, or model.name=resnet18")
     if (quota := machine.cpu_quota()) < (threads := machine.cores()):
         cure = "if this is not intended, raise the container's --cpus or Slurm's --cpus-per-task"

@@ -343,10 +343,8 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     keys = [key for key, *_ in ranked if typed & {key, key.removesuffix(".name")}][:4]
     keys = keys or ["data.root", "model.name", "loader.batch_size", "optim.name", "optim.lr"]
     parts = [os.path.relpath(run.folder, folder).split(",") for run in runs]
-    same, heads = (
-        set(parts[0]).intersection(*parts),
-        [],
-    )  # what columns have is left out, and hashes
+    # A name has neither what all have, nor what a column has, nor the hash.
+    same, heads = set(parts[0]).intersection(*parts), list[dict[str, str]]()
     for run, of_run in zip(runs, parts, strict=True):
         own = [p for p in of_run if p not in same and p.partition("=")[0] not in keys]
         short = [part for part in own if not re.fullmatch("[0-9a-f]{8}", part)]

@@ -2,16 +2,13 @@
 
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
+from conf.start import COPIED, wrapped
 from engine.metrics import BestBy, format_value, metric_of
-
-COPIED = ("run ", "evaluate ", "report ", "curves ", "predict ")  # lines that stay whole
 
 
 def say(*lines: str, end: str = "\n") -> None:
@@ -19,7 +16,7 @@ def say(*lines: str, end: str = "\n") -> None:
     for line in "\n".join(lines).split("\n"):
         if sys.stdout.isatty():
             if line[:1].isalpha() and not line.startswith(COPIED):
-                line = fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 10)
+                line = wrapped(line, 10)
             bold = r"^((note|result|resume|verdict|warning) +| .* validation.*)"
             line = "\33[K" + re.sub(bold, "\33[1m\\1\33[0m", line)
         print(line, end=end, flush=True)

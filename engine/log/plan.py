@@ -77,10 +77,15 @@ def _lines(datasets: Datasets, schedule: Schedule, compute: Compute, left: int) 
     compiled = "" if mode == "off" else f", compile {mode} (takes minutes at the first start)"
     yield f"device    {compute.name}, {compute.precision}{layout}{compiled}"
     if compute.device.type == "cpu":
-        time = duration(3 * compute.flops * left * schedule.batch_size / CORE_FLOPS / cores())
+        time = duration(cpu_seconds(compute, left * schedule.batch_size))
         memory = compute.flops * schedule.local_batch_size / schedule.micro_batches / 1e11  # GB
         less = "; less with a train.micro_batch" if memory > 4 else ""
         yield f"estimate  at least {time} for the steps, {max(memory, 0.1):.1f} GB of memory{less}"
+
+
+def cpu_seconds(compute: Compute, images: int) -> float:
+    """Estimate how long the cores of this machine train on a number of images."""
+    return 3 * compute.flops * images / CORE_FLOPS / cores()
 
 
 def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
