@@ -40,7 +40,7 @@ from engine.checkpoint import provenance
 from engine.compute import Compute, choose_compute, set_up_kernels
 from engine.distributed import World, join_world
 from engine.files import write_json
-from engine.log.verdict import SLOWER, judge
+from engine.log.verdict import judge
 from engine.memory import fit_memory
 from engine.metrics import Meter
 from engine.schedule import Schedule, make_schedule
@@ -60,13 +60,9 @@ class Stage:
     rates: list[float]  # images/s, one per window
     note: str  # a remark for the table, perhaps with lines below it
 
-    @property
-    def rate(self) -> float:
-        return median(self.rates)
-
     def __str__(self) -> str:
         spread = f"{min(self.rates):,.0f}-{max(self.rates):,.0f}"
-        return f"{self.name:<12} {self.rate:>10,.0f} images/s  ({spread})  {self.note}"
+        return f"{self.name:<12} {median(self.rates):>10,.0f} images/s  ({spread})  {self.note}"
 
 
 def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) -> list[Stage]:
@@ -153,8 +149,6 @@ def measure_steps(
         feed.step_rate = median(alone) if world.device.type != "cpu" else 0.0  # for the verdict
         times = feed.step_times()
         verdict = judge([times] if times else [], 0.0, world, feed)
-        if not feed.step_rate and median(fed) < SLOWER * median(alone):
-            verdict.append("The step is slower than alone: it shares the cores with the loader.")
     note = f"{config.model.name}, batch {schedule.batch_size}, {compute.precision}, "
     note += f"compile {compute.compile_mode}, batch already on the device"
     lines = ["the step, fed by the loader", *(f"verdict   {line}" for line in verdict)]
@@ -169,7 +163,7 @@ def main() -> int:
         "cores": cores(),
         "made_by": provenance(),
         "config": cli.to_yaml(CONFIG),
-        "stages": [{**asdict(stage), "rate": stage.rate} for stage in stages],
+        "stages": [{**asdict(stage), "rate": median(stage.rates)} for stage in stages],
     }
     OPTIONS.out.mkdir(parents=True, exist_ok=True)
     write_json(OPTIONS.out / "bench.json", record)

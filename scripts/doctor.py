@@ -212,14 +212,10 @@ def duplicates(case: Case) -> Iterator[Row]:
     text = f"{len(pairs):,} of {count_of(case, 'val')} validation images"
     text += " are copies of training images"
     details = tuple(f"{val.path(a)} = {train.path(b)}" for a, b in pairs)
-    if 2 * len(pairs) > len(rows):
+    cure = "remove them from one split: they distort the accuracy by up to their fraction"
+    if many := 2 * len(pairs) > len(rows):
         cure = "validation accuracy would be meaningless: give another data.val"
-        yield fail(text, cure, details)
-    elif pairs:
-        cure = "remove them from one split: they distort the accuracy by up to their fraction"
-        yield warn(text, cure, details)
-    else:
-        yield ok(text)
+    yield (fail if many else warn)(text, cure, details) if pairs else ok(text)
 
 
 def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, int]]:
@@ -299,14 +295,14 @@ def plan(case: Case) -> Iterator[Row]:
     build_criterion(config.train, class_weights(config.train, datasets))
     schedule = make_schedule(config, len(datasets.train), world)
     case.compute = choose_compute(config, datasets, device, schedule.stop_step)
-    if (weights := config.model.weights) and weights != "pretrained":
-        model = build_model(config, datasets)
-        models.load_weights(model, find_checkpoint(weights), datasets.classes)
-    elif weights and published(config.model.name, Path(weights)) is None:
-        build_model(config, datasets, pretrained=True)  # refuses it, without a download
-    if weights == "pretrained":
+    if (weights := config.model.weights) == "pretrained":
+        if published(config.model.name, Path(weights)) is None:
+            build_model(config, datasets, pretrained=True)  # refuses it, without a download
         text = "model.weights=pretrained: training first downloads it, unless it is in the cache"
         yield warn(text, "without a network, give model.weights=FILE")
+    elif weights:
+        model = build_model(config, datasets)
+        models.load_weights(model, find_checkpoint(weights), datasets.classes)
     yield from (warn(n, "training still starts") for n in setup_notes(config, datasets, world))
     yield ok(
         f"{config.model.name}, {case.compute.parameters / 1e6:.2f} M parameters, "

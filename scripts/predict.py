@@ -255,12 +255,7 @@ def watch_head(model: nn.Module) -> list[Tensor]:
 
 
 class Output:
-    """Writes results to a file, as a table, JSON lines or CSV.
-
-    Args:
-        names: of the classes, or of other outputs.
-        folder: for masks.
-    """
+    """Writes results as a table, JSON lines or CSV to a file, and masks to a folder."""
 
     def __init__(self, form: str, file: TextIO, names: Sequence[str], folder: Path) -> None:
         self.form, self.file, self.folder = form, file, folder

@@ -32,8 +32,7 @@ the images. unreadable.txt lists those that cannot be used; they are left out, a
 is 1. To resume an interrupted run, run the same command again: folders keep what is complete, a tar
 file is written anew. prepare.json contains the settings and the totals.
 
-Exit status: 0 finished; 1 failed, or some images cannot be read; 2 wrong arguments or a SOURCE that
-cannot be used (nothing is created); 130 interrupted.
+Exit status: 0 finished; 1 failed, or some images cannot be read; 2 wrong SOURCE or arguments.
 """
 
 import argparse

@@ -4,10 +4,10 @@
     python scripts/report.py runs/first runs/second --out both.html
     python scripts/report.py runs/seed1 runs/seed2 ... --reference
 
-Files of a run may be missing, as in a run that is in progress. A folder of runs, or that of a
-sweep, stands for its runs. The report is one file: FILE, or report.html in the given folder, for
-several folders in the current one. Every numeric key of metrics.jsonl gets a chart, unless it is
-always 0. Of a single run, it shows what evaluate.py has made of the best checkpoint in evaluation/.
+A run may still be in progress. A folder of runs, or that of a sweep, stands for its runs. The
+report is one file: FILE, or report.html in the given folder, for several folders in the current
+one. Every numeric key of metrics.jsonl gets a chart, unless it is always 0. The report of one run
+has the images and confusions that evaluate.py has found with the best checkpoint.
 
 --reference prints the node `expect` for a recipe's file, from its runs with different train.seed.
 """
@@ -45,7 +45,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from signal import Signals
 from statistics import fmean, median_low, stdev
 from typing import Any
 from urllib.parse import quote
@@ -97,8 +96,8 @@ class Run:
     # The classes with the lowest top-1 in a validation: readable name, images, top-1
     classes: list[tuple[str, str, str]] = field(default_factory=list)
     classes_at: str = ""  # the epoch of this validation
-    evaluations: list[Any] = field(default_factory=list)  # folder and content, of the best one
-    notes: list[str] = field(default_factory=list)  # what cannot be read, changes of the config
+    # Of the best checkpoint: folder, evaluation.json, and the rows of each CSV file by its name
+    evaluations: list[Any] = field(default_factory=list)
 
     def best(self) -> tuple[str, float, dict[str, Any]]:
         """Return the name in train.best_by, a score (higher is better), and the best validation."""
@@ -112,12 +111,11 @@ class Run:
         """Return the result and config keys, label -> text: the best validation comes first."""
         (name, _, best), config, summary = self.best(), self.config, self.summary
         cells = {f"best {name}": "no finite value" if self.rows["val"] else "no validation"}
-        shown = {"best": best, "last": self.rows["val"][-1]} if best and alone else {"best": best}
-        for label, row in shown.items() if best else ():
+        last = self.rows["val"][-1:] if alone and self.rows["val"][-1:] != [best] else []
+        for label, row in zip(("best", "last"), [best, *last] if best else (), strict=False):
             when = f"{epoch_of(row)} of {show(config.get('train.epochs', UNKNOWN))}"
-            value, n = number_in(row.get(name)), number_in(row.get("images"), math.inf)
-            error = f" ± {abs(value * (100 - value) / n) ** 0.5:.1f}" if name[:3] == "top" else ""
-            cells[f"{label} {name}"] = f"{rounded(value, name)}{error} {when}"
+            error = f" ± {error:.1f}" if (error := standard_error(row, name)) else ""
+            cells[f"{label} {name}"] = f"{rounded(number_in(row.get(name)), name)}{error} {when}"
         # What an observer adds to the summary may have a line, such as a warning.
         lines = [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
         cells["status"] = "; ".join([self.status, *(": ".join(x.split(None, 1)) for x in lines)])
@@ -129,6 +127,12 @@ class Run:
             time += "" if len([*self.folder.glob("events.*")]) == 1 else " (last start)"
             cells |= {"took": time, "device": summary.get("device", UNKNOWN)}
         return cells
+
+
+def standard_error(row: dict[str, Any], name: str) -> float:
+    """Return that of an accuracy in percent, from the number of images; 0 for other values."""
+    value, images = number_in(row.get(name), 0), number_in(row.get("images"), math.inf)
+    return abs(value * (100 - value) / images) ** 0.5 if name[:3] == "top" else 0.0
 
 
 def number_in(value: Any, default: float = math.nan) -> float:
@@ -145,10 +149,8 @@ def read_runs(folder: Path) -> list[Run]:
         lines = (folder / "runs.txt").read_text("utf-8").splitlines()
         folders = [Path(os.path.normpath(folder / line)) for line in lines]
     if not folders:
-        wrong = (
-            f": no {' or '.join(FILES)} in it or below" if folder.is_dir() else ": no such folder"
-        )
-        raise UserError(f"{folder}{wrong}{near_runs(str(folder)) or '; give a run directory'}")
+        wrong = f"no {' or '.join(FILES)} in it or below" if folder.is_dir() else "no such folder"
+        raise UserError(f"{folder}: {wrong}{near_runs(str(folder)) or '; give a run directory'}")
     runs = []
     for path in folders:
         try:
@@ -159,29 +161,22 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    run = Run(folder)
-    run.config_text = read_text(run, "config.yaml")
+    run = Run(folder, config_text=read_text(folder / "config.yaml"))
     if run.config_text:
         run.config = dotted(read_yaml(folder / "config.yaml"))
-    typed = read_text(run, "overrides.yaml")
-    words = yaml.safe_load(typed) or []
+    words = yaml.safe_load(read_text(folder / "overrides.yaml")) or []
     run.typed, run.command = override_keys(words), shlex.join(["python", "train.py", *words])
     run.name = str(run.config.get("run.name") or folder.resolve().name)
-    run.summary = json.loads(read_text(run, "summary.json") or "{}")
+    run.summary = json.loads(read_text(folder / "summary.json") or "{}")
     run.status = str(run.summary.get("status", run.status))
-    if number := run.summary.get("signal"):
-        run.status += f" by {Signals(number).name}"
     if history := run.summary.get("history"):  # config.yaml has only the last values
-        run.notes.append(f"changes of the config: {show(history)}")
-    run.verdict = run.summary.get("verdict", [])
-    if not run.verdict and (folder / "verdict.json").exists():
-        run.verdict = json.loads(read_text(run, "verdict.json"))["verdict"]
-    for line in read_text(run, "metrics.jsonl").splitlines():
-        try:
+        run.status += f"; config changed: {show(history)}"
+    judged = json.loads(read_text(folder / "verdict.json") or "{}")  # of a run that goes on
+    run.verdict = run.summary.get("verdict") or judged.get("verdict", [])
+    for line in read_text(folder / "metrics.jsonl").splitlines():
+        with suppress(ValueError):  # a kill has cut the line off
             row = json.loads(line)
             run.rows[row["split"]].append(row)
-        except ValueError:
-            run.notes.append(f"metrics.jsonl: cannot read {line[:40]!r} (a kill cuts a line off)")
     if run.rows["train"] and (row := run.rows["train"][-1]).get("loss", 0.0) is None:
         run.status += f"; the loss was not finite at step {row['step']}"
     read_classes(run)
@@ -199,11 +194,12 @@ def read_classes(run: Run) -> None:
             found, folder = json.loads(path.read_bytes()), path.parent
             of_run = run.folder.resolve() in Path(found["checkpoint"]).resolve().parents
             if of_run and found["step"] == best["step"]:
-                run.evaluations.append((folder, found))
+                texts = {path.stem: read_text(path) for path in folder.glob("*.csv")}
+                tables = {k: [*csv.DictReader(text.splitlines())] for k, text in texts.items()}
+                run.evaluations.append((folder, found, tables))
                 same = (found["split"], found["images"]) == (run.config["data.val"], best["images"])
                 if same and not found["flip"]:
-                    text = (folder / "per_class.csv").read_text("utf-8", errors="replace")
-                    rows, run.classes_at = [*csv.DictReader(text.splitlines())], epoch_of(best)
+                    rows, run.classes_at = tables["per_class"], epoch_of(best)
     rows = [row for row in rows if row["top1"] not in (None, "")]  # it has images
     found = [(float(row["top1"]), int(row["images"]), row["name"]) for row in rows]
     worst = sorted(found, key=lambda row: row[0])[:WORST]
@@ -214,12 +210,8 @@ def epoch_of(row: dict[str, Any]) -> str:
     return f"after epoch {rounded(round(number_in(row.get('epoch')), 1))}"
 
 
-def read_text(run: Run, name: str) -> str:
-    """Return the text of a file; empty, with a note, if it is missing."""
-    if (path := run.folder / name).exists():
-        return path.read_text("utf-8", errors="replace")
-    run.notes.append(f"there is no {name}")
-    return ""
+def read_text(path: Path) -> str:
+    return path.read_text("utf-8", errors="replace") if path.exists() else ""
 
 
 def rounded(value: Any, name: str = "") -> str:
@@ -255,6 +247,8 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """
     rows = [row for run in runs for split in SPLITS for row in run.rows[split]]
     keys = dict.fromkeys(key for row in rows for key in row if key not in NOT_DRAWN)
+    if all(math.isclose(r["macro_recall"], r["top1"]) for r in rows if "macro_recall" in r):
+        keys.pop("macro_recall", None)  # the classes have equally many images
     drawn_with = {form.format(key) for key in keys for form in ("{}_min", "{}_max", "reference_{}")}
     drawn = [(r, s, str(i), i) for i, r in enumerate(runs, 1) for s in (*SPLITS, "best")]
     if len(runs) == 1:  # "best" is a curve of one point, the large dot
@@ -275,6 +269,20 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
             limit = DIVERGED * median_low(tops) if runs[1:] and "loss" in key else math.inf
             found.append({"title": key, "group": group, **draw(curves, limit, NARROWEST[group])})
     return found
+
+
+def against(runs: Sequence[Run], key: str) -> dict[str, Any]:
+    """Return a chart of the best values by a config key, whose values are at equal distances."""
+    ranked, points = sorted((run.config[key], i) for i, run in enumerate(runs)), []
+    for place, (_, i) in enumerate(ranked):
+        name, _, row = runs[i].best()
+        value, error = number_in(row.get(name)), standard_error(row, name)
+        band = {f"{name}_min": value - error, f"{name}_max": value + error}
+        points.append({"epoch": place, name: value, **band})
+    best_by = {"train.best_by": runs[0].config.get("train.best_by")}
+    (chart,) = charts([Run(Path(), config=best_by, rows={"train": [], "val": points})])
+    ticks = [(WIDTH * i / (len(points) - 1), value) for i, (value, _) in enumerate(ranked)]
+    return chart | {"title": f"best {name} by {key}", "axis": key, "x": ticks}
 
 
 def curve_of(run: Run, split: str, key: str) -> np.ndarray:
@@ -342,34 +350,35 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     ranked = sorted(rows, key=lambda r: (r[0].startswith("data."), -len({*r[1:]})))  # four at most
     keys = [key for key, *_ in ranked if typed & {key, key.removesuffix(".name")}][:4]
     keys = keys or ["data.root", "model.name", "loader.batch_size", "optim.name", "optim.lr"]
-    parts = [os.path.relpath(run.folder, folder).split(",") for run in runs]
-    # A name has neither what all have, nor what a column has, nor the hash.
-    same, heads = set(parts[0]).intersection(*parts), list[dict[str, str]]()
-    for run, of_run in zip(runs, parts, strict=True):
-        own = [p for p in of_run if p not in same and p.partition("=")[0] not in keys]
-        short = [part for part in own if not re.fullmatch("[0-9a-f]{8}", part)]
-        heads.append({"run": ",".join(short)} | run.headline(keys, alone=not runs[1:]))
-    name, best, *others = compared(heads)
+    names = [os.path.relpath(run.folder, folder).partition(",")[0] for run in runs]
+    names = names if len({*names}) > 1 else [""] * len(runs)  # the columns have the keys in them
+    best, *others = compared([run.headline(keys, alone=not runs[1:]) for run in runs])
     others = [r for r in others if r[1:] != best[1:] and len({*r[1:]}) >= min(2, len(runs))]
     others.sort(key=lambda row: len(runs) > 1 and row[0] not in keys)  # behind the best value
     scores = [number_in(row[key]) for key, _, row in (run.best() for run in runs) if row]
     repeats = scores[1:] and rows and {r[0] for r in rows} <= {"train.seed", "data.val_fold"}
-    unlike = [k for k, *_ in differences([r for r in runs if r.best()[2]]) if k in VALIDATION]
+    validated = [run for run in runs if run.best()[2]]
+    unlike = [key for key, *_ in differences(validated) if key in VALIDATION]
+    error = standard_error(runs[0].best()[2], runs[0].best()[0])
+    near = [i for i, score in enumerate(scores, 1) if scores[0] - score < error][1:]
+    key = rows[0][0] if len(rows) == 1 and not repeats else ""
+    swept = validated[2:] and all(isinstance(r.config.get(key), int | float) for r in validated)
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
         spread=[rounded(of(scores), runs[0].best()[0]) for of in (fmean, stdev)] if repeats else [],
         unlike=unlike,
+        near=near,
         winner=scores[:1] != scores[1:2] and not repeats and not unlike,
         link=lambda path: quote(os.path.relpath(path, out.parent)),
         encoded=lambda path: b64encode(path.read_bytes()).decode(),
         rounded=rounded,
         about=read_yaml(lib / "values.yaml"),
         given=given,
-        table=[*zip(name, best, *others, strict=True)],
+        table=[*zip(["run", *names], best, *others, strict=True)],
         folded=[row for row in rows if row[0] not in keys],
-        charts=charts(runs[:MOST]),
+        charts=([against(validated, key)] if swept else []) + charts(runs[:MOST]),
         most=MOST,
         width=WIDTH,
         height=HEIGHT,

@@ -80,8 +80,7 @@ def curve(
 @pytest.mark.parametrize(
     ("one", "expected"),
     [
-        (curve("constant"), {0: 2, 99: 2, 1000: 2}),
-        (curve("constant", warmup=4), {0: 0.5, 1: 1, 2: 1.5, 3: 2, 4: 2, 5: 2}),
+        (curve("constant", warmup=4), {0: 0.5, 1: 1, 2: 1.5, 3: 2, 4: 2, 1000: 2}),
         (curve("linear", warmup=4, total=14), {3: 2, 4: 2, 5: 1.8}),
         # 1,281,167 / 256 = 5004.56 steps per epoch: epoch 30 ends in step 150,136, counted from 0.
         (
@@ -90,10 +89,7 @@ def curve(
         ),
         # 55 / (50 * 1.1) is 0.9999999999999999 in floating point.
         (curve("step", images=50, step_epochs=1.1), {54: 2, 55: 0.2, 109: 0.2, 110: 0.02}),
-        (
-            curve("cosine", warmup=20, total=100),
-            {19: 2, 20: 2, 40: 1 + 0.5**0.5, 60: 1, 80: 1 - 0.5**0.5, 100: 0},
-        ),
+        (curve("cosine", warmup=20, total=100), {19: 2, 40: 1 + 0.5**0.5, 60: 1, 100: 0}),
         # The rate does not rise again if a run has more steps than its schedule.
         (curve("cosine", final_lr=0.5), {0: 2, 50: 1.25, 100: 0.5, 150: 0.5, 10_000: 0.5}),
         (curve("linear", final_lr=1.0), {0: 2, 50: 1.5, 100: 1, 150: 1}),

@@ -96,6 +96,8 @@ def test_the_summary_at_the_end(
 
 FREE = ["train.seed=3", "train.precision=fp32", "loader.workers=2", "loader.decoder=gpu"]
 FREE += ["data.train=/elsewhere", "train.max_steps=9", "run.name=mine", "log.every_steps=1"]
+OTHERS = [("classes", 10), ("recipe", "copied"), ("image", "1.png"), ("format", "lossless")]
+OTHERS += [("fitted", 64), ("history", ("began at",))]  # smaller parts; it continues another run
 BOTH, CURVE_ONLY, NEITHER = (True, True), (False, True), (False, False)
 
 
@@ -105,13 +107,8 @@ BOTH, CURVE_ONLY, NEITHER = (True, True), (False, True), (False, False)
         (FREE, {}, BOTH),  # what the user and the machine choose
         (["train.epochs=91"], {}, NEITHER),
         (["optim.lr=1"], {}, CURVE_ONLY),
-        ([], {"classes": 10}, NEITHER),
-        ([], {"recipe": "copied"}, NEITHER),
-        ([], {"image": "1.png"}, NEITHER),
-        ([], {"format": "lossless"}, NEITHER),
+        *(([], {key: value}, NEITHER) for key, value in OTHERS),
         ([], {"image": "tar: 1.PNG", "format": "lossless"}, BOTH),
-        ([], {"fitted": 64}, NEITHER),  # smaller parts that fit
-        ([], {"history": ("began at",)}, NEITHER),  # it continues another run
         ([], {"reference": {}}, (True, False)),
     ],
 )

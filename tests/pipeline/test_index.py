@@ -110,19 +110,15 @@ def test_what_is_left_out_is_counted(
 
 
 def test_endings_are_those_of_the_formats_that_are_decoded() -> None:
-    found = {
-        end for end, kind in Image.registered_extensions().items() if kind in (*FORMATS, "MPO")
-    }
+    stated, kinds = Image.registered_extensions(), {*FORMATS, "MPO"}
+    found = {end for end, kind in stated.items() if kind in kinds}
     assert {*map(os.fsdecode, EXTENSIONS)} == found - {".pfm"}
 
 
 @pytest.mark.parametrize(
     ("new", "gone"),
     [
-        ("b/4.jpg", ""),
-        ("b/deep/4.jpg", ""),
-        ("d/5.jpg", ""),
-        ("c/10.jpg", ""),  # c is a link
+        *((new, "") for new in ("b/4.jpg", "b/deep/4.jpg", "d/5.jpg", "c/10.jpg")),  # c is a link
         ("", "a/2.jpg"),
         ("b/3.jpg", "b/deep/3.jpg"),
         ("", ""),  # restored from a backup: not newer, but not the same

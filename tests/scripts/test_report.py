@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from conf.schema import UserError
+from engine.log.sheet import HEIGHT, SIDE
 from scripts import evaluate, report
 from tests.helpers import small_run
 from tests.helpers.processes import ROOT
@@ -23,7 +24,9 @@ class Page:
     """A parsed page; checks that it is well-formed and self-contained."""
 
     def __init__(self, text: str) -> None:
-        assert "default-src 'none'" in text and not re.search(r"https?://|@import|url\(", text)
+        assert "default-src 'none'" in text and not re.search(
+            r"https?://|@import|url\((?!data:)", text
+        )
         root = ElementTree.fromstring(text)
         for node in root.iter():
             assert node.tag not in FORBIDDEN and node.get("src", "data:").startswith("data:")
@@ -32,7 +35,7 @@ class Page:
         self.links = [a.attrib["href"] for a in root.iter("a")]
         self.said = [" ".join(part.split()) for part in root.itertext() if part.strip()]
         self.hints = [title.text for title in root.iter("title")]
-        self.pictures = [picture.attrib["alt"] for picture in root.iter("img")]
+        self.styles = [node.attrib["style"] for node in root.iter() if "style" in node.attrib]
         self.titles = [svg.attrib["aria-label"] for svg in root.iter("svg")]
         closed = [node for node in root.iter("details") if "open" not in node.attrib]
         self.folded = [svg.attrib["aria-label"] for node in closed for svg in node.iter("svg")]
@@ -105,7 +108,7 @@ def test_the_page_of_a_run(runs: Path) -> None:
     losses = [points for line in page.lines if (points := line.count(" ")) > 1][2:4]
     assert losses == [sum(row["split"] == split for row in metrics) for split in ("train", "val")]
     assert page.colours >= {("c1", "validation"), ("c2", "training")}
-    assert "share of a class's images found, mean over the classes" in page.said
+    assert "macro_recall" not in page.titles  # as top1: the classes have equally many images
     place = page.said.index("config.yaml of first")
     assert page.said[place + 1].split() == (folder / "config.yaml").read_text().split()
 
@@ -142,7 +145,6 @@ def test_a_run_that_has_not_ended(copied: Path, runs: Path, tmp_path: Path) -> N
     (copied / "verdict.json").write_text(json.dumps({"epoch": 2.0, "verdict": ["input-bound."]}))
     page = made(copied)
     assert page.facts[0]["status"] == "not finished" and "input-bound." in page.said
-    assert any("there is no summary.json; metrics.jsonl: cannot" in text for text in page.said)
     assert page.facts[0]["best top1"].endswith("1.1 of 2") and not (tmp_path / "outside").exists()
     (copied / "metrics.jsonl").write_text("")  # it has only begun
     page = made(copied)
@@ -173,8 +175,15 @@ def test_the_page_has_an_evaluation(runs: Path, monkeypatch: pytest.MonkeyPatch)
     files = [Path("first") / unquote(link) for link in page.links]
     assert [file.stem for file in files] == ["worst", "confusion", "reliability", "per_class"]
     assert all(file.exists() for file in files) and command not in page.said
-    assert page.pictures == ["worst.jpg", "confusion.png"]
-    assert not made(Path("first"), Path("second"), out=Path("both.html")).pictures
+    pairs = [row.split(",") for row in files[1].read_text().splitlines()[1:]]
+    wrong = {f"{row[2]} {row[3]} → {row[4]}" for row in pairs if row[0] != row[1]}
+    assert wrong < {*page.said} and wrong
+    hidden = 8 + 4 * (SIDE + 8) - SIDE, 8 + 4 * HEIGHT - SIDE  # 100 % in CSS
+    for i, style in enumerate(page.styles[1:]):
+        found = map(float, re.findall(r"[0-9.]+", style))
+        at = [round(part / 100 * size) for part, size in zip(found, hidden, strict=True)]
+        assert at == [8 + i % 4 * (SIDE + 8), 8 + i // 4 * HEIGHT]
+    assert i == 14 and not made(Path("first"), Path("second"), out=Path("both.html")).styles
     files[3].write_text("class,images,top1,loss,name\na,9,25.0,1,A\nb,0,,,B\n")
     assert made(Path("first")).classes[1:] == [["A", "9", "25.00 %"]]
 
@@ -188,10 +197,10 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     rows.append(val | {"step": 100, "epoch": 1, "gap": 5.0, "top1": 3.0, **reference})
     rows.append(val | {"step": 200, "epoch": 2, "top1": 2.0})
     words = {"status": "interrupted", "seconds": 5, "warning": {"line": "warning   the loss"}}
-    words |= {"signal": 15, "images_per_second": 0.0, "verdict": []}
+    words |= {"history": [1], "images_per_second": 0.0, "verdict": []}
     page = made(synthetic(tmp_path / "run", rows, **words))
     facts = ["3.00 % ± 1.7 after epoch 1 of –", "2.00 % ± 1.4 after epoch 2 of –"]
-    facts += ["interrupted by SIGTERM; warning: the loss", "0:00:05 (last start)", "–"]
+    facts += ["interrupted; config changed: [1]; warning: the loss", "0:00:05 (last start)", "–"]
     assert [*page.facts[0].values()] == facts
     assert page.titles == ["top1", "gap", "norm", "gpu_w"] and page.folded == ["gpu_w"]
     # The best one, the earlier runs and the validation; best, training, validation; the norm.
@@ -228,11 +237,23 @@ def test_many_runs(tmp_path: Path) -> None:
     page = made(tmp_path)
     assert {*page.titles} == {"top1", "top1_raw"} and page.folded == ["top1_raw"]
     assert len(page.lines) == 4 * 10 and all(line.count(" ") < 3 for line in page.lines)
-    assert (page.lines[0][:6], page.facts[0]["run"]) == ("M360.0", "1 lr=0") and "1: 7" in page.said
+    assert (page.lines[0][:6], page.facts[0]["run"]) == ("M360.0", "1") and "1: 7" in page.said
+
+
+def test_a_sweep_has_a_chart_of_its_key(tmp_path: Path) -> None:
+    for lr, top1 in ((0.3, 60.0), (0.03, 40.0), (0.1, 59.0)):
+        val = {"step": 9, "epoch": 1, "split": "val", "top1": top1, "images": 100}
+        config = synthetic(tmp_path / f"lr={lr}", [val]) / "config.yaml"
+        config.write_text(json.dumps({"optim": {"lr": lr}}))
+    page = made(tmp_path)
+    assert page.titles == ["best top1 by optim.lr"] and page.lines[-1].count(" ") == 3
+    tried = ["0.3", "0.1", "0.03"]  # in the table the best is first, in the chart the smallest
+    assert [text for text in page.said if text in tried] == tried + tried[::-1]
+    assert "Within the standard error of run 1: run 2. The difference may be chance." in page.said
 
 
 def test_damaged_files_and_no_runs(copied: Path, tmp_path: Path) -> None:
-    damaged = {"metrics.jsonl": '{"step": 1}\n', "verdict.json": "{}", "summary.json": "[]"}
+    damaged = {"metrics.jsonl": '{"step": 1}\n', "verdict.json": "[]", "summary.json": "[]"}
     (copied / "summary.json").write_text("{}")
     for name, content in damaged.items():
         (copied / name).write_text(content)

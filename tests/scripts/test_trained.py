@@ -33,18 +33,11 @@ def prefixed(prefix: str, weights: Weights) -> Weights:
 
 ZERO = {"fc.bias": torch.zeros(7)}
 KINDS: dict[str, Any] = {
-    "pytorch/examples": lambda w: {
-        "epoch": 3,
-        "arch": "resnet_tiny",
-        "state_dict": prefixed("module.", w),
-        "best_acc1": torch.tensor(3.0),
-        "optimizer": {"state": {}},
-    },
+    "pytorch/examples": lambda w: {"arch": "resnet_tiny", "state_dict": prefixed("module.", w)},
     "torchvision": lambda w: {"model": w, "args": argparse.Namespace(model="resnet_tiny", lr=0.1)},
     "torchvision with an average": lambda w: {
         "model": ZERO,
         "model_ema": {"n_averaged": torch.tensor(3), **prefixed("module.", w)},
-        "args": argparse.Namespace(model="resnet_tiny"),
     },
     "timm with an average": lambda w: {"state_dict": ZERO, "state_dict_ema": w},
     "torch.compile of DDP": lambda w: prefixed("_orig_mod.module.", w),
