@@ -115,7 +115,7 @@ def train(config: Config) -> dict[str, Any]:
                 validate(feed, compute, schedule, state, stop, log)
             if due.save:
                 save(state, run, log)
-        check_loss(log.end_loop())
+        check_loss(log.end_interval())
         if state.step != run.last_saved_step:
             save(state, run, log)
         return log.finish(stop, started)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from glob import glob
+from shutil import get_terminal_size
 from typing import NoReturn
 
 from conf.compose import BASE_YAML, MULTIRUN, SECTIONS, dotted, from_overrides, to_yaml
@@ -36,7 +37,7 @@ OPTIONS = """\
 options:
   -m, --multirun    train once for each of several values: optim.lr=0.1,0.2
   --cfg job         print the composed config; -p optim prints one section
-  --help            print this text"""
+  --help optim      print the keys of one section; --help alone prints this text"""
 
 
 def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Config:
@@ -54,7 +55,8 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
     try:
         options, overrides = parser.parse_known_args(list(arguments))
         if options.help:
-            _show(help_text(script, (purpose or script).splitlines()[0]) + "\n")
+            section = next((word for word in overrides if word in SECTIONS), "")
+            _show(help_text(script, (purpose or script).splitlines()[0], section) + "\n")
         if options.multirun:
             sys.exit(import_object(MULTIRUN, "-m")(overrides, script, options))
         config = from_overrides(overrides)
@@ -129,20 +131,22 @@ def exit_status(
         return 130
 
 
-def help_text(script: str, purpose: str) -> str:
-    """List the groups with their choices, and the keys with their defaults and sentences."""
-    lines = [
-        purpose,
-        "",
-        f"usage: python {script} [group=choice ...] [key=value ...] [options]",
-        "",
-        "groups:",
-        *(wrapped(f"  {g + '=':<10} {' | '.join(group_names(g))}", 13) for g in GROUPS),
-        "",
-        "keys and defaults (* cannot change when a run resumes):",
-    ]
-    texts = sentences()
+def help_text(script: str, purpose: str, section: str = "") -> str:
+    """List the groups with their choices, and the keys with their defaults and sentences.
+
+    `section`: list only its keys. On a narrow terminal, a sentence begins below its key.
+    """
+    groups = (wrapped(f"  {g + '=':<10} {' | '.join(group_names(g))}", 13) for g in GROUPS)
+    keys = ["keys and defaults (* cannot change when a run resumes):"]
+    narrow, texts = sys.stdout.isatty() and get_terminal_size().columns < 100, sentences()
     for name, value in (config_values(Config()) | dotted(BASE_YAML)).items():
-        mark = "*" if FIELDS[name].metadata["affects"] == RESULT else " "
-        lines.append(wrapped(f"{mark} {f'{name}={show(value)}':<42} {texts[name]}", 45))
-    return "\n".join([*lines, "", OPTIONS])
+        if name.startswith(section):
+            mark = "*" if FIELDS[name].metadata["affects"] == RESULT else " "
+            key = f"{mark} {name}={show(value)}"
+            if narrow:
+                keys += [wrapped(key, 4), wrapped(f"      {texts[name]}", 6)]
+            else:
+                keys.append(wrapped(f"{key:<44} {texts[name]}", 45))
+    usage = f"usage: python {script} [group=choice ...] [key=value ...] [options]"
+    every = [purpose, "", usage, "", "groups:", *groups, "", *keys, "", OPTIONS]
+    return "\n".join(keys if section else every)

@@ -107,8 +107,5 @@ def bce(
     return F.binary_cross_entropy_with_logits(logits, targets)
 
 
-LOSSES: dict[str, Callable[..., Tensor]] = {
-    "cross_entropy": cross_entropy,
-    "bce": bce,
-}
+LOSSES: dict[str, Callable[..., Tensor]] = {"cross_entropy": cross_entropy, "bce": bce}
 """Name -> function with the arguments of `Criterion` and keys of `train`."""

@@ -118,14 +118,13 @@ class RunLog:
             self.tracker.print(f"step {step:,} of {steps:,}, {left} left", end="\r")
         self._notify(lambda observer: observer.end_step(step))
         if due.epoch or due.save:
-            self.feed.train.clock.end_step()
-            self._report()
+            self.end_interval()
         if due.epoch:
             self._judge_epoch()
         return self.row
 
-    def end_loop(self) -> dict[str, Any]:
-        """Write the last row, unless a signal ended its interval early; return the newest one."""
+    def end_interval(self) -> dict[str, Any]:
+        """Wait for the row that is due, unless a signal came before it; return the newest one."""
         self.feed.train.clock.end_step()
         self._report()
         return self.row

@@ -50,6 +50,17 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_section_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a narrow terminal, a sentence begins below its key."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.parse(["--help", "schedule"], script="train.py", purpose="")
+    _, first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "* schedule.name=step" and lines[0].startswith("      learning rate after")
+    assert all(line[2:].startswith(("schedule.", "    ")) and len(line) <= 80 for line in lines)
+
+
 def test_a_reader_that_stops(tmp_path: Path) -> None:
     """As in `python train.py --help | head`."""
     read, write = os.pipe()

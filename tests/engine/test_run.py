@@ -133,8 +133,7 @@ def test_changes_and_remedies_are_listed() -> None:
 def hold(path: Path, connection: Connection) -> None:
     """Open a run directory in another process, until it is killed."""
     signal.alarm(HANGS_SECONDS)
-    run = directory(path)
-    resume_with(run, state_of(), {})
+    resume_with(directory(path), state_of(), {})
     connection.send("open")
     connection.recv()
 

@@ -132,8 +132,7 @@ def test_macro_recall_is_scikit_learns(shares: list[int]) -> None:
     """A prediction of NaN, -1, is wrong."""
     rng = np.random.default_rng(0)
     label = rng.choice(len(shares), 500, p=np.array(shares) / sum(shares))
-    drawn = rng.integers(-1, len(shares), 500)
-    prediction = np.where(rng.random(500) < 0.5, label, drawn)
+    prediction = np.where(rng.random(500) < 0.5, label, rng.integers(-1, len(shares), 500))
     with warnings.catch_warnings(action="ignore"):  # a class that is predicted has no images
         recall = balanced_accuracy_score(label, prediction)
     found = macro_recall(torch.from_numpy(label), torch.from_numpy(prediction))

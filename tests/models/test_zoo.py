@@ -30,8 +30,7 @@ def tiny(num_classes: int = 10, seed: int = 0) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"),
-    [("resnet_tiny", 308_650), ("vit_s16", 21_593_482), ("swin_t", 27_527_044)],
+    ("name", "count"), [("resnet_tiny", 308_650), ("vit_s16", 21_593_482), ("swin_t", 27_527_044)]
 )
 def test_names_and_sizes(name: str, count: int) -> None:
     assert name in models.available()

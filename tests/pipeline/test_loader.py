@@ -23,10 +23,7 @@ from pipeline.loader import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task
 from tests.helpers.processes import Started, descendants, is_running, needs_linux, wait_for
 from tests.pipeline.loaders import SIZE, Stuck, crops, loaded, open_loader
 
-START_METHODS = [
-    "forkserver",
-    pytest.param("spawn", marks=pytest.mark.slow),
-]
+START_METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
 
 
 def check(batch: Batch, dataset: FolderDataset, samples: np.ndarray) -> None:

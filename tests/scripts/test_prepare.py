@@ -435,12 +435,10 @@ def test_wrong_destinations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
     assert all("contain each other; give" in error(source / place) for place in ("train/x", ".."))
     assert written(source) == FOLDERS
-    says = f"--to {to}: holds train; give a new or an empty folder\n"
-    assert error(to).endswith(says)
+    assert error(to).endswith(f"--to {to}: holds train; give a new or an empty folder\n")
     shutil.rmtree(to)
     assert run(source, to) == 0
-    said = error(to, "--side", "64")
-    assert f"--to {to}: has side None, not 64; give the same" in said
+    assert f"--to {to}: has side None, not 64; give the same" in error(to, "--side", "64")
     write(source, {"val/n02119789/new.jpg": jpeg(1)})
     assert "images {'train': 6, 'val': 6}, not {'train': 6, 'val': 7}" in error(to)
     assert written(to) == EXPECTED
