@@ -7,6 +7,7 @@ if __name__ == "__main__":
 import atexit
 import ctypes
 import os
+import re
 import shutil
 import signal
 import sys
@@ -17,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-COPIED = ("run ", "evaluate ", "report ", "curves ", "predict ")  # lines that are not wrapped
+COPIED = ("run ", "evaluate ", "report ", "curves ", "predict ", "files ")  # are not wrapped
 PR_SET_PDEATHSIG = 1  # prctl(2)
 # Module -> package that provides it. Without tensorboard a run prints a warning and continues.
 PACKAGES = {"hydra": "hydra-core", "PIL": "pillow"}
@@ -96,11 +97,14 @@ def handle_stops(handler: Callable[[int, object], None]) -> Iterator[None]:
 
 
 def wrapped(line: str, indent: int = 0, *, stream: TextIO | None = None) -> str:
-    """Break a line between words if it goes to a terminal; `indent`: of its other lines."""
+    """Break a line for a terminal between words, but not before a unit; `indent`: of other lines."""
     if not (stream or sys.stdout).isatty():
         return line
-    columns = shutil.get_terminal_size().columns
-    return textwrap.fill(line, columns, subsequent_indent=" " * indent, break_on_hyphens=False)
+    text = re.sub(r" (?=[\d.,]+ %)|(?<=\d) (?=[A-Za-z%]+(?!\w|[.=]\w))", "\0", line)
+    width, start = shutil.get_terminal_size().columns, " " * indent
+    return textwrap.fill(
+        text, width, subsequent_indent=start, break_long_words=False, break_on_hyphens=False
+    ).replace("\0", " ")
 
 
 def complain(message: str, *, once: bool = False) -> None:

@@ -162,8 +162,7 @@ class Run(AbstractContextManager["Run"]):
         self.last_saved_step = state.step
 
     def _write(self, content: dict[str, Any]) -> None:
-        weights = content["state"]["model"]
-        if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+        if not all(bool(each.isfinite().all()) for each in content["state"]["model"].values()):
             raise diverged(f"the weights are not finite at step {content['step']}")
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 

@@ -117,11 +117,9 @@ class TrainState:
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
         self.model.load_state_dict(stored["model"])
-        if self.ema is not None and stored["ema"] is not None:
-            self.ema.module.load_state_dict(stored["ema"])
-            self.ema.n_averaged.copy_(stored["ema_steps"])
-        elif self.ema is not None:  # turned on at this resume: it starts from the current weights
-            self.ema.module.load_state_dict(stored["model"])
+        if self.ema is not None:  # turned on at this resume, it starts from the current weights
+            self.ema.module.load_state_dict(stored["ema"] or stored["model"])
+            self.ema.n_averaged.fill_(stored["ema_steps"] or 0)
         if stored.get("loss_scale"):  # empty without fp16
             self.scaler.load_state_dict(self.scaler.state_dict() | stored["loss_scale"])
         # The optimiser's state, such as momentum, comes from the checkpoint, and so do the steps

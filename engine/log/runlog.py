@@ -174,8 +174,7 @@ class RunLog:
         assert times is not None, "every step of an interval has been ended"
         refused = self.train_on_batch.disabled_reason or ""
         times = times._replace(graph_refused=refused, slowdowns=self.monitor.slowdowns())
-        starting = skip >= steps
-        self._times.append((times, (starting, before * schedule.batch_size < schedule.images)))
+        self._times.append((times, (skip >= steps, before * schedule.batch_size < schedule.images)))
         row = train_row(step, values, times, schedule, self.compute)
         row |= self.monitor.read() | memory_figures(pool.pids, self.world.device)
         self._write(row)

@@ -47,9 +47,8 @@ def as_stated(stated: dict[str, Any], files: Any) -> Tensor:
         images.append(transforms(picture, random.Random(0)).pixels())
     batch = np.stack(images)
     if not stated["inside"]:
-        levels = batch / np.float32(stated["highest"])
         mean, std = (np.array(stated[name], np.float32) for name in ("mean", "std"))
-        batch = np.moveaxis((levels - mean) / std, -1, 1)
+        batch = np.moveaxis((batch / np.float32(stated["highest"]) - mean) / std, -1, 1)
     return torch.from_numpy(np.ascontiguousarray(batch))
 
 
