@@ -151,8 +151,7 @@ def restored_on_exit(state: TrainState) -> Iterator[None]:
     moves: a CUDA graph has to be captured again.
     """
     before = copy.deepcopy(state.state_dict())
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(gpus):
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         try:
             yield
         finally:

@@ -118,8 +118,5 @@ class StepGraph(AbstractContextManager["StepGraph"]):
 
     def _disable(self, reason: str) -> None:
         self.disabled_reason = reason
-        logger.warning(
-            "the training step is not captured in a CUDA graph (%s): the GPU may have to wait "
-            "for a slow host",
-            reason,
-        )
+        text = "the step is not captured in a CUDA graph (%s): the GPU may wait for a slow host"
+        logger.warning(text, reason)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from conf.schema import Config
+from conf.schema import Config, override_keys
 from engine.compute import Compute
 from engine.distributed import World
 from engine.log.console import duration, results, say
@@ -101,6 +101,11 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
     if "optim.name" in config.changed and "optim.lr" not in config.changed:
         lr, name = f"optim.lr={config.optim.lr:g}", config.optim.name
         notes.append(f"{lr} was chosen for another optimiser than {name}; give optim.lr=0.001, too")
+    warmup, epochs = config.schedule.warmup_epochs, config.train.epochs
+    if warmup > epochs / 3 and "schedule.warmup_epochs" not in override_keys(config.overrides):
+        shorter = f"schedule.warmup_epochs={epochs / 10:g}"
+        clipped = " optim.clip_norm=1" * (config.optim.clip_norm is None)  # as in conf/compose.py
+        notes.append(f"warm-up takes {warmup / epochs:.0%} of the training; try {shorter}{clipped}")
     count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0
     if count > 1:
         notes.append(f"`torchrun --nproc-per-node {count} train.py ...` uses all {count} GPUs")
@@ -109,9 +114,8 @@ def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
         remedy = "run `make env` again on this machine"
         if cuda := torch.version.cuda:
             remedy = f"`nvidia-smi` must list it; docs/install.md has the driver for CUDA {cuda}"
-        notes.append(
-            f"training on the CPU: torch {torch.__version__} cannot use the NVIDIA GPU; {remedy}"
-        )
+        unused = f"torch {torch.__version__} cannot use the NVIDIA GPU"
+        notes.append(f"training on the CPU: {unused}; {remedy}")
     if datasets.train.fingerprint() == datasets.val.fingerprint():
         notes.append("data.val holds the training images: its accuracy says little; give others")
     return notes + datasets.train.notes()

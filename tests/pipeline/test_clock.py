@@ -62,11 +62,6 @@ def started(cuda: bool) -> StepClock:
     return clock
 
 
-def at_once(clock: StepClock) -> BatchEvents:
-    """A batch whose copy takes no time."""
-    return BatchEvents(copy_begin=clock.now(), copy_end=clock.now())
-
-
 def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu: Gpu) -> None:
     clock = started(cuda=True)
     run(clock, gpu, copied=30, begin=40, end=100)
@@ -100,7 +95,7 @@ def test_points_within_a_step_on_a_cpu(clock: Clock, monkeypatch: pytest.MonkeyP
     found = started(cuda=False)
     found.ranks_ready()  # outside of a step
     for seconds in (11, 9, 9):
-        found.begin_step(at_once(found))
+        found.begin_step(BatchEvents(copy_begin=found.now(), copy_end=found.now()))
         clock.now += 1  # waits for the batch of the other rank
         found.ranks_ready()
         clock.now += seconds

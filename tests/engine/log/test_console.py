@@ -54,6 +54,10 @@ def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (kept,) = notes("data=fake", "optim.name=nadam")
     assert kept.startswith("optim.lr=0.1 was chosen for another optimiser than nadam; ")
     assert notes("data=fake", "optim.name=nadam", "optim.lr=0.002") == []
+    short = "data=fake", "schedule=cosine", "train.epochs=12"
+    advice = "try schedule.warmup_epochs=1.2 optim.clip_norm=1"
+    assert notes(*short) == [f"warm-up takes 42% of the training; {advice}"]
+    assert notes(*short, "schedule.warmup_epochs=5") == []
     own = f"data.root={image_root}"
     assert notes(own, "loader.batch_size=8", "optim=sgd") == []  # no smaller batch is advised
     few, same = notes(own, "data.val=train", "loader.batch_size=36", "optim.lr=0.18")
