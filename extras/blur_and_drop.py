@@ -88,7 +88,6 @@ def drop_blocks(model: nn.Module, probability: float) -> int:
     kinds = resnet.BasicBlock, resnet.Bottleneck, BasicBlock
     blocks: list[Any] = [module for module in model.modules() if type(module) in kinds]
     for position, block in enumerate(blocks):
-        share = position / max(1, len(blocks) - 1)
-        block.drop = StochasticDepth(probability * share, "row")
+        block.drop = StochasticDepth(probability * (position / max(1, len(blocks) - 1)), "row")
         block.__class__ = DroppedBlock
     return len(blocks)

@@ -152,8 +152,7 @@ def draw_image(label: str, rng: np.random.Generator) -> Image.Image:
     pixels = ground + value * figure  # float32 [3, H, W]
     pixels *= 1 + rng.uniform(0, 0.6) * light
     pixels += rng.uniform(0.01, 0.08) * rng.standard_normal((height, width), np.float32)
-    levels = (255 * np.clip(pixels, 0, 1)).astype(np.uint8)
-    return Image.fromarray(levels.transpose(1, 2, 0).copy())
+    return Image.fromarray((255 * pixels.clip(0, 1)).astype(np.uint8).transpose(1, 2, 0).copy())
 
 
 def _rotate(x: Plane, y: Plane, rng: np.random.Generator) -> tuple[Plane, Plane]:

@@ -130,11 +130,13 @@ class Sweep:
         by, up = config.train.best_by.removeprefix("-"), config.train.best_by[0] != "-"
         form, unit = metric_of(by).form, metric_of(by).unit.replace(" ", ", ")
         rows, repeats = [], defaultdict(list)
+        widths = [max(map(len, column)) for column in self.columns]
         for job in itertools.product(*self.columns):
             config = self.jobs.get(job) or _named(self.fixed, job)[1]
             score, value, status = _result(config)
             text = "no result" if value is None else f"{value:9{form}}"
-            rows.append((-score, status, f"{text}  {' '.join(job)}", config.run.dir))
+            text += "  " + " ".join(map(str.ljust, job, widths))
+            rows.append((-score, status, text.rstrip(), config.run.dir))
             if value is not None:
                 repeats["".join(f"  {w}" for w in job if _key(w) not in REPEATS)].append(value)
         rows.sort(key=lambda row: row[0])
@@ -149,7 +151,8 @@ class Sweep:
         (self.folder / "runs.txt").write_text("".join(folders), "utf-8")  # for report.py
         print(f"report    python scripts/report.py {shlex.quote(str(self.folder))}")
         if repeats and {_key(column[0]) for column in self.columns}.isdisjoint(REPEATS):
-            print(f"predict   python scripts/predict.py {shlex.quote(rows[0][-1])} NEW_IMAGE.jpg")
+            for name, more in (("evaluate", ""), ("predict", " NEW_IMAGE.jpg")):  # of the best
+                print(f"{name:<9} python scripts/{name}.py {shlex.quote(rows[0][-1])}{more}")
         return int(any(status != "finished" for _, status, *_ in rows))
 
 
@@ -188,7 +191,8 @@ def _run_job(script: str, fixed: list[str], job: list[str], name: str, told: set
     overrides, config = _named(fixed, job)
     done = _result(config)[2] == "finished" and config.checkpoint.resume != "never"
     done = done and Path(config.run.dir, "config.yaml").read_text("utf-8") == to_yaml(config)
-    print(f"{name}: {' '.join(job)}: {config.run.dir}{', finished' if done else ''}", flush=True)
+    print(wrapped(f"{name}: {' '.join(job)}", 4))
+    print(f"    {'finished' if done else 'run':<9} {config.run.dir}", flush=True)
     if not done:
         status = _run_child([sys.executable, script, *overrides], told)
         if status == 2 or status > 128:
@@ -214,9 +218,8 @@ def _run_child(command: Sequence[str], told: set[str]) -> int:
             in_plan = True  # until a line is indented
             for line in child.stdout or ():
                 in_plan &= not line[0].isspace()
-                of_folder = line.startswith(COPIED)
                 repeats = in_plan and line in told and not line.startswith(("state", "history"))
-                if not of_folder and not repeats:
+                if not line.startswith(COPIED) and not repeats:
                     print(wrapped(f"    {line}".rstrip(), 14), flush=True)
                 told.add(line)
             status = child.wait()

@@ -145,9 +145,8 @@ class JpegEngineDataset(DatasetWrapper):
     def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:
         self._files = fields[FILE].reshape(-1)
         self._free = range(rows.start * self.room, rows.stop * self.room)
-        share = 0.0 if self._decodes_all else self.shared.array[SHARE]
         # The first rows; those with pixels are neighbours then, and few copies take them.
-        self._due = round(share * len(rows))
+        self._due = 0 if self._decodes_all else round(self.shared.array[SHARE] * len(rows))
         self._began = time.perf_counter()
 
     def load(self, epoch: int, index: int, rng: Any = None) -> Mapping[str, Any]:

@@ -130,7 +130,7 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
     first, second, third = (NAME.replace(",", f",train.seed={seed},") for seed in range(3))
     (own,) = (tmp_path / "runs").glob("sweep,train.seed,*")
     assert "".join(out.partition("job 3 of 3: ")[1:]).splitlines() == [
-        f"job 3 of 3: train.seed=2: runs/{third}",
+        *("job 3 of 3: train.seed=2", f"    run       runs/{third}"),
         *("    steps 1", "      row", "    end"),  # what an earlier plan has is not repeated
         "best top1, %, the best job first:",
         *("    52.00  train.seed=2", "    50.00  train.seed=0", "no result  train.seed=1"),
@@ -143,6 +143,17 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
     # Finished jobs are not started again, and a signal to a job ends the sweep.
     assert sweep(tmp_path, [0, -signal.SIGTERM, 0, 0])[:2] == (143, ["1"])
     assert sweep(tmp_path, [0, 0, 0])[:2] == (0, ["1"])
+
+
+def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("extras.sweep._result", lambda job: (job.optim.lr, job.optim.lr, ""))
+    assert Sweep([FAKE, "optim.lr=0.1,0.25", "schedule=step,cosine"])._print_table() == 1
+    _, best, _, third, _, _, evaluate, predict = capsys.readouterr().out.splitlines()
+    aligned = "     0.25  optim.lr=0.25 schedule=step", "     0.10  optim.lr=0.1  schedule=step"
+    assert (best, third) == aligned
+    folder = "runs/resnet50,schedule=step,optim.lr=0.25,data=fake"
+    assert f"scripts/evaluate.py {folder}" in evaluate and f"predict.py {folder} " in predict
 
 
 @pytest.mark.parametrize(

@@ -34,17 +34,12 @@ class Touch:
         return os.system, ("touch executed",)
 
 
-def zip_alone(_: Content, path: Path) -> None:
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("archive/data.pkl", b"")
-
-
 # No checkpoint, and no file with weights: every reader refuses it.
 FILES: dict[str, Callable[[Content, Path], object]] = {
     "directory": lambda _, path: path.mkdir(),
     "empty": lambda _, path: path.touch(),
     "text": lambda _, path: path.write_text("step: 5\n" * 1000),
-    "zip without a pickle": zip_alone,
+    "zip without a pickle": lambda _, path: zipfile.ZipFile(path, "w").writestr("a/data.pkl", b""),
     "zip cut off": lambda content, path: [torch.save(content, path), os.truncate(path, 5000)],
     "os.system": lambda _, path: torch.save(Touch(), path),
 }

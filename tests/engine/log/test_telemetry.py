@@ -35,12 +35,6 @@ def nvml_with(**answers: Any) -> Nvml:
     return Nvml(**ANSWERS | answers)
 
 
-def wait_for_samples(nvml: Nvml) -> None:
-    """Wait until a query that never fails here has been asked 20 times more."""
-    after = nvml.calls.count("nvmlDeviceGetTemperature") + 20
-    wait_for("20 samples", lambda: nvml.calls.count("nvmlDeviceGetTemperature") >= after)
-
-
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml], Nvml]:
     def install(nvml: Nvml) -> Nvml:
@@ -109,7 +103,8 @@ def test_the_reasons_for_reduced_clocks(install: Callable[[Nvml], Nvml]) -> None
         others = ("thermal throttling by the hardware", "hardware slowdown")
         assert all(f"{other}, 12 % of the time" in text for other in others)
         release.set()
-        wait_for_samples(nvml)
+        after = nvml.calls.count("nvmlDeviceGetTemperature") + 20  # this query never fails here
+        wait_for("20 samples", lambda: nvml.calls.count("nvmlDeviceGetTemperature") >= after)
         assert monitor.read()["gpu/throttled_fraction"] == 0
 
 
