@@ -97,7 +97,7 @@ def handle_stops(handler: Callable[[int, object], None]) -> Iterator[None]:
 
 
 def wrapped(line: str, indent: int = 0, *, stream: TextIO | None = None) -> str:
-    """Break a line for a terminal between words, but not before a unit; `indent`: of other lines."""
+    """Break a line for a terminal between words, not before a unit; `indent`: of other lines."""
     if not (stream or sys.stdout).isatty():
         return line
     text = re.sub(r" (?=[\d.,]+ %)|(?<=\d) (?=[A-Za-z%]+(?!\w|[.=]\w))", "\0", line)
