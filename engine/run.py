@@ -181,7 +181,7 @@ class Run(AbstractContextManager["Run"]):
             newest = ["none", *checkpoint.files(self.checkpoints)][-1]
             print(f"status    stopped by Ctrl-C; newest checkpoint: {newest}", flush=True)
             if self.config.checkpoint.resume != "never" and newest != "none":
-                print("resume    run the same command again to go on", flush=True)
+                print("resume    run the same command again to continue", flush=True)
         if self._lock is not None:
             stopped = kind is KeyboardInterrupt or (self.path / "summary.json").exists()
             state, saved = self._made_for, checkpoint.files(self.checkpoints)

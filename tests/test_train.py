@@ -211,8 +211,9 @@ def test_signal_while_validating(
         assert found == ("interrupted", step, signal.SIGTERM)
 
     interrupted_at(5)
-    assert "resume    run the same command again to resume\n" in capsys.readouterr().out
+    assert "resume    step 5, epoch 1.11 is saved: run the same command" in capsys.readouterr().out
     second = train_run("train.max_steps=8")
+    assert "2 epochs; 9 without train.max_steps\n" in capsys.readouterr().out
     assert [r["step"] for r in rows(folder, "val")] == [5, 8]
     for _ in range(2):
         interrupted_at(9, "train.validate_every_epochs=5")

@@ -85,7 +85,7 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
     if skipped := summary["unreadable_images"]:
         lines.append(f"skipped   {skipped:,} unreadable images: scripts/doctor.py --all lists them")
     if summary["signal"] and resumes:
-        lines.append("resume    run the same command again to resume")
+        lines.append(f"resume    {done} is saved: run the same command again to continue")
     return ["", status, result, *lines, *files]
 
 

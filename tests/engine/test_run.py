@@ -49,7 +49,7 @@ def test_auto_resumes_the_newest_intact_checkpoint(run: Path, capsys: Any) -> No
         with pytest.raises(KeyboardInterrupt), directory(folder):
             raise KeyboardInterrupt
         _, said = capsys.readouterr().out.split(f"by Ctrl-C; newest checkpoint: {newest}\n")
-        assert said == "resume    run the same command again to go on\n" * (newest != "none")
+        assert said == "resume    run the same command again to continue\n" * (newest != "none")
     ten.write_bytes(b"partial")
     with pytest.raises(CheckpointError, match="and all before it: damaged; give "):
         open_run(run)
