@@ -131,7 +131,7 @@ def test_finished_run_is_not_changed(nine_steps: Ended, image_root: Path, capfd:
     before = tree(folder)
     assert run(image_root, folder, BOARD) == summary
     labels = [line.split()[0] for line in capfd.readouterr().out.splitlines()]
-    assert labels == "status result run evaluate report curves predict".split()
+    assert labels == "status result evaluate report curves predict".split()
     assert tree(folder) == before
 
 

@@ -90,8 +90,8 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> list[
 
 
 def results(folder: Path, summary: Mapping[str, Any]) -> list[str]:
-    """Return what does not depend on the start: the result, and where the files are."""
-    lines = [f"result    {_result(summary)}", f"run       {folder}"]
+    """Return what does not depend on the start: the result, and the commands for the folder."""
+    lines = [f"result    {_result(summary)}"]
     path = shlex.quote(str(folder))
     lines += [f"{n:<9} python scripts/{n}.py {path}" for n in ("evaluate", "report")]
     if any(folder.glob("events.*")):

@@ -63,7 +63,7 @@ def _lines(datasets: Datasets, schedule: Schedule, compute: Compute, left: int) 
     if (every := config.train.validate_every_epochs) != 1:
         steps += f", validated every {every:g} epochs"
     if schedule.stop_step < schedule.steps:
-        steps += f", in all {schedule.steps:,} steps: stops early"
+        steps += f"; {schedule.steps:,} without train.max_steps"
     yield f"steps     {steps}"
     size, val_size = datasets.train_size, datasets.val_size
     yield (

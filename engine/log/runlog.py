@@ -70,7 +70,7 @@ class RunLog:
         self.tracker.print(header(self.best_by))
         self._began = time.monotonic()
         self._on_terminal = sys.stdout.isatty()
-        self._line_due = self._began + 1  # of a line with the step, each second on a terminal
+        self._line_due = self._began + 3  # of a line with the step, each second on a terminal
         # Of the first row. After a resume, less than half its steps would look like a changed loss.
         every, stop_step = self.schedule.log_every, self.schedule.stop_step
         self._first_row = min(stop_step, math.ceil(self._first_step / every + 0.5) * every)
