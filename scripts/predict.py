@@ -83,6 +83,7 @@ from scripts.lib.trained import Trained, exit_status, open_trained
 # Images. Larger batches are slower on a CPU, whose memory is mapped anew for each: ResNet-50 takes
 # 8.2 s for 120 images on two cores in batches of 8, start included, and 9.4 s in batches of 32.
 CPU_BATCH = 8
+CURE = "change predictions() in train.py"
 BATCHES_AHEAD = 2  # that are being decoded, behind the batch that the model gets next
 
 
@@ -210,10 +211,7 @@ class Predictor:
         """Return a value of `train.predictions` for each image."""
         shape, is_mask = value.shape[1:], value.ndim == 3 and not value.is_floating_point()
         if value.ndim != 2 if name == "probability" else value.ndim > 2 and not is_mask:
-            raise UserError(
-                f"{name}: {value.dtype} {[*shape]} for each image cannot be printed; change "
-                "predictions() in train.py"
-            )
+            raise UserError(f"{name}: {value.dtype} {[*shape]} per image cannot be printed; {CURE}")
         if name == "probability":
             return self.most_probable(value)
         if is_mask:
@@ -227,8 +225,7 @@ class Predictor:
     def most_probable(self, probabilities: Tensor) -> list[list[dict[str, Any]]]:
         classes = probabilities.shape[1]
         if classes == 1:
-            cure = "change predictions() in train.py"
-            raise UserError(f"the model has one output, which is no probability of classes; {cure}")
+            raise UserError(f"the model has one output, which is no probability of classes; {CURE}")
 
         def entry(p: float, i: int) -> dict[str, Any]:
             name = self.names[i]

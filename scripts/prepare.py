@@ -70,7 +70,7 @@ import tarfile
 import time
 import warnings
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -157,14 +157,12 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
 
 def linked_to(place: object, target: Path) -> bool:
     """Make a hard link to a whole file; return False if the file systems do not allow it."""
-    if not isinstance(place, Place) or place.size != WHOLE:
-        return False
-    try:
-        target.unlink(missing_ok=True)
-        target.hardlink_to(os.path.realpath(place.file))
-    except OSError:
-        return False
-    return True
+    if isinstance(place, Place) and place.size == WHOLE:
+        with suppress(OSError):
+            target.unlink(missing_ok=True)
+            target.hardlink_to(os.path.realpath(place.file))
+            return True
+    return False
 
 
 def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counter[str], list[str]]:

@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from conf.schema import NAMES, Config, UserError, did_you_mean
 from conf.start import fail, set_up_process
@@ -32,6 +32,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         fail(message)
+
+    def parse_known_args(self, *given: Any) -> tuple[Any, list[str]]:  # type: ignore[override]
+        options, words = super().parse_known_args(*given)
+        for word in words:
+            near = did_you_mean(word.partition("=")[0], self._option_string_actions, least=0.7)
+            if near and word.startswith("-"):
+                self.error(f"{word}: not an option{near}")
+        return options, words
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            near = did_you_mean(value, action.choices) or f"; give {', '.join(action.choices)}"
+            self.error(f"{action.option_strings[0]} {value}: not allowed{near}")
 
     def read_config(self) -> tuple[argparse.Namespace, Config]:
         from conf import cli

@@ -162,8 +162,7 @@ def open_trained(
 
 def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:
     if "data.image_size" in override_keys(overrides):
-        reason = "is the size of the training images, which the checkpoint fixes"
-        raise UserError(f"data.image_size: {reason}; write data.val_size")
+        raise UserError("data.image_size: is fixed by the checkpoint; write data.val_size")
     stored = content["config"]
     others = {key for key in stored if key.partition(".")[0] in SECTIONS} | KEYS
     values = {key: value for key, value in stored.items() if key not in others}
@@ -209,9 +208,7 @@ def build_val(config: Config) -> Datasets:
     data.root need not hold a training split, unless validation images are held out of it.
     """
     transform = build_transform(config.augment.val, "augment.val")
-    data = config.data
-    if held_out(data) is None:
-        data = replace(data, train=data.val)
+    data = config.data if held_out(config.data) else replace(config.data, train=config.data.val)
     _, val, classes = build_splits(config, data, transform, transform)
     nothing = FakeDataset(config.loader.batch_size, len(classes), 1)
     return Datasets(nothing, val, classes, 1, transform.image_size)
@@ -241,10 +238,7 @@ def sizes_in(
     head = head_of(model)
     sizes = [weights[key].shape[0] for key in head if key in weights and weights[key].ndim]
     if not sizes:
-        raise UserError(
-            f"{origin}: does not fit model.name={config.name}: it has no {', '.join(head)}; "
-            "check the name"
-        )
+        raise UserError(f"{origin}: has no {', '.join(head)} of model.name={config.name}; check it")
     layers = ((n, m.weight) for n, m in model.named_modules() if isinstance(m, nn.Conv2d))
     name, built = next(layers, ("", torch.empty(0)))
     stored = weights.get(f"{name}.weight", built)

@@ -378,7 +378,7 @@ WRONG: list[tuple[Source, dict[str, Change], str]] = [
     (NOTHING, {"a/1.jpg": b"", "b.tar": b""}, "has images (a/1.jpg) and tar files (b.tar); give"),
     (NOTHING, {"a.jpg": jpeg(1), "b/b.jpg": jpeg(1)}, "a.jpg is not in a class folder"),
     (NOTHING, {f"train-{n}.tar": tar(IMAGES) for n in range(2)}, "is the name of 2 images"),
-    (NOTHING, {**PARTS}, "the names of the tar files do not contain train or val; rename them"),
+    (NOTHING, {**PARTS}, "no tar file has train or val in its name; rename them"),
     (NOTHING, {"train-0.tar": b"", "x.tar": b""}, "x.tar: the name does not contain train or"),
     (NOTHING, {"a/1.tar": tar({}), "b/train.tar": b""}, "several datasets (a, b); give the folder"),
     (NOTHING, {"train.tar": b"no tar"}, "train.tar: cannot be read at byte 0: "),
@@ -386,7 +386,7 @@ WRONG: list[tuple[Source, dict[str, Change], str]] = [
     (NOTHING, {"a.tar.gz": zlib.compress(tar(IMAGES)[:700], wbits=31)}, "/a.tar.gz: cannot be "),
     # Shards and Parquet.
     (NOTHING, {"train.tar": tar(WITHOUT_LABEL)}, "train/a.jpg has no label; add train/a.cls"),
-    (NOTHING, {"train.tar": tar({"a.jpg": b"", "a.json": "["})}, "a.json contains no label"),
+    (NOTHING, {"train.tar": tar({"a.jpg": b"", "a.json": "["})}, "a.json: holds no label"),
     (NOTHING, {"a.parquet": lambda: image_and(label=[1])[:-100]}, "a.parquet: is damaged or inco"),
     (NOTHING, {"a.parquet": lambda: image_and(label=[7])}, "a.parquet: is damaged or incomplete ("),
     (NOTHING, {"a.parquet": lambda: image_and(caption=[""])}, "has 0 columns of labels in i"),

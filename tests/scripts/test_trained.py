@@ -60,7 +60,7 @@ def test_files_that_are_refused(tmp_path: Path, weights: Weights) -> None:
     path = tmp_path / "file.pth"
     torch.save({"arch": "x", "state_dict": weights}, path)
     no_name = r"is no checkpoint of this .*; give model.name=NAME \(the file says x, which is tim"
-    no_head = r"does not fit model.name=vit_s16: it has no head.weight, head.bias"
+    no_head = r"has no head.weight, head.bias of model.name=vit_s16; check it"
     for words, message in (([], no_name), (["model.name=vit_s16"], no_head)):
         with pytest.raises(UserError, match=rf"^{path}: {message}"):
             open_trained(path, words)

@@ -75,10 +75,9 @@ def list_images(source: str, others: LeftOut) -> list[Sample]:
     if records:
         return with_record_names(records)
     containers = list(filter(is_container, tree))
-    image = next(filter(is_image, tree), "")
     if not containers:
         return read_folder(source, tree, SPLITS, others)
-    if image:
+    if image := next(filter(is_image, tree), ""):
         raise UserError(f"{source}: has images ({image}) and tar files ({containers[0]}); give one")
     return list_containers(source, tree, containers, others)
 
@@ -100,8 +99,7 @@ def list_containers(
     unlabelled = [sample.name for sample in records if not sample.label]
     if len(unlabelled) == len(records):
         if len(splits) > 1 and not all(splits.values()):
-            message = "the names of the tar files do not contain train or val; rename them"
-            raise UserError(f"{source}: {message}")
+            raise UserError(f"{source}: no tar file has train or val in its name; rename them")
         return read_folder(source, tree, SPLITS | splits, others)
     if unlabelled:
         label = f"{os.path.splitext(unlabelled[0])[0]}.cls"
@@ -174,8 +172,7 @@ def record_label(key: str, files: Tree) -> str:
         record = json.loads(content)
         return str(next(record[name] for name in LABELS if name in record))
     except (ValueError, TypeError, StopIteration):
-        message = 'contains no label, as {"label": 3} does; add one'
-        raise UserError(f"{key}.json {message}") from None
+        raise UserError(f'{key}.json: holds no label, as {{"label": 3}} does; add one') from None
 
 
 def read_folder(
