@@ -19,6 +19,7 @@ A file that cannot be read is reported on stderr with the reason; then the exit 
 import argparse
 import csv
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -29,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts.lib.options import checkpoint_parser, parse_paths
 
 FORMATS = ("table", "jsonl", "csv")
-LIST = "-"  # the path that stands for standard input
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -41,9 +41,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("predictions"), help="folder of masks (predictions/)")
     add("--features", action="store_true", help="add the input of the last layer")
     options = parse_paths(parser, words, several=True)
-    if len(options.paths) < 2 or options.paths[0] == LIST:
-        parser.error("give a checkpoint, then images or folders, or - for a list; see --help")
     options.checkpoint, *options.paths = options.paths
+    if not options.paths:
+        command = shlex.join(["python", "scripts/predict.py", options.checkpoint, "PHOTO.jpg"])
+        parser.error(f"PATH: is missing; write `{command}`, or give folders, or - for a list")
     if options.top < 1:
         parser.error(f"--top {options.top}: give 1 or more")
     return options
@@ -101,7 +102,7 @@ class Result:
 def find_files(paths: Iterable[str]) -> Iterator[str]:
     """Yield the images at all paths; those in a folder as in training, and say what is not read."""
     for path in paths:
-        if path == LIST:
+        if path == "-":
             yield from find_files(os.fsdecode(line.rstrip(b"\r\n")) for line in sys.stdin.buffer)
         elif not os.path.isdir(path):
             yield path

@@ -88,10 +88,10 @@ def parse_paths(
         read_overrides(typed)
     except (UserError, argparse.ArgumentError) as mistake:
         parser.error(str(mistake))
-    if missing := next((path for path in options.paths[:1] if path not in found), None):
+    if missing := next((path for path in options.paths[:1] if not os.path.lexists(path)), ""):
         near = near_runs(missing) or f"; give {CHECKPOINT}"
         parser.error(f"{missing}: there is no such run directory or file{near}")
-    if not several and len(options.paths) != 1:
+    if not options.paths or (len(options.paths) > 1 and not several):
         wrong = f"{len(options.paths)} are given, not one" if options.paths else "is missing"
         parser.error(f"CHECKPOINT: {wrong}; give {CHECKPOINT}; see --help")
     return options
