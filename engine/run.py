@@ -249,7 +249,7 @@ def accepted_changes(
     """
     stored = content["identity"]
     changes = {
-        name: f"{name} was {show(stored.get(name))}, is {show(value)}"
+        name: f"{name}={show(stored.get(name))} (now {show(value)})"
         for name, value in sorted(identity.items(), key=lambda item: PLACES.get(item[0], 1))
         if stored.get(name) != value
     }
@@ -259,8 +259,7 @@ def accepted_changes(
     reason = f"{fixed[0]} cannot change within a run" if fixed else "these keys affect the result"
     remedy = "give run.name=NAME to train elsewhere or checkpoint.resume=never to start over"
     remedy += ", or checkpoint.accept_changes=true to continue from this checkpoint" * (not fixed)
-    listed = [*changes.values()][:5] + [f"and {len(changes) - 5} more"] * (len(changes) > 5)
-    raise UserError(f"cannot resume {path}: {'; '.join(listed)}; {reason}: {remedy}")
+    raise UserError(f"cannot resume {path}: {remedy}; {reason}: {', '.join(changes.values())}")
 
 
 def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:

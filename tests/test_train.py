@@ -282,7 +282,7 @@ def test_resume_from_a_path(train_run: Any, folder: Path, nine_steps: Ended) -> 
 
 def test_accepted_changes_are_reported_by_every_start(call_main: Any, folder: Path) -> None:
     assert call_main("train.max_steps=5")[0] == 0
-    history = "accepted at step 5: optim.lr was 0.2, is 0.4"
+    history = "accepted at step 5: optim.lr=0.2 (now 0.4)"
     number, out, _ = call_main("optim.lr=0.4", ACCEPT, "train.max_steps=7")
     assert number == 0
     assert "resumed at step 5, epoch 1.11, from " in out
@@ -320,7 +320,7 @@ def test_weights_are_identified_by_their_content(
     assert call_main(f"model.weights={other}", "train.max_steps=2")[0] == 0
     shutil.copy(nine, first)
     number, _, error = call_main(f"model.weights={first}", "train.max_steps=3")
-    assert number == 2 and "model.weights was SHA-256 " in error
+    assert number == 2 and "model.weights=SHA-256 " in error
 
 
 def test_corrupt_validation_image(

@@ -36,7 +36,7 @@ def whole(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFac
         assert (summary["step"], summary["status"], size(folder)) == (step, "finished", side)
     assert run_here(image_root, folder, SIZES) == summary
     assert [row["step"] for row in rows(folder, "train")] == list(range(1, 10))
-    assert stored(folder)["history"][0] == "accepted at step 5: data.image_size was 16, is 32"
+    assert stored(folder)["history"][0] == "accepted at step 5: data.image_size=16 (now 32)"
     return str(summary["params_sha256"])
 
 
@@ -61,7 +61,7 @@ def test_a_command_trains_all_sizes(
         printed, _ = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM or (ranks > 1 and process.returncode)
     assert "note      16 px until step 5, then the program starts again" in printed
-    assert "data.image_size was 16, is 32" in printed
+    assert "data.image_size=16 (now 32)" in printed
     if ranks == 1:
         run_here(image_root, folder, *options)
     else:
