@@ -117,7 +117,7 @@ class BestBy:
         if self.name not in names:
             given = f"train.best_by={'-' if self.lower_is_better else ''}{self.name}"
             cure = f"give one of {', '.join(names)}, with - in front if lower is better"
-            cure += did_you_mean(self.name, names)
+            cure += did_you_mean("top1" if "acc" in self.name else self.name, names)
             raise UserError(f"{given}: a validation has no such value; {cure}")
 
     def prefers(self, row: Mapping[str, float], best: Mapping[str, float]) -> bool:
