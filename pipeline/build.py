@@ -55,10 +55,8 @@ def build_datasets(
     build_transforms(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")  # only to check
     train_split, val_split, classes = build_splits(config, data, train, val)
     if len(classes) < 2 and train_split.fields.get("label") == LABEL:
-        raise UserError(
-            f"data.root={data.root}: all images have the class {classes[0]}, and two are needed; "
-            f"if its folders are the classes, give data.root={data.root}/{classes[0]}"
-        )
+        cure = f"give two, or data.root={data.root}/{classes[0]} if its folders are the classes"
+        raise UserError(f"data.root={data.root}: all images have the class {classes[0]}; {cure}")
     for entry in data.on_device if device is not None else ():
         name, parameters = split_entry(entry, "data.on_device")
         extend = import_object(name, "data.on_device")

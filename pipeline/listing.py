@@ -107,7 +107,8 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
         above, cure = os.path.dirname(base), "python scripts/prepare.py SOURCE --to DIR makes them"
         if origin.startswith("data.root=") and any(map(is_image, loose)):
             cure = f"if its images are all of one class, give {os.fsdecode(above)}"
-        raise UserError(f"{origin}: holds no folders, but needs one for each class; {cure}")
+        found = "holds no folders" if loose else "is empty"
+        raise UserError(f"{origin}: {found}, but needs a folder for each class; {cure}")
     with ThreadPoolExecutor(THREADS) as pool:
         classes = dict(zip(names, pool.map(list_class, names), strict=True))
     for name, images in classes.items():

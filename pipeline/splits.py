@@ -74,10 +74,8 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     for here, there, name, other in ((train, val, "train", "val"), (val, train, "val", "train")):
         extra = sorted(set(here.classes) - set(there.classes))
         if extra:  # the same label would mean different classes
-            raise UserError(
-                f"data.{other}={there.root}: has no class {', '.join(extra[:5])}, which {name} has "
-                f"({len(extra)} in all); both splits need the same classes"
-            )
+            wrong = f"has no class {', '.join(extra[:5])}, which {name} has ({len(extra)} in all)"
+            raise UserError(f"data.{other}={there.root}: {wrong}; give both the same classes")
     return train, val
 
 
@@ -94,10 +92,8 @@ def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
     for name, rows in zip(index.classes, of_classes, strict=True):
         count = len(rows)
         if count < held.fewest:
-            raise UserError(
-                f"{held.origin}: class {name} has {count} of the {held.fewest} images that it "
-                "needs; add images, or remove the class"
-            )
+            wrong = f"class {name} has {count} of the {held.fewest} images that it needs"
+            raise UserError(f"{held.origin}: {wrong}; add images, or remove the class")
         digests = [blake2b(path, digest_size=8).digest() for path in paths[rows]]
         low, high = round(held.start * count), round(held.stop * count)
         if low == 0:

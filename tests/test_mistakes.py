@@ -55,6 +55,7 @@ DATA: dict[str, Callable[[Path], object]] = {
     "validation": lambda root: (root / "val").rename(root / "validation"),
     "only-a-file": leave_a_file,
     "no-dots": lambda root: shutil.rmtree(root / "val" / "dots"),
+    "empty": lambda root: [shutil.rmtree(path) for path in root.iterdir()],
     "no-images": lambda root: [path.unlink() for path in (root / "val" / "checks").iterdir()],
 }
 
