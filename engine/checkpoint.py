@@ -140,18 +140,15 @@ def load(path: Path, *, verified: bool = False) -> dict[str, Any]:
 
     Raises UserError if it cannot be read or is something else, CheckpointError for wrong sums.
     """
-    give = "the path of a step-*.pt"
+    give = "the path of a step-*.pt, or leave checkpoint.resume out"
     content: dict[str, Any] = read_file(path, origin=str(path), give=give)
     if not is_ours(content):
-        needs = f"needs {', '.join(PARTS)}; give {give}"
-        raise UserError(f"{path}: not a checkpoint of this program: {needs}")
+        raise UserError(f"{path}: not a checkpoint of this program; give {give}")
     if not verified:
         verify(path)
     if content["format"] != FORMAT:
-        raise UserError(
-            f"{path}: written by another version of this program, which trains differently; give "
-            f"run.name=NAME model.weights={path} to start a new run from its weights"
-        )
+        cure = f"give run.name=NAME model.weights={path} to start a new run from its weights"
+        raise UserError(f"{path}: is of a version of this program that trains differently; {cure}")
     return content
 
 

@@ -70,11 +70,8 @@ def test_older_format_is_not_resumed(tmp_path: Path) -> None:
     stored = {**torch.load(old), "format": 2}
     torch.save(stored, old)
     assert checkpoint.is_ours(stored)  # its weights and config can be read
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"is of a version of this .* model.weights={old} "):
         load_newest([old])
-    message = str(error.value)
-    assert message.startswith(f"{old}: written by another version of this program, which trains ")
-    assert f"model.weights={old} " in message
 
 
 def test_order_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
