@@ -59,6 +59,7 @@ NAME_KEYS = {"model": "model.name", "data": "data.root", "optim": "optim.lr=0.00
 NAME_LENGTH = 60  # characters of a run's name before its hash
 NAMED_FIRST = ("model", "model.name", "data.val_fold")  # keys that come first in the name
 NAMED_LAST = {"augment": 1, "loader": 2, "data": 3}  # sections that come last, in this order
+SEVERAL = "; `train.py -m` trains once for each of several values"
 KeyValues = Mapping[str, Any]
 """Dotted key -> value; an interpolation is text."""
 
@@ -139,6 +140,8 @@ def _choice_file(group: str, choice: str) -> Path:
         return path.absolute()
     if path.suffix == ".yaml":
         raise UserError(f"{group}={choice}: there is no such file")
+    if "," in choice:
+        raise UserError(f"{group}={choice}: give one{SEVERAL}")
     other = f" For another one write {NAME_KEYS[group]}={choice}" if group in NAME_KEYS else ""
     near = did_you_mean(choice, names) or f"; give {', '.join(names)} or a file PATH.yaml."
     raise UserError(f"{group}={choice}: no such {group}{near}{other}")
@@ -241,8 +244,9 @@ def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
         except OmegaConfBaseException:
             pass
         word = value if isinstance(value, str) else ""
-        more = "; `train.py -m` trains once for each of several values" if "," in word else ""
-        more = "; a space needs quotes around the word" if word[:1] in ("[", "{") else more
+        more = SEVERAL if "," in word else ""
+        if word[:1] in ("[", "{") and word[-1] not in "]}":
+            more = "; a space needs quotes around the word"
         raise UserError(f"{shown}: not allowed; give {allowed.says}{more}")
 
 

@@ -166,6 +166,7 @@ MAX_EPOCHS = 1e6  # more is a typo, and the number of steps would lose precision
 TEXT = Check(lambda value: True, "a name or a path")
 NOT_EMPTY = Check(bool, TEXT.says)
 LIST = Check(lambda value: True, "a list, in brackets")
+TRANSFORMS = Check(LIST.allows, "a list such as [{resize: {size: 256}}, horizontal_flip]")
 BOOL = Check(lambda value: type(value) is bool, "true or false")
 NULL = Check(lambda value: value is None, "null")
 AUTO = one_of("auto")
@@ -248,11 +249,11 @@ class DataConfig:
 
 @dataclass
 class AugmentConfig:
-    train: list[Any] = key([], RESULT, LIST)
+    train: list[Any] = key([], RESULT, TRANSFORMS)
     """transforms of each training image, in order, each `name` or `name: {parameter: value}`"""
-    val: list[Any] = key([], RESULT, LIST)
+    val: list[Any] = key([], RESULT, TRANSFORMS)
     """transforms of each validation image, in order"""
-    batch: list[Any] = key([], RESULT, LIST)
+    batch: list[Any] = key([], RESULT, TRANSFORMS)
     """transforms of each training batch on the device, in order: mixup, cutmix, ..."""
 
 
