@@ -11,11 +11,11 @@ import difflib
 import hashlib
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -176,17 +176,21 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     Raises UserError for a key, choice or value that no config allows.
     """
     typed, tried = dict[str, Any](), copy.deepcopy(DEFAULTS)
-    for text, following in pairwise([*overrides, ""]):
+    words = [*overrides, "", ""]
+    for number, text in enumerate(words[:-2]):
+        following = words[number + 1].lstrip("=") or words[number + 2]  # of `key = value`
         name, equals, word = text.lstrip("+").partition("=")
         if re.search("[\ud800-\udfff]", text):  # config.yaml could not hold it
-            shown = ascii(text)[1:-1]
-            raise UserError(f"{shown}: is not UTF-8; rename the file, or use a symbolic link to it")
+            raise UserError(f"{ascii(text)[1:-1]}: is not UTF-8; rename the file, or link to it")
         given = word or re.sub("^-.*|.*=.*", "", following)
         if text.startswith(("-", "~")):
             meant = _for_flag(name, given) or _advice(name, given)
             raise UserError(f"{text}: not an option; {meant}")
-        if not equals:
+        if not equals or given != word:
             meant = f"did you mean data.root={text}?" if os.path.isdir(text) else ""
+            if os.path.isfile(file := f"{text}/overrides.yaml"):
+                typed_then = shlex.join(cast(list[str], OmegaConf.load(file)))
+                raise UserError(f"{text}: is the folder of a run; write {typed_then}")
             meant = meant or _advice(name, given)
             raise UserError(f"{text}: write key=value without spaces; {meant}")
         value: Any = None if word == "null" else word
