@@ -29,10 +29,8 @@ def run(config: Config, world: World, sizes: dict[int, int]) -> Config:
     """
     epochs, side, length = list(sizes), config.data.image_size, config.train.epochs
     if epochs != sorted({0, *epochs}) or epochs[-1] >= length or sizes[epochs[-1]] != side:
-        raise UserError(
-            f"train.prepare: sizes={show(sizes)}: give `epoch: pixels` from epoch 0 on, the last "
-            f"with data.image_size={side} and before train.epochs={show(length)}"
-        )
+        ends = f"the last with data.image_size={side} and before train.epochs={show(length)}"
+        raise UserError(f"train.prepare: sizes={show(sizes)}: give `epoch: px` from 0 on, {ends}")
     images = world.on_all_ranks(lambda: len(build_datasets(config).train))
     starts = {-(-epoch * images // config.loader.batch_size): side for epoch, side in sizes.items()}
     step, own = Run(config, world).read_checkpoint().get("step", 0), config.run

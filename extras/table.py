@@ -31,8 +31,7 @@ from pipeline.splits import held_out, hold_out
 
 def table(data: DataConfig, train: Compose, val: Compose, options: Options) -> Splits:
     if not data.root:
-        files = "a folder with train.csv and val.csv, or with data.val_fraction one CSV file"
-        raise UserError(f"data.root is missing: give {files}")
+        raise UserError("data.root is missing: give a folder with train.csv and val.csv, or a CSV")
     root = Path(data.root).expanduser()
     paths = [root / f"{name.removesuffix('.csv')}.csv" for name in (data.train, data.val)]
     if part := held_out(data):
@@ -71,6 +70,9 @@ class TableDataset(FolderDataset):
             raise UserError(f"{path}: write path,NAME,... into the first line, and lines below it")
         if len({*head}) < len(head):
             raise UserError(f"{path}: {','.join(head)}: give each column a name of its own")
+        if not any((path.parent / row[0]).exists() for row in rows):
+            cure = f"give paths that are absolute or relative to {path.parent}"
+            raise UserError(f"{path}: there is no {rows[0][0]}, nor any other image of it; {cure}")
         numbers = np.zeros((len(rows), len(self.columns)), np.float32)
         for row, (name, *texts) in enumerate(rows):
             values: list[float] = []

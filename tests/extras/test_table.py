@@ -20,6 +20,7 @@ from scripts.lib.trained import build_val
 def load_table(root: Path, *words: str, **splits: str) -> Datasets:
     for name, text in splits.items():
         (root / f"{name}.csv").write_text(text)
+        _ = [(root / path).touch() for path in re.findall(r"^\d+.jpg", text, re.MULTILINE)]
     place = ["data=table", f"data.root={root}", "data.image_size=16"]
     return build_datasets(from_overrides([*place, *words]))
 
@@ -67,6 +68,7 @@ def test_images_are_held_out_of_one_table(tmp_path: Path, key: str) -> None:
         ("path,a\n1.jpg,1e39\n", "1.jpg: 1e39: give 1 finite number"),
         ("path,a,a\n1.jpg,1,1\n", "path,a,a: give each column a name of its own"),
         ("", "write path,NAME,... into the first line"),
+        ("path,a\ngone.jpg,1\ngone/b.jpg,2\n", "there is no gone.jpg, nor any other"),
         ("path,b\n1.jpg,1\n", "has the columns ['b'], training has ['a']"),
     ],
 )

@@ -60,8 +60,7 @@ def test_files_that_are_refused(tmp_path: Path, weights: Weights) -> None:
     path = tmp_path / "file.pth"
     torch.save({"arch": "x", "state_dict": weights}, path)
     no_name = r"is no checkpoint of this .*; give model.name=NAME \(the file says x, which is tim"
-    no_head = r"has no head.weight, head.bias of model.name=vit_s16; check it"
-    for words, message in (([], no_name), (["model.name=vit_s16"], no_head)):
+    for words, message in (([], no_name), (["model.name=vit_s16"], "has no head.weight, head.bi")):
         with pytest.raises(UserError, match=rf"^{path}: {message}"):
             open_trained(path, words)
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 10**7) + b"{}")
