@@ -237,7 +237,8 @@ def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
     for name, value in values.items():
         shown = f"{origin}{name}={show(value)}"
         if name not in FIELDS:
-            raise UserError(f"{shown}: there is no key {name}; {_advice(name)}")
+            cure = "indent its `key: value` lines" if origin and name in SECTIONS else _advice(name)
+            raise UserError(f"{shown}: there is no key {name}; {cure}")
         section, _, last = name.partition(".")
         allowed = FIELDS[name].metadata["check"]
         try:

@@ -144,10 +144,8 @@ def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.imag
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(torch.empty(1, *shape, device="meta"))
     except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
-        raise UserError(
-            f"{key}: the model does not take images of {shape[-1]} px with {shape[-3]} channels "
-            f"({str(error).splitlines()[0]}); give another size"
-        ) from None
+        wrong = f"the model does not take images of {shape[-1]} px with {shape[-3]} channels"
+        raise UserError(f"{key}: {wrong} ({str(error).splitlines()[0]}); give another") from None
     return int(counter.get_total_flops())
 
 
