@@ -517,8 +517,9 @@ def check(config: Config) -> None:
 
 def did_you_mean(word: str, known: Iterable[str], *, count: int = 1, least: float = 0.6) -> str:
     """`; did you mean a, b?` for up to `count` names with a similarity of `least`, or nothing."""
-    close = difflib.get_close_matches(word, list(known), count, least)
-    return f"; did you mean {', '.join(close)}?" if close else ""
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), names, count, least)
+    return f"; did you mean {', '.join(map(names.__getitem__, close))}?" if close else ""
 
 
 def show(value: Any) -> str:

@@ -58,9 +58,9 @@ def find_class(name: str) -> Callable[..., Optimizer]:
         names = timm.list_optimizers(exclude_filters=["bnb*", "fused*"])  # need other packages
         find, known = timm.get_optimizer_class, {f"timm/{each}": each for each in names}
     refused = {group: f"write optim={group}" for group in group_names("optim")} | UNFIT
-    if name in refused or name not in known:
+    if name.lower() in refused or name not in known:
         near = did_you_mean(name, known) or "; timm/NAME is one of timm"
-        reason = refused.get(name, f"there is no such optimiser{near}")
+        reason = refused.get(name.lower(), f"there is no such optimiser{near}")
         raise UserError(f"optim.name={name}: {reason}")
     return find(known[name])
 
