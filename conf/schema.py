@@ -182,6 +182,8 @@ WEIGHTS = Check(  # a name such as 10 is read as a number
     lambda value: isinstance(value, dict) and value and all(map(POSITIVE.allows, value.values())),
     "weights > 0 by class in braces, such as {cat: 1, dog: 3}",
 )
+DEVICE = one_of("auto", "cpu", "cuda", "mps", "xpu")
+DEVICE = DEVICE._replace(says=f"{DEVICE.says}; CUDA_VISIBLE_DEVICES=1 chooses the second GPU")
 COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
 RUN_NAME = Check(lambda n: n not in ("", ".", "..") and "/" not in (n or "/"), "a name without /")
 BOARDS = Check(lambda names: names in ([], ["tensorboard"]), "[tensorboard] or []")
@@ -360,7 +362,7 @@ class TrainConfig:
     other devices, fp32"""
     deterministic: bool = key(False, NOTHING, BOOL)
     """make runs on a GPU bitwise reproducible; slower"""
-    device: str = key("auto", NOTHING, one_of("auto", "cpu", "cuda", "mps", "xpu"))
+    device: str = key("auto", NOTHING, DEVICE)
     """auto is cuda if there is a GPU of NVIDIA or AMD, else cpu; mps (Apple) and xpu (Intel) train
     without CUDA graphs and page-locked memory"""
     micro_batch: int | None = key(None, RESULT, COUNT | NULL)

@@ -32,10 +32,8 @@ def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) ->
     keys, default = keys_of(config.loss), TrainConfig()
     for name in sorted(set().union(*map(keys_of, LOSSES)) - keys):
         if (value := getattr(config, name)) != (unset := getattr(default, name)):
-            raise UserError(
-                f"train.{name}={show(value)}: train.loss={config.loss} does not take it; give "
-                f"train.{name}={show(unset)}, or another loss"
-            )
+            wrong = f"train.loss={config.loss} does not take it; give train.{name}={show(unset)}"
+            raise UserError(f"train.{name}={show(value)}: {wrong}, or another loss")
     arguments = {**vars(config), "class_weights": class_weights}
     return partial(LOSSES[config.loss], **{name: arguments[name] for name in keys})
 
