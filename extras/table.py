@@ -71,7 +71,7 @@ class TableDataset(FolderDataset):
         if len({*head}) < len(head):
             raise UserError(f"{path}: {','.join(head)}: give each column a name of its own")
         if not any((path.parent / row[0]).exists() for row in rows):
-            cure = f"give paths that are absolute or relative to {path.parent}"
+            cure = f"give paths that are absolute or relative to {path.parent.absolute()}"
             raise UserError(f"{path}: there is no {rows[0][0]}, nor any other image of it; {cure}")
         numbers = np.zeros((len(rows), len(self.columns)), np.float32)
         for row, (name, *texts) in enumerate(rows):
