@@ -44,7 +44,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     options.checkpoint, *options.paths = options.paths
     if not options.paths:
         command = shlex.join(["python", "scripts/predict.py", options.checkpoint, "PHOTO.jpg"])
-        parser.error(f"PATH: is missing; write `{command}`, or give folders, or - for a list")
+        parser.error(f"PATH: is missing; give a checkpoint, then images or folders: {command}")
     if options.top < 1:
         parser.error(f"--top {options.top}: give 1 or more")
     return options
