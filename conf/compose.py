@@ -187,10 +187,10 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             meant = _for_flag(name, given) or _advice(name, given)
             raise UserError(f"{text}: not an option; {meant}")
         if not equals or given != word:
-            meant = f"did you mean data.root={text}?" if os.path.isdir(text) else ""
             if os.path.isfile(file := f"{text}/overrides.yaml"):
-                typed_then = shlex.join(cast(list[str], OmegaConf.load(file)))
-                raise UserError(f"{text}: is the folder of a run; write {typed_then}")
+                typed_then = cast(list[str], OmegaConf.to_container(OmegaConf.load(file)))
+                raise UserError(f"{text}: is the folder of a run; write {shlex.join(typed_then)}")
+            meant = f"did you mean data.root={text}?" if os.path.isdir(text) else ""
             meant = meant or _advice(name, given)
             raise UserError(f"{text}: write key=value without spaces; {meant}")
         value: Any = None if word == "null" else word

@@ -397,7 +397,7 @@ class CheckpointConfig:
     keep: int = key(2, NOTHING, COUNT)
     """number of newest checkpoints to keep; the best is always kept as well"""
     resume: str = key("auto", NOTHING, TEXT)
-    """auto: resume the run in run.dir; never: start over, and rename run.dir; or a checkpoint"""
+    """auto: resume the run in run.dir; never: rename run.dir, start over; or a checkpoint or run"""
     accept_changes: bool = key(False, NOTHING, BOOL)
     """resume although keys that affect the result have changed; the model, the optimiser and the
     batch size must stay the same"""

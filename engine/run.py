@@ -84,7 +84,7 @@ class Run(AbstractContextManager["Run"]):
                     f"leave the key out to resume from {self.resumed.name}, or give a run.name"
                 )
         elif given not in ("auto", "never"):
-            self.resumed = Path(given)
+            self.resumed = [Path(given), *checkpoint.files(Path(given, "checkpoints"))][-1]
             self._stored = checkpoint.load(self.resumed)
         return self._stored
 

@@ -56,7 +56,7 @@ DATA: dict[str, Callable[[Path], object]] = {
     "only-a-file": leave_a_file,
     "no-dots": lambda root: shutil.rmtree(root / "val" / "dots"),
     "empty": lambda root: [shutil.rmtree(path) for path in root.iterdir()],
-    "run": lambda root: (root / "overrides.yaml").write_text("[data.root=images, run.name=a b]"),
+    "run": lambda root: (root / "overrides.yaml").write_text("['data.root=a b', 'run.name=${c}']"),
     "no-images": lambda root: [path.unlink() for path in (root / "val" / "checks").iterdir()],
 }
 

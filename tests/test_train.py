@@ -270,14 +270,14 @@ def test_a_stop_before_the_first_step_leaves_no_folder(
 
 
 def test_resume_from_a_path(train_run: Any, folder: Path, nine_steps: Ended) -> None:
-    """A run can start from a checkpoint of another run, which stays unchanged."""
-    before = tree(nine_steps[0])
-    path = nine_steps[0] / "checkpoints" / "step-00000005.pt"
+    """A run can start from the newest checkpoint of another run, which stays unchanged."""
+    ignore = shutil.ignore_patterns("*9.pt", "best.pt")
+    path = shutil.copytree(nine_steps[0], folder.parent / "other", ignore=ignore)
+    before = tree(path)
     summary = train_run(f"checkpoint.resume={path}", "run.name=another")
     assert summary["params_sha256"] == nine_steps[1]["params_sha256"]
     assert rows(folder, "val") == rows(nine_steps[0], "val")
-    assert summary["history"] == [f"began at step 5 with {path}"]
-    assert tree(nine_steps[0]) == before
+    assert summary["history"] == [f"began at step 5 with {path}"] and tree(path) == before
 
 
 def test_accepted_changes_are_reported_by_every_start(call_main: Any, folder: Path) -> None:
