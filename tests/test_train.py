@@ -239,7 +239,7 @@ def test_signal_while_saving(
         patch.setattr(Run, "save", signalled)
         status, said, _ = call_main("log.every_steps=4")
     assert status == 128 + signal.SIGTERM and saved[-1] == 5 and saved.count(5) == 1
-    assert "\nestimate  at least 0:0" in said and "validating" not in said
+    assert "\nestimate  about 0:0" in said and "validating" not in said
     assert [row["step"] for row in rows(folder, "train")] == [4]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "30")

@@ -80,7 +80,7 @@ def _lines(datasets: Datasets, schedule: Schedule, compute: Compute, left: int) 
         time = duration(cpu_seconds(compute, left * schedule.batch_size))
         memory = compute.flops * schedule.local_batch_size / schedule.micro_batches / 1e11  # GB
         less = "; less with a train.micro_batch" if memory > 4 else ""
-        yield f"estimate  at least {time} for the steps, {max(memory, 0.1):.1f} GB of memory{less}"
+        yield f"estimate  about {time} for the steps, {max(memory, 0.1):.1f} GB of memory{less}"
 
 
 def cpu_seconds(compute: Compute, images: int) -> float:
