@@ -57,7 +57,9 @@ def checkpoint_parser(description: str | None, arguments: str) -> Parser:
     """Return the parser of a script that opens trained models, with --classes."""
     parser = Parser(description)
     parser.usage, parser.epilog = f"python scripts/%(prog)s CHECKPOINT {arguments}", ABOUT
-    parser.add_argument("--classes", type=Path, metavar="FILE", help="their names, one per line")
+    parser.add_argument(
+        "--classes", type=Path, metavar="FILE", help="names of the classes, one per line"
+    )
     return parser
 
 

@@ -117,8 +117,7 @@ def check_accumulation(world: World) -> None:
         patch.setattr(dist, "is_initialized", lambda: False)
         for step in range(3):
             network = alone.wrap(whole.model, (3, 2, 2))
-            batch = batch_of(step, image=images, label=labels)
-            train_step(whole, network, toy_loss, batch, lr=0.5)
+            train_step(whole, network, toy_loss, batch_of(step, image=images, label=labels), lr=0.5)
     for layer in (0, 1, 4):
         found, expected = (one.model[layer].weight.detach() for one in (state, whole))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from conf.compose import from_overrides
 from engine.log.sheet import draw_batch, rgb
@@ -112,13 +114,15 @@ def test_tags_and_values(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == {*TAGS, "train/grad_norm", "val/ece"}
     expected = {"lr": 0.1, "throughput/images_per_second": 1234.5677, "gpu/power_watts": 600}
     expected |= {"time/step_ms": 20, "train/loss": 1, "val/loss": 0.5, "train/grad_norm": 1.2346}
-    assert {tag: curve(events, tag) for tag in expected} == {
-        tag: [(20, value)] for tag, value in expected.items()
-    }
+    assert {t: curve(events, t) for t in expected} == {t: [(20, v)] for t, v in expected.items()}
+    layout = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    charts = {c.title: c.multiline.tag[0] for c in Layout.FromString(layout).category[0].chart}
+    shown = {name: {t for t in TAGS if re.match(tag, t)} for name, tag in charts.items()}
+    assert shown == {name: {f"train/{name}", f"val/{name}"} for name in ("loss", "top1")}
     (picture,) = events.Images("val/worst")
     assert (picture.step, picture.width, picture.height) == (3, 64, 64)
-    shown = np.asarray(Image.open(io.BytesIO(picture.encoded_image_string)), np.float32)
-    assert np.abs(shown - NOISE).mean() < 20  # JPEG
+    jpeg = np.asarray(Image.open(io.BytesIO(picture.encoded_image_string)), np.float32)
+    assert np.abs(jpeg - NOISE).mean() < 20
 
 
 def test_nothing_is_written_through_links_or_into_pipes(tmp_path: Path) -> None:

@@ -185,8 +185,7 @@ def test_kernel_makes_the_pixels_of_the_cpu_path(entries: list[Any]) -> None:
     images += [np.asarray(draw_image("waves", np.random.default_rng(i))) for i in range(count // 2)]
     rows = np.zeros((count, geometry.COLUMNS))
     for index, (row, image) in enumerate(zip(rows, images, strict=True)):
-        size = image.shape[1], image.shape[0]
-        row[:] = row_of(chain(file_of(size), sample_rng(1, 2, index)))
+        row[:] = row_of(chain(file_of(image.shape[1::-1]), sample_rng(1, 2, index)))
     made = cropped(rows, images, torch.device("cuda", 0))
     for index, (ours, image) in enumerate(zip(made, images, strict=True)):
         expected = chain(decode.Picture(image), sample_rng(1, 2, index)).pixels().astype(int)
