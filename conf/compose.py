@@ -175,7 +175,7 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     Returns dotted key -> value, and group -> file of its choice; the last of equal ones counts.
     Raises UserError for a key, choice or value that no config allows.
     """
-    typed, tried = dict[str, Any](), copy.deepcopy(DEFAULTS)
+    typed, tried, flags = dict[str, Any](), copy.deepcopy(DEFAULTS), list[str]()
     words = [*overrides, "", ""]
     for number, text in enumerate(words[:-2]):
         following = words[number + 1].lstrip("=") or words[number + 2]  # of `key = value`
@@ -184,27 +184,30 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             raise UserError(f"{ascii(text)[1:-1]}: is not UTF-8; rename the file, or link to it")
         given = word or re.sub("^-.*|.*=.*", "", following)
         if text.startswith(("-", "~")):
-            meant = _for_flag(name, given) or _advice(name, given)
-            raise UserError(f"{text}: not an option; {meant}")
+            flags.append(f"{text}: not an option; {_for_flag(name, given) or _advice(name, given)}")
+        if flags:  # and their values
+            continue
         if not equals or given != word:
             if os.path.isfile(file := f"{text}/overrides.yaml"):
                 typed_then = cast(list[str], OmegaConf.to_container(OmegaConf.load(file)))
                 raise UserError(f"{text}: is the folder of a run; write {shlex.join(typed_then)}")
-            meant = f"did you mean data.root={text}?" if os.path.isdir(text) else ""
-            meant = meant or _advice(name, given)
+            is_folder, advice = os.path.isdir(text), _advice(name, given)
+            meant = f"did you mean data.root={text}?" if is_folder else advice
             raise UserError(f"{text}: write key=value without spaces; {meant}")
-        value: Any = None if word == "null" else word
         if name in GROUPS:
-            value = _choice_file(name, word)
-        elif name in FIELDS.keys() - TEXT_KEYS or word[:1] in ("'", '"', "[", "{"):
+            typed[name] = _choice_file(name, word)
+            continue
+        value: Any = None if word == "null" else word
+        if name in FIELDS.keys() - TEXT_KEYS or word[:1] in ("'", '"', "[", "{"):
             # The colon of module:name as a key in braces needs a backslash.
             escaped = word if name in TEXT_KEYS else re.sub(r"(\w):(\w+\s*:)", r"\1\\:\2", word)
             with suppress(HydraException):  # then it is text, which these keys do not take
                 override = OverridesParser.create().parse_override(f"{name}={escaped}")
                 value = word if override.is_sweep_override() else override.value()
-        if name not in GROUPS:
-            _set(tried, {name: value})  # refuses a mistake before Hydra composes
+        _set(tried, {name: value})  # refuses a mistake before Hydra composes
         typed[name] = value
+    if flags:
+        raise UserError("; ".join(flags))
     return typed
 
 

@@ -79,10 +79,9 @@ class Run(AbstractContextManager["Run"]):
             # The same command again must resume: `history` names the checkpoint it began with.
             began = [line for line in self._stored["state"]["history"] if line.startswith(BEGAN)]
             if given != "auto" and not any(line.endswith(f"{WITH}{given}") for line in began):
-                raise UserError(
-                    f"checkpoint.resume={given}: {self.path} holds a run that began without it; "
-                    f"leave the key out to resume from {self.resumed.name}, or give a run.name"
-                )
+                wrong = f"checkpoint.resume={given}: {self.path} holds a run that began without it"
+                cure = f"leave the key out to resume from {self.resumed.name}, or give a run.name"
+                raise UserError(f"{wrong}; {cure}")
         elif given not in ("auto", "never"):
             self.resumed = [Path(given), *checkpoint.files(Path(given, "checkpoints"))][-1]
             self._stored = checkpoint.load(self.resumed)

@@ -79,10 +79,9 @@ def build(
             ) from None
         if not isinstance(error, AssertionError | OSError) and not args and in_channels == RGB:
             raise
-        raise UserError(
-            f"model.name={name}: cannot be built for data.image_size={image_size} and "
-            f"model.args={show(dict(args or {}))} ({reason}); change one of them"
-        ) from None
+        wanted = f"data.image_size={image_size} and model.args={show(dict(args or {}))}"
+        text = f"model.name={name}: cannot be built for {wanted} ({reason}); change one of them"
+        raise UserError(text) from None
 
 
 def _function(name: str, pretrained: bool) -> Callable[..., nn.Module]:

@@ -307,10 +307,9 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
             elif not self.receive(self.timeout_seconds):
                 busy = [worker for worker in self.workers if worker.tasks]
                 names = [f"{self._current(w)} (worker {w.process.pid})" for w in busy[:4]]
-                raise LoaderError(
-                    f"loader.timeout_seconds={self.timeout_seconds:g}: no image for that long; "
-                    f"still reading {', '.join(names) or 'nothing'}; check the storage"
-                )
+                key = f"loader.timeout_seconds={self.timeout_seconds:g}: no image for that long"
+                reading = ", ".join(names) or "nothing"
+                raise LoaderError(f"{key}; still reading {reading}; check the storage")
 
     def run(self, task: Task) -> None:
         """Run a task in this process. Raises LoaderError if it failed."""
