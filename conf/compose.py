@@ -191,8 +191,8 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             if os.path.isfile(file := f"{text}/overrides.yaml"):
                 typed_then = cast(list[str], OmegaConf.to_container(OmegaConf.load(file)))
                 raise UserError(f"{text}: is the folder of a run; write {shlex.join(typed_then)}")
-            is_folder, advice = os.path.isdir(text), _advice(name, given)
-            meant = f"did you mean data.root={text}?" if is_folder else advice
+            is_path, advice = "/" in text or os.path.isdir(text), _advice(name, given)
+            meant = f"did you mean data.root={text}?" if is_path else advice
             raise UserError(f"{text}: write key=value without spaces; {meant}")
         if name in GROUPS:
             typed[name] = _choice_file(name, word)
