@@ -5,8 +5,7 @@
     python scripts/bench.py data.root=/imagenet loader.workers=8
 
 Accepts train.py's key=value overrides. Each stage is warmed up and then measured in windows; the
-table shows the median window and the range, and then the verdict on the stage `train`. Writes
-bench.json to --out. To compare decoders or numbers of workers, run it with other overrides.
+table shows the median window and the range, and then the verdict on the stage `train`.
 """
 
 import sys
@@ -22,12 +21,12 @@ if __name__ == "__main__":
     parser = Parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="output folder")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of bench.json")
     OPTIONS, CONFIG = parser.read_config()
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import cycle
 from statistics import median
 
@@ -54,18 +53,11 @@ WINDOWS = 5
 FOREVER = 1 << 40  # steps; on a GPU, model.compile=auto compiles for so many
 
 
-@dataclass(frozen=True)
-class Stage:
-    name: str
-    rates: list[float]  # images/s, one per window
-    note: str  # a remark for the table, perhaps with lines below it
-
-    def __str__(self) -> str:
-        spread = f"{min(self.rates):,.0f}-{max(self.rates):,.0f}"
-        return f"{self.name:<12} {median(self.rates):>10,.0f} images/s  ({spread})  {self.note}"
+Stage = tuple[str, list[float], str]
+"""Name, images/s in each window, and a remark for the table, perhaps with lines below it."""
 
 
-def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) -> list[Stage]:
+def run(config: Config, *, only: Sequence[str], seconds: float) -> list[Stage]:
     """Measure some of STAGES, in their order. Raises UserError if config or data are wrong."""
     with join_world(config.train.device) as world:
         config = train.resolve_config(config, world)
@@ -84,10 +76,10 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
                 sizes = (len(batch.samples) for batch in feed.train.loader.batches(0, FOREVER))
                 warm_up(sizes, feed)
                 note = f"{feed.pool.active} workers, batch {config.loader.batch_size}"
-                stages.append(Stage("loader", windows(sizes, seconds), note))
+                stages.append(("loader", windows(sizes, seconds), note))
         if "step" in only or "train" in only:
             steps = measure_steps(datasets, schedule, compute, world, seconds)
-            stages += [stage for stage in steps if stage.name in only]
+            stages += [stage for stage in steps if stage[0] in only]
     return stages
 
 
@@ -152,18 +144,20 @@ def measure_steps(
     note = f"{config.model.name}, batch {schedule.batch_size}, {compute.precision}, "
     note += f"compile {compute.compile_mode}, batch already on the device"
     lines = ["the step, fed by the loader", *(f"verdict   {line}" for line in verdict)]
-    return [Stage("step", alone, note), Stage("train", fed, "\n".join(lines))]
+    return [("step", alone, note), ("train", fed, "\n".join(lines))]
 
 
 def main() -> int:
     stages = run(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds)
-    print(*stages, sep="\n")
+    for name, rates, note in stages:
+        spread = f"({min(rates):,.0f}-{max(rates):,.0f})"
+        print(f"{name:<12} {median(rates):>10,.0f} images/s  {spread}  {note}")
     record = {
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "cores": cores(),
         "made_by": provenance(),
         "config": cli.to_yaml(CONFIG),
-        "stages": [{**asdict(stage), "rate": median(stage.rates)} for stage in stages],
+        "stages": [{"name": n, "rate": median(r), "rates": r, "note": t} for n, r, t in stages],
     }
     OPTIONS.out.mkdir(parents=True, exist_ok=True)
     write_json(OPTIONS.out / "bench.json", record)

@@ -1,7 +1,7 @@
 """Check the data, the config and the disk before a long training run.
 
     python scripts/doctor.py data.root=/imagenet
-    python scripts/doctor.py data.root=/imagenet --all --ranks 8 > doctor.txt
+    python scripts/doctor.py data.root=/imagenet --all > doctor.txt
 
 Accepts train.py's key=value overrides. Lists every file and decodes 2,000 random files of each
 split, or every file with --all. Prints a row for each check: ok, warn or fail, the result,
@@ -20,7 +20,6 @@ from scripts.lib.options import Parser
 if __name__ == "__main__":
     parser = Parser(__doc__)
     parser.add_argument("--all", action="store_true", help="decode every file instead of a sample")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks to run on this machine (1)")
     OPTIONS, CONFIG = parser.read_config()
 
 import hashlib
@@ -34,6 +33,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+import torch
 from PIL import Image, UnidentifiedImageError
 
 import models
@@ -51,7 +51,7 @@ from pipeline.dataset import Dataset, FolderDataset
 from pipeline.index import Index
 from scripts.lib.progress import in_threads, with_progress
 from scripts.lib.published import published
-from scripts.lib.trained import exit_status, few, sorted_as_text
+from scripts.lib.trained import exit_status, sorted_as_text
 
 SAMPLE = 2000  # files of each split
 NAMED = 10  # files per row on a terminal
@@ -104,7 +104,6 @@ class Case:
 
     config: Config
     sample: int | None = SAMPLE  # number of files to decode per split, or None for all
-    ranks: int = 1  # that are to run on this machine
     datasets: Datasets | None = None
     examined: dict[str, list[Examined]] = field(default_factory=dict)  # of each split
     compute: Compute | None = None
@@ -133,7 +132,7 @@ def data(case: Case) -> Iterator[Row]:
         yield ok(f"{text}, {counts.min():,} to {counts.max():,} each")
     names = case.splits()["train"].classes
     if sorted_as_text(names):
-        text = f"numbers sorted as text: {few(names)}"
+        text = f"numbers sorted as text: {', '.join(names[:5])}"
         yield warn(text, "label 2 is not folder 2: pad the names with zeros")
     left_out = {index.root: index.left_out for index in case.splits().values()}
     yield from (warn(f"{root}: {notice}") for root, notice in left_out.items() if notice)
@@ -199,7 +198,7 @@ def odd_files(case: Case) -> Iterator[Row]:
     for kind, cure in CURES.items():
         paths = [file.path for file in files if kind in file.odd]
         text = f"{len(paths):,} of {len(files):,} images are {kind}"
-        named = (few(paths),) if paths else ()
+        named = (", ".join(paths[:5]),) if paths else ()
         accepted = kind == TURNED and case.config.data.exif_orientation
         many = len(paths) > MAX_ODD * len(files) and not accepted
         yield warn(text, cure, named) if many else ok(text, details=named)
@@ -286,12 +285,12 @@ def plan(case: Case) -> Iterator[Row]:
 
     They tell of GPUs that are not used, and of a driver that does not fit.
     """
-    device = resolve_device(case.config.train.device, 0, case.ranks)
+    device = resolve_device(case.config.train.device)
     config = case.config = train.resolve_config(case.config, World(0, 1, 1, device))
     if case.datasets is None:
         raise NotChecked("there is no plan without data, see data")
     # Again, with loader.decoder, which depends on the device, and what train.prepare has changed.
-    datasets, world = build_datasets(config, device), World(0, case.ranks, case.ranks, device)
+    datasets, world = build_datasets(config, device), World(0, 1, 1, device)
     build_criterion(config.train, class_weights(config.train, datasets))
     schedule = make_schedule(config, len(datasets.train), world)
     case.compute = choose_compute(config, datasets, device, schedule.stop_step)
@@ -334,7 +333,7 @@ def disk(case: Case) -> Iterator[Row]:
         yield fail(text, f"free {missing / 1e9:,.1f} GB more, or lower checkpoint.keep")
     else:
         yield ok(text)
-    if case.ranks > 1 and os.path.exists("/dev/shm"):
+    if torch.cuda.device_count() > 1 and os.path.exists("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
         text = f"/dev/shm: {free / (1 << 30):.2f} GiB free, which NCCL uses"
         yield warn(text, "start the container with --ipc=host") if free < NCCL_BYTES else ok(text)
@@ -371,7 +370,7 @@ def main() -> int:
     # Each time the files are listed, it would warn of what `data` reports once.
     logging.getLogger("pipeline.index").setLevel(logging.ERROR)
     counts, width = Counter[str](), max(map(len, CHECKS))
-    for name, row in check(Case(CONFIG, None if OPTIONS.all else SAMPLE, OPTIONS.ranks)):
+    for name, row in check(Case(CONFIG, None if OPTIONS.all else SAMPLE)):
         counts[row.status] += 1
         print(f"{row.status:<4}  {name:<{width}}  {row.found}")
         most = NAMED if sys.stdout.isatty() else len(row.details)

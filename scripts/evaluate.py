@@ -8,10 +8,9 @@ data.root needs no training split. The classes of the images are found by name. 
 projects with 1,000 outputs are taken for ImageNet's classes, and folders named 0 to 999, too. If
 data.val holds some of the model's classes, only their outputs compete.
 
-Prints the values of a validation: of a classifier loss, top-1, top-5, macro recall (balanced
-accuracy) and what log.values adds. Writes evaluation.json, and the files of log.observers, to
---out, by default evaluation/<name of the checkpoint>, with data.val=/other/val <name>,other,val,
-in the current folder. Earlier files are replaced.
+Prints loss, top-1, top-5, macro recall (balanced accuracy) and what log.values adds. Writes
+evaluation.json and the files of log.observers to --out, by default evaluation/<checkpoint>, and
+with data.val=/other/val evaluation/<checkpoint>,other,val. Earlier files are replaced.
 """
 
 import argparse
@@ -196,8 +195,7 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
         data = replace(data, root=str(Path(data.val).parent))
     found = find_storage(os.path.join(os.path.expanduser(str(data.root)), data.val))
     if data.source == "folder" and "data.val" in typed and not found and os.path.exists(data.val):
-        cure = f"for the one in the current folder, give data.val={os.path.abspath(data.val)}"
-        raise UserError(f"data.val={data.val}: is not in data.root={data.root}; {cure}")
+        data = replace(data, val=os.path.abspath(data.val))  # in the current folder
     if "data.val" in typed or ("data.root" in typed and found):  # not what the run has held out
         data = replace(data, val_fraction=0.0, val_fold=None)
     config = replace(config, augment=replace(config.augment, batch=[]))

@@ -78,7 +78,7 @@ from torch import Tensor, nn
 from models.weights import safetensors_metadata
 from pipeline.batch import Field, ImageFormat
 from pipeline.build import build_transform
-from scripts.lib.trained import Trained, exit_status, few, open_trained
+from scripts.lib.trained import Trained, exit_status, open_trained
 
 CPU = torch.device("cpu")
 CARD = Path(__file__).parent / "lib" / "model_card.md"
@@ -187,7 +187,8 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
     (folder / "pytorch_model.bin").unlink()  # `save` writes the weights
     typed = trained.path.resolve().parents[1] / "overrides.yaml"
     overrides = yaml.safe_load(typed.read_text("utf-8")) if typed.is_file() else ["..."]
-    facts = {"classes": few(trained.classes, 20), "accuracy": accuracy(trained)}
+    names = ", ".join(trained.classes[:20]) + ", ..." * (len(trained.classes) > 20)
+    facts = {"classes": f"{len(trained.classes)}: {names}", "accuracy": accuracy(trained)}
     facts |= {"name": folder.name, "command": shlex.join(["python", "train.py", *overrides])}
     card = CARD.read_text("utf-8").format(job=job, **facts)
     (folder / "README.md").write_text(card, "utf-8", "surrogateescape")

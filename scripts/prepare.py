@@ -27,12 +27,9 @@ files, which are lossless. --format tar writes train.tar and val.tar, with the m
 grey, become baseline RGB JPEGs of quality 90, 4:2:0, with the EXIF orientation. Other files are
 kept. docs/performance.md compares sizes.
 
-Every image is read; its header must be valid and the file complete. scripts/doctor.py also decodes
-the images. unreadable.txt lists those that cannot be used; they are left out, and the exit status
-is 1. To resume an interrupted run, run the same command again: folders keep what is complete, a tar
-file is written anew. prepare.json contains the settings and the totals.
-
-Exit status: 0 finished; 1 failed, or some images cannot be read; 2 wrong SOURCE or arguments.
+Every image is read; its header must be valid and the file complete. unreadable.txt lists others,
+which are left out; then the exit status is 1. The same command resumes: folders keep what is
+complete, a tar file is written anew. prepare.json has the settings and the totals.
 """
 
 import argparse

@@ -6,15 +6,14 @@
 
 A run may still be in progress. A folder of runs, or that of a sweep, stands for its runs. The
 report is one file: FILE, or report.html in the given folder, for several folders in the current
-one. Every numeric key of metrics.jsonl gets a chart, unless it is always 0. The report of one run
-has the images and confusions that evaluate.py has found with the best checkpoint.
+one. That of one run has what evaluate.py has found with the best checkpoint.
 
 --reference prints the node `expect` for a recipe's file, from its runs with different train.seed.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -41,6 +40,7 @@ import os
 import re
 import shlex
 from base64 import b64encode
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -70,6 +70,7 @@ MOST = 10  # runs that are drawn: as many as there are colours
 NARROWEST = (0.05, 0.05, 0.2)  # of each group: a smaller range of the values is noise
 DIVERGED = 5  # times the median of the curves' maxima: losses above it hide the other runs
 # Runs that differ in one of these have other validation images, or another best value
+REPEATS = {"train.seed", "data.val_fold"}  # keys of which a mean is shown
 VALIDATION = {"train.best_by", "data.root", "data.val", "data.val_fraction", "data.val_fold"}
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
 # Names of values that measure the machine; all others measure the training.
@@ -169,8 +170,8 @@ def read_run(folder: Path) -> Run:
     run.name = str(run.config.get("run.name") or folder.resolve().name)
     run.summary = json.loads(read_text(folder / "summary.json") or "{}")
     run.status = str(run.summary.get("status", run.status))
-    if history := run.summary.get("history"):  # config.yaml has only the last values
-        run.status += f"; config changed: {show(history)}"
+    if run.summary.get("history"):  # config.yaml has only the last values
+        run.status += "; config changed"
     judged = json.loads(read_text(folder / "verdict.json") or "{}")  # of a run that goes on
     run.verdict = run.summary.get("verdict") or judged.get("verdict", [])
     for line in read_text(folder / "metrics.jsonl").splitlines():
@@ -200,9 +201,8 @@ def read_classes(run: Run) -> None:
                 same = (found["split"], found["images"]) == (run.config["data.val"], best["images"])
                 if same and not found["flip"]:
                     rows, run.classes_at = tables["per_class"], epoch_of(best)
-    rows = [row for row in rows if row["top1"] not in (None, "")]  # it has images
-    found = [(float(row["top1"]), int(row["images"]), row["name"]) for row in rows]
-    worst = sorted(found, key=lambda row: row[0])[:WORST]
+    tops = [(float(r["top1"]), int(r["images"]), r["name"]) for r in rows if int(r["images"])]
+    worst = sorted(tops, key=lambda top: top[0])[:WORST]
     run.classes = [(name, f"{images:,}", rounded(top1, "top1")) for top1, images, name in worst]
 
 
@@ -271,18 +271,42 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return found
 
 
-def against(runs: Sequence[Run], key: str) -> dict[str, Any]:
-    """Return a chart of the best values by a config key, whose values are at equal distances."""
-    ranked, points = sorted((run.config[key], i) for i, run in enumerate(runs)), []
-    for place, (_, i) in enumerate(ranked):
-        name, _, row = runs[i].best()
-        value, error = number_in(row.get(name)), standard_error(row, name)
-        band = {f"{name}_min": value - error, f"{name}_max": value + error}
-        points.append({"epoch": place, name: value, **band})
-    best_by = {"train.best_by": runs[0].config.get("train.best_by")}
-    (chart,) = charts([Run(Path(), config=best_by, rows={"train": [], "val": points})])
-    ticks = [(WIDTH * i / (len(points) - 1), value) for i, (value, _) in enumerate(ranked)]
-    return chart | {"title": f"best {name} by {key}", "axis": key, "x": ticks}
+def grouped(runs: Sequence[Run], keys: Iterable[str]) -> dict[tuple[str, ...], list[Run]]:
+    """Group runs by the values of config keys, as text; the group with the best mean is first."""
+    groups = defaultdict[tuple[str, ...], list[Run]](list)
+    for run in runs:
+        groups[tuple(show(run.config.get(key)) for key in keys)].append(run)
+    return dict(sorted(groups.items(), key=lambda g: -fmean(run.best()[1] for run in g[1])))
+
+
+def mean_of(runs: Sequence[Run]) -> tuple[float, float]:
+    """Return the mean best value and its standard deviation; of one run, the standard error."""
+    name, _, row = runs[0].best()
+    values = [number_in(run.best()[2].get(name)) for run in runs]
+    return fmean(values), stdev(values) if values[1:] else standard_error(row, name)
+
+
+def against(keys: Sequence[str], groups: dict[tuple[str, ...], list[Run]]) -> list[Any]:
+    """Return a chart of the mean best values by the key with the most numbers, at least three.
+
+    `groups`: values of `keys`, at most two, -> runs. The values of the other key are curves.
+    """
+    tried = {key: [runs[0].config.get(key) for runs in groups.values()] for key in keys}
+    numbers = {k: v for k, v in tried.items() if all(isinstance(n, int | float) for n in v)}
+    axis = max(numbers, key=lambda key: len({*numbers[key]}), default="")
+    ticks: list[Any] = sorted({*numbers.get(axis, ())})
+    if len(keys) > 2 or len(ticks) < 3:
+        return []
+    curves = defaultdict[str, list[tuple[float, ...]]](list)
+    for texts, runs in groups.items():
+        others = [f"{k}={text}" for k, text in zip(keys, texts, strict=True) if k != axis]
+        (mean, error), place = mean_of(runs), ticks.index(runs[0].config[axis])
+        curves["".join(others)].append((place, mean, mean - error, mean + error, mean))
+    about = [{"label": text, "split": "val", "colour": i} for i, text in enumerate(curves, 1)]
+    drawn = [(a, np.array(sorted(curve))) for a, curve in zip(about, curves.values(), strict=True)]
+    chart = {"title": f"best {runs[0].best()[0]} by {axis}", "group": 0, "axis": axis}
+    chart |= draw(drawn[:MOST], math.inf, NARROWEST[0])
+    return [chart | {"x": [(WIDTH * i / (len(ticks) - 1), n) for i, n in enumerate(ticks)]}]
 
 
 def curve_of(run: Run, split: str, key: str) -> np.ndarray:
@@ -303,18 +327,13 @@ def draw(curves: Sequence[Any], limit: float, narrowest: float) -> dict[str, Any
     end = points[:, 0].max() or 1.0
     ticks_x = ticks(0.0, end, narrowest)
     ticks_x = ticks_x[ticks_x <= end]
-    high = min(points[:, 3].max(), limit)  # SVG goes downwards
-    ticks_y = ticks(points[:, 2].min(), high, narrowest)[::-1]
+    ticks_y = ticks(points[:, 2].min(), min(points[:, 3].max(), limit), narrowest)[::-1]
 
-    def places(values: np.ndarray, first: float, last: float, length: int) -> list[float]:
-        inside = values.clip(max=max(first, last))
-        return (length * (inside - first) / (last - first)).round(1).tolist()
-
-    across = partial(places, first=0.0, last=end, length=WIDTH)
-    down = partial(places, first=ticks_y[0], last=ticks_y[-1], length=HEIGHT)
+    low, high = ticks_y[-1], ticks_y[0]
 
     def path(x: np.ndarray, y: np.ndarray) -> str:
-        return "M" + "L".join(f"{a} {b}" for a, b in zip(across(x), down(y), strict=True))
+        places = np.stack([WIDTH * x / end, HEIGHT * (high - y.clip(max=high)) / (high - low)], 1)
+        return "M" + "L".join(f"{a} {b}" for a, b in places.round(1).tolist())
 
     drawn = []
     for about, curve in curves:
@@ -327,8 +346,8 @@ def draw(curves: Sequence[Any], limit: float, narrowest: float) -> dict[str, Any
     return {
         "curves": drawn,
         "cut_off": points[:, 3].max() > limit,
-        "x": [*zip(across(ticks_x), ticks_x, strict=True)],
-        "y": [*zip(down(ticks_y), ticks_y, strict=True)],
+        "x": [(round(WIDTH * tick / end, 1), tick) for tick in ticks_x],
+        "y": [(round(HEIGHT * (high - tick) / (high - low), 1), tick) for tick in ticks_y],
         "has_line": any(len(curve) > 1 for _, curve in curves),
     }
 
@@ -348,28 +367,33 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     folder = os.path.commonpath([os.path.abspath(run.folder.parent) for run in runs])
     typed, rows = set().union(*(run.typed for run in runs)), differences(runs)
     ranked = sorted(rows, key=lambda r: (r[0].startswith("data."), -len({*r[1:]})))  # four at most
-    keys = [key for key, *_ in ranked if typed & {key, key.removesuffix(".name")}][:4]
+    short = [key for key, *texts in ranked if len(max(texts, key=len)) < 40]
+    keys = [key for key in short if typed & {key, key.removesuffix(".name")}][:4]
     keys = keys or ["data.root", "model.name", "loader.batch_size", "optim.name", "optim.lr"]
     names = [os.path.relpath(run.folder, folder).partition(",")[0] for run in runs]
     names = names if len({*names}) > 1 else [""] * len(runs)  # the columns have the keys in them
     best, *others = compared([run.headline(keys, alone=not runs[1:]) for run in runs])
     others = [r for r in others if r[1:] != best[1:] and len({*r[1:]}) >= min(2, len(runs))]
     others.sort(key=lambda row: len(runs) > 1 and row[0] not in keys)  # behind the best value
-    scores = [number_in(row[key]) for key, _, row in (run.best() for run in runs) if row]
-    repeats = scores[1:] and rows and {r[0] for r in rows} <= {"train.seed", "data.val_fold"}
-    validated = [run for run in runs if run.best()[2]]
+    by, validated = runs[0].best()[0], [run for run in runs if run.best()[2]]
     unlike = [key for key, *_ in differences(validated) if key in VALIDATION]
-    error = standard_error(runs[0].best()[2], runs[0].best()[0])
-    near = [i for i, score in enumerate(scores, 1) if scores[0] - score < error][1:]
-    key = rows[0][0] if len(rows) == 1 and not repeats else ""
-    swept = validated[2:] and all(isinstance(r.config.get(key), int | float) for r in validated)
+    every = [key for key, *_ in rows if key not in REPEATS]
+    varied = [key for key in every if key in keys]  # the others may follow from them
+    if len(grouped(validated, varied)) < len(grouped(validated, every)):
+        varied = every
+    groups = grouped(validated, varied)
+    repeats = rows and len(groups) < len(validated)
+    means: list[list[Any]] = [[f"mean of best {by}", "standard deviation", "runs", *varied]]
+    means += [[*(rounded(v, by) for v in mean_of(of)), len(of), *k] for k, of in groups.items()]
+    scores = [(run.best()[1], standard_error(run.best()[2], by)) for run in validated]
+    near = [i for i, (v, e) in enumerate(scores, 1) if scores[0][0] - v < 2**0.5 * e]
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
-        spread=[rounded(of(scores), runs[0].best()[0]) for of in (fmean, stdev)] if repeats else [],
+        means=means if repeats else [],
         unlike=unlike,
-        near=near,
+        near=near[1:],
         winner=scores[:1] != scores[1:2] and not repeats and not unlike,
         link=lambda path: quote(os.path.relpath(path, out.parent)),
         encoded=lambda path: b64encode(path.read_bytes()).decode(),
@@ -378,7 +402,7 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
         given=given,
         table=[*zip(["run", *names], best, *others, strict=True)],
         folded=[row for row in rows if row[0] not in keys],
-        charts=([against(validated, key)] if swept else []) + charts(runs[:MOST]),
+        charts=against(varied, groups) + charts(runs[:MOST]),
         most=MOST,
         width=WIDTH,
         height=HEIGHT,
@@ -396,24 +420,15 @@ def reference(runs: Sequence[Run]) -> str:
     differ = {key for key, *_ in differences(runs)} - {"train.seed"}
     complete = all(len(curve) == epochs > 0 and np.isfinite(curve).all() for curve in curves)
     if len(runs) < MIN_RUNS or differ or not complete:
+        wanted = f"give {MIN_RUNS} or more finished runs that differ in train.seed alone, with"
         found = f"{len(runs)} are given, other keys that differ: {show(sorted(differ))}"
-        raise UserError(
-            f"--reference: give {MIN_RUNS} or more finished runs that differ in train.seed alone, "
-            f"with train.validate_every_epochs=1; {found}"
-        )
-    by_epoch = list(zip(*curves, strict=True))
-    curve = {
-        name: [float(f"{of(values):.5g}") for values in by_epoch]
-        for name, of in ((by, fmean), ("std", stdev))
-    }
-    expect = {
-        **{name: values[-1] for name, values in curve.items()},
-        "runs": len(runs),
-        "status": "reproduced here",
-        "source": f"{len(runs)} runs with this program",
-        "val_images": runs[0].rows["val"][-1].get("images"),
-        "reference": {"runs": len(runs), **curve},
-    }
+        raise UserError(f"--reference: {wanted} train.validate_every_epochs=1; {found}")
+    both = np.mean(curves, 0), np.std(curves, 0, ddof=1)
+    means, deviations = ([float(f"{value:.5g}") for value in values] for values in both)
+    status, source = "reproduced here", f"{len(runs)} runs with this program"
+    expect = {by: means[-1], "std": deviations[-1], "runs": len(runs), "status": status}
+    expect |= {"source": source, "val_images": runs[0].rows["val"][-1].get("images")}
+    expect["reference"] = {"runs": len(runs), by: means, "std": deviations}
     node = yaml.safe_dump({"expect": expect}, width=100, sort_keys=False, default_flow_style=None)
     return f"# add recipe, classes, train_images, format (JPEG or lossless), hardware, time\n{node}"
 

@@ -5,7 +5,7 @@ safetensors file of scripts/export.py states the model, its preprocessing and th
 files, the overrides name the model; torchvision and timm state the preprocessing.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -217,12 +217,6 @@ def build_val(config: Config) -> Datasets:
 def sorted_as_text(names: Sequence[str]) -> bool:
     """Whether the names of classes are numbers in another order than theirs, such as 1, 10, 2."""
     return all(map(str.isdecimal, names)) and list(names) != sorted(names, key=int)
-
-
-def few(names: Iterable[Any], count: int = 5) -> str:
-    names = [str(name) for name in names]
-    more = f" and {len(names) - count:,} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
 
 
 def sizes_in(

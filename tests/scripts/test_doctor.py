@@ -209,7 +209,8 @@ def test_the_plan(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compute, usage = SimpleNamespace(parameters=1000), SimpleNamespace(free=0, total=1 << 40)
-    case = case_of(tmp_path, ranks=2, compute=compute)
+    case = case_of(tmp_path, compute=compute)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     number = case.config.checkpoint.keep + 2
     for usage.free, status in ((number * 16_000 - 1, "fail"), (number * 16_000, "ok")):

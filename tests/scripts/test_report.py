@@ -48,9 +48,9 @@ class Page:
             assert re.fullmatch(r"[MLHV0-9. hZ]*", shape.replace("-0.0", "0.0"))
         tables = {table.attrib["class"]: [*table.iter("tr")] for table in root.iter("table")}
         self.best = [row.get("class") == "best" for row in tables["runs"][1:]]
-        (head, *rows), self.classes, others = (
+        (head, *rows), self.classes, others, self.means = (
             [["".join(cell.itertext()).strip() for cell in row] for row in tables.get(kind, [])]
-            for kind in ("runs", "classes", "others")
+            for kind in ("runs", "classes", "others", "means")
         )
         self.facts = [dict(zip(head, row, strict=True)) for row in rows]
         self.folded_keys = [row[0] for row in others]
@@ -137,7 +137,7 @@ def test_a_run_that_has_not_ended(copied: Path, runs: Path, tmp_path: Path) -> N
     config.write_text(config.read_text().replace("  seed: 0\n", "  seed: 1\n"))
     page = made(runs / "first", copied, out=tmp_path / "a.html")
     assert {facts["took"][7:] for facts in page.facts} == {"", " (last start)"}
-    assert "deviation 0.00 %." in " ".join(page.said)
+    assert page.means[0][0] == "mean of best top1" and page.means[1][1:] == ["0.00 %", "2"]
     (copied / "report.html").unlink(missing_ok=True)
     (copied / "report.html").symlink_to(tmp_path / "outside")
     (copied / "summary.json").unlink()
@@ -161,8 +161,7 @@ def test_names_from_a_run_are_escaped(copied: Path, runs: Path, tmp_path: Path) 
     (copied / "per_class.json").write_text(json.dumps({"classes": [row]}))
     assert " ".join(made(copied).said).count(HOSTILE) >= 8
     both = made(runs / "first", copied, out=tmp_path / "both.html")
-    assert not any(both.best)  # they differ
-    assert "best: the runs differ in data.root, data" in " ".join(both.said)
+    assert not any(both.best) and "best: the runs differ in data.root, data" in " ".join(both.said)
 
 
 def test_the_page_has_an_evaluation(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +199,7 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     words |= {"history": [1], "images_per_second": 0.0, "verdict": []}
     page = made(synthetic(tmp_path / "run", rows, **words))
     facts = ["3.00 % ± 1.7 after epoch 1 of –", "2.00 % ± 1.4 after epoch 2 of –"]
-    facts += ["interrupted; config changed: [1]; warning: the loss", "0:00:05 (last start)", "–"]
+    facts += ["interrupted; config changed; warning: the loss", "0:00:05 (last start)", "–"]
     assert [*page.facts[0].values()] == facts
     assert page.titles == ["top1", "gap", "norm", "gpu_w"] and page.folded == ["gpu_w"]
     # The best one, the earlier runs and the validation; best, training, validation; the norm.
@@ -241,15 +240,16 @@ def test_many_runs(tmp_path: Path) -> None:
 
 
 def test_a_sweep_has_a_chart_of_its_key(tmp_path: Path) -> None:
-    for lr, top1 in ((0.3, 60.0), (0.03, 40.0), (0.1, 59.0)):
+    for lr, seed, top1 in ((0.3, 1, 60.0), (0.03, 1, 40.0), (0.1, 1, 59.0), (0.3, 2, 50.0)):
         val = {"step": 9, "epoch": 1, "split": "val", "top1": top1, "images": 100}
-        config = synthetic(tmp_path / f"lr={lr}", [val]) / "config.yaml"
-        config.write_text(json.dumps({"optim": {"lr": lr}}))
-    page = made(tmp_path)
-    assert page.titles == ["best top1 by optim.lr"] and page.lines[-1].count(" ") == 3
-    tried = ["0.3", "0.1", "0.03"]  # in the table the best is first, in the chart the smallest
-    assert [text for text in page.said if text in tried] == tried + tried[::-1]
-    assert "Within the standard error of run 1: run 2. The difference may be chance." in page.said
+        config = synthetic(tmp_path / f"lr={lr},{seed}", [val]) / "config.yaml"
+        config.write_text(json.dumps({"optim": {"lr": lr}, "train": {"seed": seed}}))
+    page = made(*tmp_path.glob("*,1"), out=tmp_path / "seed1.html")
+    assert page.titles == ["best top1 by optim.lr"] and page.lines[0].count(" ") == 3
+    assert "the standard error of the difference: run 2." in " ".join(page.said)
+    page = made(tmp_path)  # the mean of two runs is below the best value of another
+    assert page.means[1:3] == [["59.00 %", "4.92 %", "1", "0.1"], ["55.00 %", "7.07 %", "2", "0.3"]]
+    assert not any(page.best) and page.lines[0] == "M0.0 112.5L180.0 41.2L360.0 56.2"
 
 
 def test_damaged_files_and_no_runs(copied: Path, tmp_path: Path) -> None:
