@@ -52,7 +52,7 @@ def remedies(cause: str, feed: Feed) -> list[str]:
     if not feed.train.cuda:  # auto measures nothing here: these may be its values
         typed = loader.workers not in ("auto", feed.num_cores) or loader.decoder == "pillow"
     no_compiler = dataset.decoder == "pillow" and not typed
-    large = dataset.mean_bytes() > LARGE_FILES
+    large, side = dataset.mean_bytes() > LARGE_FILES, 352 * feed.config.data.image_size // 224
     storage = cause == "input-bound by storage"
     core = cause in ("input-bound by CPU cores", "core-bound")
     decode = core or cause in ("input-bound by decode", "input-bound by loading", ENGINES)
@@ -63,7 +63,7 @@ def remedies(cause: str, feed: Feed) -> list[str]:
         "move the images to faster storage": storage,
         "set loader.workers=auto and loader.decoder=auto in a new run": files and typed,
         "install a C compiler for loader.decoder=region": decode and no_compiler,
-        "re-encode the images once with scripts/prepare.py --side 352": files and large,
+        f"re-encode the images once with scripts/prepare.py --side {side}": files and large,
         "use a machine with more CPU cores": decode,
         "use more PCIe lanes": cause == "copy-bound",
         "raise loader.batch_size": cause == "launch-bound",

@@ -145,7 +145,7 @@ def test_means_are_over_time(feed: Feed, judged: list[StepTimes]) -> None:
 
 AUTO = "set loader.workers=auto and loader.decoder=auto in a new run"
 STORAGE, DECODE = "input-bound by storage", "input-bound by decode"
-RE_ENCODE, CORES = "re-encode the images once with scr", "use a machine with more CPU cores"
+RE_ENCODE, CORES = "re-encode the images once with scripts/prepare.py --side 50", "use a machine"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_remedies_that_apply(
     overrides: list[str], kilobytes: int, cause: str, expected: list[str]
 ) -> None:
     """To the config and the files of this run."""
-    auto = ["data=fake", "loader.workers=auto", "loader.decoder=pillow"]
+    auto = ["data=fake", "data.image_size=32", "loader.workers=auto", "loader.decoder=pillow"]
     config = from_overrides([*auto, *overrides])
     dataset = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes, decoder="pillow")
     feed: Any = SimpleNamespace(config=config, datasets=SimpleNamespace(train=dataset), num_cores=4)
