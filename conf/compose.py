@@ -221,6 +221,9 @@ def _for_flag(flag: str, value: str) -> str:
 
 def _advice(name: str, value: str = "") -> str:
     """Name the key or group meant by an unknown one, such as `lr`, or by a flag and its `value`."""
+    if name in NAMES and not value:
+        choices = ", ".join(group_names(name)) or FIELDS[name].metadata["check"].says
+        return f"{name}=VALUE takes {choices}"
     lasts = {known: known.rpartition(".")[2] for known in NAMES}
     word = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
     close = difflib.get_close_matches(word, lasts.values(), 1, 0.7)

@@ -65,12 +65,6 @@ class Check(NamedTuple):
         says = f"{self.says} or {other.says}"
         return Check(lambda value: self.allows(value) or other.allows(value), says)
 
-    def require(self, name: str, value: Any) -> Any:
-        """Return the value of a parameter; raise ValueError if it is not allowed."""
-        if not self.allows(value):
-            raise ValueError(f"{name}={value}: give {self.says}")
-        return value
-
 
 def key(
     default: Any,

@@ -261,8 +261,9 @@ def build_transforms(entries: Sequence[Any], table: dict[str, Any], *, key: str)
         try:
             transform = make(**parameters)
             for one in fields(transform) if is_dataclass(transform) else ():
-                if "check" in one.metadata:
-                    one.metadata["check"].require(one.name, getattr(transform, one.name))
+                check, value = one.metadata.get("check"), getattr(transform, one.name)
+                if check and not check.allows(value):
+                    raise ValueError(f"{one.name}={value}: give {check.says}")
             transforms.append(transform)
         except (TypeError, ValueError, IndexError) as error:
             takes = ""
