@@ -224,17 +224,18 @@ def _advice(name: str, value: str = "") -> str:
     if name in NAMES and not value:
         choices = ", ".join(group_names(name)) or FIELDS[name].metadata["check"].says
         return f"{name}=VALUE takes {choices}"
-    lasts = {known: known.rpartition(".")[2] for known in NAMES}
-    word = name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
-    close = difflib.get_close_matches(word, lasts.values(), 1, 0.7)
-    meant = [known for known, last in lasts.items() if last in close]
+    typed = name.lstrip("-").replace("-", "_").lower()
+    section, word = typed.partition(".")[0], typed.rpartition(".")[2]
+    lasts = {k: k.rpartition(".")[2] for k in ([typed] if typed in NAMES else NAMES)}
+    own = {known: last for known, last in lasts.items() if known.startswith(f"{section}.")}
+    near = own if own and word not in lasts.values() else lasts
+    close = difflib.get_close_matches(word, near.values(), 1, 0.75)
+    meant = [known for known, last in near.items() if last in close]
     if value:
         meant = [f"{k if value in group_names(k) else NAME_KEYS.get(k, k)}={value}" for k in meant]
     if meant:
         return f"did you mean {' or '.join(meant)}?"
-    section = name.partition(".")[0]
-    keys = [last for known, last in lasts.items() if known.startswith(f"{section}.")]
-    listed = f"{section} has {', '.join(keys)}" if keys else "--help lists all keys"
+    listed = f"{section} has {', '.join(own.values())}" if own else "--help lists all keys"
     return _for_flag(f"--{word}".replace("_", "-"), value) or listed
 
 

@@ -106,11 +106,10 @@ def find_checkpoint(path: str | Path) -> Path:
     if not path.is_dir():
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    best = folder / "best.pt"
-    candidates = [best] if best.is_file() else files(folder)
-    if not candidates:
+    found = [*files(folder), *folder.glob("best.pt")]
+    if not found:
         raise UserError(f"{path}: holds no checkpoints; give a file or the folder of a run")
-    return candidates[-1]
+    return found[-1]
 
 
 def verify(path: Path) -> None:
