@@ -24,11 +24,9 @@ Weights = dict[str, Tensor]
 # Keys under which trainers store the state_dict. The moving average comes first: timm and
 # torchvision report the accuracy of the average if there is one.
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
-ANY_FILE = (
-    "a checkpoint, the folder of a run, a file with weights (.pth, .pt, .safetensors) or, to "
-    "train, model.weights=pretrained"
-)
-PROGRAMS = dict.fromkeys((".pt2", ".onnx"), "an exported program, for other software")
+ANY_FILE = "a checkpoint, the folder of a run, or a file with weights (.pth, .pt, .safetensors)"
+OTHERS = dict.fromkeys((".pt2", ".onnx"), "an exported program, for other software")
+OTHERS |= dict.fromkeys((".jpg", ".jpeg", ".png"), "an image: the model comes first")
 # Former names of layers in torchvision's files (DenseNet, ViT) -> names now.
 RENAMED = (
     (r"(denselayer\d+\.(?:norm|conv))\.([12])\.", r"\1\2."),
@@ -52,7 +50,7 @@ def read_file(path: Path, *, origin: str, give: str = ANY_FILE) -> Any:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
     except Exception:  # torch.load raises many types, with texts of many lines
-        reason = PROGRAMS.get(path.suffix, "damaged, not by torch.save, or it would run code")
+        reason = OTHERS.get(path.suffix.lower(), "damaged, not by torch.save, or it would run code")
     raise UserError(f"{origin}: cannot be read ({reason}); give {give}")
 
 
@@ -88,7 +86,7 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     the file is missing, cannot be read, or is of another model.
     """
     origin = f"model.weights={path}"
-    content = read_file(path, origin=origin)
+    content = read_file(path, origin=origin, give=f"{ANY_FILE}, or model.weights=pretrained")
     weights = weights_in(content, origin=origin)
     # The names of the classes that an exported file or a checkpoint states, as JSON.
     if path.suffix == ".safetensors":
