@@ -512,9 +512,14 @@ def check(config: Config) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str], *, count: int = 1, least: float = 0.6) -> str:
-    """`; did you mean a, b?` for up to `count` names with a similarity of `least`, or nothing."""
-    names = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), names, count, least)
+    """`; did you mean a, b?` for up to `count` of the known names, or nothing.
+
+    They begin with the word; else they have a similarity of `least`; else they end with the word.
+    """
+    names, word = {name.lower(): name for name in known}, word.lower()
+    begin = [name for name in names if word[1:] and name.startswith(word)]
+    close = difflib.get_close_matches(word, begin or names, count, 0 if begin else least)
+    close = close or [name for name in names if word[1:] and name.endswith(word)][:count]
     return f"; did you mean {', '.join(map(names.__getitem__, close))}?" if close else ""
 
 

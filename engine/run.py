@@ -165,10 +165,6 @@ class Run(AbstractContextManager["Run"]):
             raise diverged(f"the weights are not finite at step {content['step']}")
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 
-    def add_to_identity(self, *, fitted_batch: int | None, mode: str) -> None:
-        """Make what was measured at the start a part of the identity: a resumed run keeps it."""
-        self.facts["identity"] |= {"fitted_batch": fitted_batch, "pixels": mode}
-
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
         self.world.on_rank_0(lambda: self._writing.result() if self._writing else None)
