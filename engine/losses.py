@@ -62,8 +62,8 @@ def class_weights(
         return torch.tensor(balanced, device=device)
     weights = {str(name): float(weight) for name, weight in chosen.items()}
     if unknown := [name for name in weights if name not in classes]:
-        advice = did_you_mean(unknown[0], classes) or f"; give names such as {classes[0]}"
-        raise UserError(f"train.class_weights: there is no class {unknown[0]}{advice}")
+        near = did_you_mean(unknown[0], classes) or f"; give some of {', '.join(classes[:10])}"
+        raise UserError(f"train.class_weights: there is no class {unknown[0]}{near}")
     return torch.tensor([weights.get(name, 1.0) for name in classes], device=device)
 
 
