@@ -230,10 +230,12 @@ def reduction(box: Box, size: tuple[int, int]) -> int:
 def open_image(data: bytes) -> Image.Image:
     """Read the header of a file in one of FORMATS; Pillow decodes the pixels at their first use.
 
-    Raises UnreadableError for AVIF and HEIC, PIL.UnidentifiedImageError if the content has another
-    format, or is no image; Pillow raises other kinds if the header is damaged, or the image is too
-    large.
+    Raises UnreadableError for AVIF, HEIC and an empty file, PIL.UnidentifiedImageError if the
+    content has another format, or is no image; Pillow raises other kinds if the header is damaged,
+    or the image is too large.
     """
+    if not data:
+        raise UnreadableError("empty, 0 bytes")
     if data[4:8] == b"ftyp":
         kind = data[8:12].decode("latin-1").upper()
         raise UnreadableError(f"{kind}: AVIF and HEIC are not supported; convert it to JPEG or PNG")

@@ -163,15 +163,13 @@ def readable(case: Case) -> Iterator[Row]:
 def examine(index: Index, decoder: str, row: int) -> Examined:
     """Decode a file in full, as training does, and find what is unusual about it."""
     file = Examined(row, index.path(row))
-    content = b""
     try:
         content = index.read(row)
         with decode.open_image(content) as image:
             file.odd = tuple(oddities(image, file.path))
         pixels = decode.open_picture(content, decoder).pixels()
     except UnidentifiedImageError:
-        begin = f"not an image, begins with {content[:16]!r}"
-        file.problem = begin if content else "empty, 0 bytes"
+        file.problem = f"not an image, begins with {content[:16]!r}"
     except Exception as error:  # Pillow's plugins raise many kinds of error on broken files
         file.problem = describe(error)
     else:

@@ -85,7 +85,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
     "jpeg EXIF rotation": (lambda: jpeg(exif=exif(6)), SIZE),
     "jpeg corrupt EXIF": (lambda: jpeg()[:2] + CORRUPT_EXIF + jpeg()[2:], SIZE),
     "jpeg trailing garbage": (lambda: jpeg() + random.Random(0).randbytes(5000), SIZE),
-    "jpeg without bytes": (lambda: b"", NO_IMAGE),
+    "jpeg without bytes": (lambda: b"", "empty, 0 bytes"),
     "jpeg ends before its scan": (lambda: ended_before(0xDA), ""),
     "jpeg ends in its scan": (lambda: jpeg()[:-300], "truncated"),
     "jpeg lacks its end marker": (lambda: jpeg()[:-2], "truncated"),
