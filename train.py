@@ -95,7 +95,6 @@ def train(config: Config) -> dict[str, Any]:
         # May reduce the micro-batch, in the schedule and in train_on_batch.
         schedule = fit_memory(schedule, train_on_batch, state, world, first_batch)
         tune_loader(feed, compute, train_on_batch, state, run=run, stop=stop, tracker=tracker)
-        # What was measured at the start: a resumed run keeps it.
         run.facts["identity"] |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
         log = RunLog(feed, schedule, compute, train_on_batch, state=state, run=run, tracker=tracker)
         enter(garbage_collection_paused())

@@ -210,6 +210,7 @@ def read_list(path: str, origin: str) -> Classes:
     if not classes:
         raise UserError(f"{origin}: holds no images; {remedy}")
     if not any(os.path.exists(os.path.join(folder, names[0])) for names in classes.values()):
-        wrong = "its paths lead to no file; write absolute ones, or relative to"
-        raise UserError(f"{origin}: {wrong} {os.fsdecode(folder)}")
+        swapped = "; or exchange the columns" if is_image(os.fsencode(cells[1])) else ""
+        wrong = f"no file at its paths, such as {cells[0]}; write absolute ones, or relative to"
+        raise UserError(f"{origin}: {wrong} {os.fsdecode(folder)}{swapped}")
     return {label: sorted(names) for label, names in sorted(classes.items())}

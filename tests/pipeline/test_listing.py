@@ -186,7 +186,7 @@ def test_list_with_other_folders_and_wrong_lists(tmp_path: Path) -> None:
         ("image,Target\n", "holds no images"),  # no class of that name
         ("1.jpg,a\n2.jpg;a\n", "line 2 is not path,label; write one image per line, and separate"),
         ("1.jpg,\n", "line 1 is not path,label"),
-        ("1.jpg,a\n", f"lead to no file; write absolute ones, or relative to {tmp_path}"),
+        ("a,1.jpg\n" * 2, f"such as a; write absolute ones, or relative to {tmp_path}; or ex"),
         ("1.jpg,a\n\0.jpg,a\n", "train.csv: line 2: a NUL character; correct it"),
     ):
         (tmp_path / "train.csv").write_text(text)
