@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
             _show(to_yaml(config, options.package) + (more if config.train.prepare else ""))
         require_root(config)
     except (UserError, argparse.ArgumentError) as error:
-        fail(str(error))
+        fail(str(error).removeprefix("argument "))
     return config
 
 
