@@ -206,8 +206,7 @@ def duplicates(case: Case) -> Iterator[Row]:
     train, val = case.splits().values()
     rows = [file.row for file in case.examined.get("val", [])]
     pairs = duplicates_of(val, rows, train)
-    text = f"{len(pairs):,} of {count_of(case, 'val')} validation images"
-    text += " are copies of training images"
+    text = f"{len(pairs):,} of {count_of(case, 'val')} validation images are copies from train"
     details = tuple(f"{val.path(a)} = {train.path(b)}" for a, b in pairs)
     cure = "remove them from one split: they distort the accuracy by up to their fraction"
     if many := 2 * len(pairs) > len(rows):

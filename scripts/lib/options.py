@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +17,8 @@ file of torchvision, timm or pytorch/examples (.pth, .pt, .safetensors), for whi
 is required. The moving average of the weights is used if the file holds one.
 Accepts train.py's key=value overrides; a checkpoint brings the config of its run.
 docs/trained.md describes the results. Exit status: 0 finished, 1 failed, 2 wrong arguments."""
+# Keys of a training. The others of `train` count for a trained model, too.
+TRAINING = r"\+*(optim|schedule|checkpoint|run|augment\.[bt]|train\.(?!device|micro|prec|det|seed))"
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,9 +60,7 @@ def checkpoint_parser(description: str | None, arguments: str) -> Parser:
     """Return the parser of a script that opens trained models, with --classes."""
     parser = Parser(description)
     parser.usage, parser.epilog = f"python scripts/%(prog)s CHECKPOINT {arguments}", ABOUT
-    parser.add_argument(
-        "--classes", type=Path, metavar="FILE", help="names of the classes, one per line"
-    )
+    parser.add_argument("--classes", type=Path, metavar="FILE", help="class names, one per line")
     return parser
 
 
@@ -83,13 +84,14 @@ def parse_paths(
 
     options, words = parser.parse_known_args(words)
     found = [word for word in words if word == "-" or os.path.lexists(word)]
-    typed = [w for w in words if w in NAMES or w[:1] in "-+" or "=" in w.partition("/")[0]]
-    typed = [word for word in typed if word not in found]
+    typed = [w for w in words if w not in found and (w in NAMES or re.match("$|[-+]|[^/]*=", w))]
     options.paths, options.overrides = [word for word in words if word not in typed], typed
     try:
         read_overrides(typed)
     except (UserError, argparse.ArgumentError) as mistake:
         parser.error(str(mistake))
+    if useless := next((word for word in typed if re.match(TRAINING, word)), ""):
+        parser.error(f"{useless}: has no effect on a trained model; leave it out")
     if missing := next((path for path in options.paths[:1] if not os.path.lexists(path)), ""):
         near = near_runs(missing) or f"; give {CHECKPOINT}"
         parser.error(f"{missing}: there is no such run directory or file{near}")
