@@ -34,7 +34,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=form, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        fail(message)
+        message = re.sub("^the following .*: (.*)", r"\1: is missing; see --help", message)
+        fail(message.removeprefix("argument "))
 
     def parse_known_args(self, *given: Any) -> tuple[Any, list[str]]:  # type: ignore[override]
         options, words = super().parse_known_args(*given)
