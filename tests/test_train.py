@@ -269,12 +269,18 @@ def test_a_stop_before_the_first_step_leaves_no_folder(
     assert call_main()[0] == 128 + numbers[0] and folder.exists()
 
 
-def test_resume_from_a_path(train_run: Any, folder: Path, nine_steps: Ended) -> None:
+def test_resume_from_a_path(
+    train_run: Any, call_main: Any, folder: Path, nine_steps: Ended, monkeypatch: Patch
+) -> None:
     """A run can start from the newest checkpoint of another run, which stays unchanged."""
     ignore = shutil.ignore_patterns("*9.pt", "best.pt")
     path = shutil.copytree(nine_steps[0], folder.parent / "other", ignore=ignore)
     before = tree(path)
-    summary = train_run(f"checkpoint.resume={path}", "run.name=another")
+    words = f"checkpoint.resume={path}", "run.name=another"
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "check_loss", lambda row: signal.raise_signal(signal.SIGTERM))
+        assert "\nresume    step 6, epoch 1.33 is saved" in call_main(*words)[1]
+    summary = train_run(*words)
     assert summary["params_sha256"] == nine_steps[1]["params_sha256"]
     assert rows(folder, "val") == rows(nine_steps[0], "val")
     assert summary["history"] == [f"began at step 5 with {path}"] and tree(path) == before

@@ -225,7 +225,7 @@ class RunLog:
         summary |= self._notify(lambda observer: observer.finish(summary))
         if self.world.is_main:
             write_json(run.path / "summary.json", summary)
-        resumes = self.config.checkpoint.resume == "auto"
+        resumes = self.config.checkpoint.resume != "never"
         self.tracker.print(*outcome(run.path, summary, resumes=resumes))
         return summary
 
