@@ -107,6 +107,23 @@ def wrapped(line: str, indent: int = 0, *, stream: TextIO | None = None) -> str:
     ).replace("\0", " ")
 
 
+def styled(line: str, margin: int = 0) -> str:
+    """Return a line of a run: for a terminal wrapped, with its label or validation in bold."""
+    if not sys.stdout.isatty():
+        return " " * margin + line
+    if line[:1].isalpha() and not line.startswith(COPIED):
+        line = wrapped(" " * margin + line, margin + 10)[margin:]
+    bold = r"^((note|result|resume|verdict|warning) +| .* validation.*)"
+    return "\33[K" + " " * margin + re.sub(bold, "\33[1m\\1\33[0m", line)
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as 1:02:03 or 2:03."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
 def complain(message: str, *, once: bool = False) -> None:
     """Print one line on stderr, even if a path in it contains a line break; `once` per node."""
     if not (once and os.environ.get("LOCAL_RANK", "0") != "0"):

@@ -128,8 +128,7 @@ def _noise(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
 
 
 _TEXTURES = (stripes, checks, dots, rings, bricks, waves, cells, grain, plaid, zigzag)
-TEXTURES = {texture.__name__: texture for texture in _TEXTURES}
-CLASSES = tuple(TEXTURES)
+CLASSES = {texture.__name__: texture for texture in _TEXTURES}
 
 
 def draw_image(label: str, rng: np.random.Generator) -> Image.Image:
@@ -140,7 +139,7 @@ def draw_image(label: str, rng: np.random.Generator) -> Image.Image:
     y = np.linspace(-0.5, 0.5, height, dtype=np.float32)[:, None] * (height / short)
     periods = rng.uniform(4, 9)
     u, v = (periods * axis + rng.uniform(0, 32) for axis in _rotate(x, y, rng))
-    value = TEXTURES[label](u, v, rng)
+    value = CLASSES[label](u, v, rng)
     drift, light = (_rotate(x, y, rng)[0] for _ in range(2))
     # A ground colour, and two similar hues of another brightness: float32 [3, 3, 1, 1]
     dark, bright = rng.permutation([rng.uniform(0.05, 0.4), rng.uniform(0.6, 1)])

@@ -16,8 +16,10 @@ import re
 import shlex
 import signal
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
@@ -33,8 +35,8 @@ from hydra.errors import HydraException
 from conf.cli import require_root
 from conf.compose import from_overrides, read_overrides, to_yaml
 from conf.named import ROOT
-from conf.schema import NAMES, Config, UserError, group_names
-from conf.start import COPIED, handle_stops, stop_with_parent, wrapped
+from conf.schema import FIELDS, NAMES, Config, UserError, group_names
+from conf.start import COPIED, duration, handle_stops, stop_with_parent, styled
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
 MAX_JOBS = 10_000
@@ -62,19 +64,20 @@ def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:
 class Sweep:
     """The jobs of a command line. Raises UserError for a mistake in a value or a composed job.
 
-    `columns`: the overrides of each key that varies. `jobs`: the overrides of a job that vary ->
-    its config, for the first MOST jobs; for the first job only if a plugin is the sweeper.
+    `columns`: the overrides of each of the `keys` that vary. `jobs`: those of a job -> its config,
+    for the first MOST jobs; for the first job only if a plugin is the sweeper.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
         self.settings = [word for word in words if re.match(r"[+~]*hydra[./]", word)]
         self.sweeper = next((w for w in self.settings if w.startswith("hydra/sweeper=")), "")
-        self.fixed, self.columns = list[str](), list[list[str]]()
+        self.fixed, self.keys, self.columns = list[str](), list[str](), list[list[str]]()
         for word in (word for word in words if word not in self.settings):
             key, values = _key(word), _values(word)
             if not values:
                 self.fixed.append(word)
                 continue
+            self.keys.append(key)
             self.columns.append([f"{key}={value}" for value in values])
             # To Hydra, which has no config here, the key is new. Only its basic sweeper knows glob.
             swept = f"{key}={','.join(values)}" if "=glob(" in word else word.lstrip("+")
@@ -85,8 +88,11 @@ class Sweep:
         jobs = itertools.islice(itertools.product(*self.columns), 1 if self.sweeper else MOST)
         self.jobs = {job: _named(self.fixed, job)[1] for job in jobs}
         if len({config.run.dir for config in self.jobs.values()}) < len(self.jobs):
-            raise UserError("-m: jobs have the same run directory; leave out run.dir and run.name")
-        name = ",".join(["sweep", *(_key(column[0]) for column in self.columns)])[:90]
+            keys = [k for key in self.keys for k in (key, f"{key}.name") if k in FIELDS]
+            own = "-".join(f"${{{key}}}" for key in keys)
+            cure = f"leave out run.dir and run.name, or give only 'run.name=NAME-{own}'"
+            raise UserError(f"-m: jobs have the same run directory; {cure}")
+        name = ",".join(["sweep", *self.keys])[:90]
         digest = hashlib.sha256(" ".join([*self.fixed, *self.settings]).encode()).hexdigest()[:8]
         self.folder = Path(next(iter(self.jobs.values())).run.dir).parent / f"{name},{digest}"
 
@@ -95,15 +101,9 @@ class Sweep:
 
         A job that fails does not stop the sweep: a learning rate that diverges is a result.
         """
-        script, fixed = os.path.abspath(sys.argv[0]), self.fixed
-        of = "" if self.sweeper else f" of {math.prod(map(len, self.columns)):,}"
-        told = set[str]()  # lines of earlier jobs
-
-        def run_job(_: Any) -> float:
-            job, values = HydraConfig.get().job.num + 1, HydraConfig.get().overrides.task
-            values = [word.lstrip("+") for word in values]
-            return _run_job(script, fixed, values, f"job {job:,}{of}", told)
-
+        count = 0 if self.sweeper else math.prod(map(len, self.columns))
+        script = os.path.abspath(sys.argv[0])
+        run_job = partial(_run_job, script, self.fixed, count, told=set(), took=[])
         quiet = [{f"override hydra/{each}_logging": "disabled"} for each in ("job", "hydra")]
         own = {"sweep": {"dir": str(self.folder), "subdir": "."}, "output_subdir": None}
         ConfigStore.instance().store("sweep", {"defaults": [*quiet, "_self_"], "hydra": own})
@@ -150,7 +150,7 @@ class Sweep:
         folders = (f"{os.path.relpath(folder, self.folder)}\n" for *_, folder in rows)
         (self.folder / "runs.txt").write_text("".join(folders), "utf-8")  # for report.py
         print(f"report    python scripts/report.py {shlex.quote(str(self.folder))}")
-        if repeats and {_key(column[0]) for column in self.columns}.isdisjoint(REPEATS):
+        if repeats and not {*self.keys} & {*REPEATS}:
             for name, more in (("evaluate", ""), ("predict", " NEW_IMAGE.jpg")):  # of the best
                 print(f"{name:<9} python scripts/{name}.py {shlex.quote(rows[0][-1])}{more}")
         return int(any(status != "finished" for _, status, *_ in rows))
@@ -185,18 +185,28 @@ def _values(text: str) -> list[str]:
     return found
 
 
-def _run_job(script: str, fixed: list[str], job: list[str], name: str, told: set[str]) -> float:
-    """Run one job, unless its run has finished; return its score. A mistake ends the sweep."""
+def _run_job(
+    script: str, fixed: list[str], count: int, _: Any, *, told: set[str], took: list[float]
+) -> float:
+    """Run the job of Hydra, unless its run has finished; return its score. A mistake ends all."""
+    number, job = HydraConfig.get().job.num + 1, HydraConfig.get().overrides.task
+    job = [word.lstrip("+") for word in job]
     GlobalHydra.instance().clear()  # composing uses Hydra, too
     overrides, config = _named(fixed, job)
     done = _result(config)[2] == "finished" and config.checkpoint.resume != "never"
     done = done and Path(config.run.dir, "config.yaml").read_text("utf-8") == to_yaml(config)
-    print(wrapped(f"{name}: {' '.join(job)}", 4))
+    name, left = f"job {number:,}{f' of {count:,}' if count else ''}", ""
+    if took and count:
+        left = f", about {duration(mean(took) * (count + 1 - number))} left for the sweep"
+    print(styled(f"{name}{left}: {' '.join(job)}"))
     print(f"    {'finished' if done else 'run':<9} {config.run.dir}", flush=True)
     if not done:
+        began = time.monotonic()
         status = _run_child([sys.executable, script, *overrides], told)
+        took.append(time.monotonic() - began)
         if status == 2 or status > 128:
-            print(f"{name}: stopped with status {status}, and the sweep with it")
+            cure = "run the same command again to continue" if status > 2 else "correct the command"
+            print(styled(f"sweep stopped in {name}; {cure}"))
             sys.exit(status)
         if status != 0:
             return WORST
@@ -207,25 +217,27 @@ def _run_child(command: Sequence[str], told: set[str]) -> int:
     """Run a process, indent what it prints, and pass on stop signals; 128 + signal after one."""
 
     def begin() -> None:
-        os.setpgid(0, 0)  # else the terminal would send it Ctrl-C a second time
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit sends it to all processes
         stop_with_parent()
 
-    pipes: Any = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT}
-    child = Popen(command, **pipes, errors="replace", preexec_fn=begin)
-    with handle_stops(lambda number, _: child.send_signal(number)):
+    # In a process group of its own, else the terminal would send it Ctrl-C a second time.
+    given: Any = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT, "process_group": 0}
+    given["env"] = os.environ | ({"SWEEP_ON_TERMINAL": "1"} if sys.stdout.isatty() else {})
+    child: Any = Popen(command, **given, preexec_fn=begin)
+    with child, handle_stops(lambda number, _: child.send_signal(number)):
         try:
-            in_plan = True  # until a line is indented
-            for line in child.stdout or ():
-                in_plan &= not line[0].isspace()
-                repeats = in_plan and line in told and not line.startswith(("state", "history"))
-                if not line.startswith(COPIED) and not repeats:
-                    print(wrapped(f"    {line}".rstrip(), 14), flush=True)
-                told.add(line)
+            in_plan, rest = True, b""  # in the plan until a line is indented
+            while chunk := child.stdout.read1() or (rest and b"\n"):
+                *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)
+                for line in (each.decode(errors="replace") for each in lines):
+                    in_plan &= not line[0].isspace()
+                    repeats = in_plan and line in told and not line.startswith(("state", "history"))
+                    if not line.startswith(COPIED) and not repeats:
+                        print(styled(line.rstrip(), 4).rstrip(), end=line[-1], flush=True)
+                    told.add(line)
             status = child.wait()
         finally:  # submitit ends this process before the time limit of Slurm
             child.terminate()
-            child.wait()
     return status if status >= 0 else 128 - status
 
 

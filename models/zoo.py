@@ -100,13 +100,7 @@ def _function(name: str, pretrained: bool) -> Callable[..., nn.Module]:
 
 
 def _build_torchvision(
-    name: str,
-    pretrained: bool,
-    num_classes: int,
-    image_size: int,
-    *,
-    in_channels: int = RGB,
-    **options: Any,
+    name: str, pretrained: bool, num_classes: int, image_size: int, in_channels: int, **options: Any
 ) -> nn.Module:
     from torchvision import models as vision
     from torchvision.ops import StochasticDepth
@@ -145,13 +139,7 @@ def import_timm(origin: str) -> ModuleType:
 
 
 def _build_timm(
-    name: str,
-    pretrained: bool,
-    num_classes: int,
-    image_size: int,
-    *,
-    in_channels: int = RGB,
-    **options: Any,
+    name: str, pretrained: bool, num_classes: int, image_size: int, in_channels: int, **options: Any
 ) -> nn.Module:
     timm = import_timm(f"model.name=timm/{name}")
     if ":" not in name and not timm.is_model(name):  # hf_hub: and local-dir: are not listed

@@ -189,11 +189,7 @@ def test_resume_after_max_steps(
 
 
 def test_signal_while_validating(
-    train_run: Any,
-    folder: Path,
-    nine_steps: Ended,
-    monkeypatch: Patch,
-    capsys: pytest.CaptureFixture[str],
+    train_run: Any, folder: Path, nine_steps: Ended, monkeypatch: Patch, capsys: Any
 ) -> None:
     """An interrupted validation is not recorded; the next start repeats it, also at the end."""
     batches = train.validation_batches

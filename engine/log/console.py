@@ -1,25 +1,20 @@
 """The lines that rank 0 prints: a table of rows, and the results of the run."""
 
-import re
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.start import COPIED, wrapped
+from conf.start import duration, styled
 from engine.metrics import BestBy, format_value, metric_of
 
 
 def say(*lines: str, end: str = "\n") -> None:
-    """Print lines. On a terminal, they replace a line that had "\\r" as its `end`."""
-    for line in "\n".join(lines).split("\n"):
-        if sys.stdout.isatty():
-            if line[:1].isalpha() and not line.startswith(COPIED):
-                line = wrapped(line, 10)
-            bold = r"^((note|result|resume|verdict|warning) +| .* validation.*)"
-            line = "\33[K" + re.sub(bold, "\33[1m\\1\33[0m", line)
-        print(line, end=end, flush=True)
+    """Print lines. With "\\r" as its `end`, the next line replaces a line, on a terminal alone."""
+    if end == "\n" or sys.stdout.isatty() or "SWEEP_ON_TERMINAL" in os.environ:
+        print(*map(styled, "\n".join(lines).split("\n")), sep="\n", end=end, flush=True)
 
 
 def header(by: BestBy) -> str:
@@ -110,10 +105,3 @@ def _result(summary: Mapping[str, Any]) -> str:
         newest = f" {epoch}, the best so far" if summary["signal"] else ", the best of all epochs"
         text += newest if summary[by] == best else f"; best {format_value(by, best)} {epoch}"
     return text
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as 1:02:03 or 2:03."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from conf.schema import Config, override_keys
+from conf.start import duration
 from engine.compute import Compute
 from engine.distributed import World
-from engine.log.console import duration, results, say
+from engine.log.console import results, say
 from engine.run import Run
 from engine.schedule import Schedule, suited_batch, with_batch_size
 from engine.state import TrainState

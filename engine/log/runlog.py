@@ -4,7 +4,6 @@ The loop in train.py trains, validates and saves, and calls the methods here.
 """
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,10 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from conf.schema import UserError
+from conf.start import duration
 from engine.checkpoint import file_name
 from engine.compute import Compute
 from engine.files import write_json
-from engine.log.console import duration, header, outcome, train_line, val_line
+from engine.log.console import header, outcome, train_line, val_line
 from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
@@ -69,7 +69,6 @@ class RunLog:
         self.monitor = self.tracker.enter_context(GpuMonitor(self.world.device))
         self.tracker.print(header(self.best_by))
         self._began = time.monotonic()
-        self._on_terminal = sys.stdout.isatty()
         self._line_due = self._began + 3  # of a line with the step, each second on a terminal
         # Of the first row. After a resume, less than half its steps would look like a changed loss.
         every, stop_step = self.schedule.log_every, self.schedule.stop_step
@@ -111,7 +110,7 @@ class RunLog:
         self.meter.add(values)
         if due.log and step >= self._first_row:
             self.meter.send(step)
-        elif self._on_terminal and (now := time.monotonic()) >= self._line_due:
+        elif (now := time.monotonic()) >= self._line_due:
             self._line_due = now + 1
             steps = self.schedule.stop_step
             left = duration((steps - step) * (now - self._began) / (step - self._first_step))
@@ -147,7 +146,7 @@ class RunLog:
     def pause(self, doing: str = "") -> Iterator[None]:
         """Leave the block out of images/s and of the time of a step."""
         self._pause_began = time.monotonic()
-        if doing and self._on_terminal:
+        if doing:
             self.tracker.print(doing, end="\r")
         with self.feed.train.clock.pause():
             yield

@@ -28,17 +28,9 @@ def crop_resize(geometry: Tensor, out: Tensor, affine: Tensor, *, bicubic: bool)
     batch, _, size, _ = out.shape
     tiles = triton.cdiv(size, TILE)
     # Without fused multiply-add, normalising gives the bits of the CPU's multiply and add.
+    numbers = size, *out.stride(), COLUMNS, TILE, bicubic
     _crop_resize[(batch, tiles, tiles)](
-        geometry,
-        out,
-        affine,
-        size,
-        *out.stride(),
-        columns=COLUMNS,
-        block=TILE,
-        bicubic=bicubic,
-        num_warps=4,
-        enable_fp_fusion=False,
+        geometry, out, affine, *numbers, num_warps=4, enable_fp_fusion=False
     )
 
 

@@ -13,22 +13,17 @@ import triton.language as tl
 from PIL.Image import Resampling
 from torch import Tensor
 
-from extras.rand_augment import NAMES
+from extras.rand_augment import BLENDED, LEVELS, NAMES
 
 COUNTED = 4096  # pixels that a program counts at once
 BLOCK = 512  # pixels that a program makes
-# The first number of a row. All operations that are not among the next five have tables.
+# The first number of a row. All operations have tables, but those that move pixels and two others.
 # The same as `on_gpu.MOVED`, which imports this file: three for all that move pixels.
 NEAREST = tl.constexpr(len(NAMES) + Resampling.NEAREST)
 BILINEAR = tl.constexpr(len(NAMES) + Resampling.BILINEAR)
 BICUBIC = tl.constexpr(len(NAMES) + Resampling.BICUBIC)
-COLOR = tl.constexpr(NAMES.index("color"))
-SHARPNESS = tl.constexpr(NAMES.index("sharpness"))
-BRIGHTNESS = tl.constexpr(NAMES.index("brightness"))
-CONTRAST = tl.constexpr(NAMES.index("contrast"))
-POSTERIZE = tl.constexpr(NAMES.index("posterize"))
-SOLARIZE = tl.constexpr(NAMES.index("solarize"))
-SOLARIZE_ADD = tl.constexpr(NAMES.index("solarize_add"))
+BRIGHTNESS, COLOR, CONTRAST, SHARPNESS = (tl.constexpr(NAMES.index(name)) for name in BLENDED)
+POSTERIZE, SOLARIZE, _, SOLARIZE_ADD = (tl.constexpr(NAMES.index(name)) for name in LEVELS)
 AUTOCONTRAST = tl.constexpr(NAMES.index("autocontrast"))
 
 

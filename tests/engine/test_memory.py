@@ -64,11 +64,7 @@ def limited_loss(most: int, network: nn.Module, batch: Batch, **options: Any) ->
 
 @pytest.mark.parametrize(("most", "images", "found"), [(64, 64, None), (9, 64, 8), (9, 17, 1)])
 def test_micro_batches_halve_until_they_fit(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    most: int,
-    images: int,
-    found: int | None,
+    monkeypatch: Any, caplog: Any, most: int, images: int, found: int | None
 ) -> None:
     """`found`: the size of a part; None if the schedule stays as it is. The state does, too."""
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
@@ -130,10 +126,7 @@ def test_message(error: BaseException, says: str | None) -> None:
 
 @pytest.mark.usefixtures("toy_runs")
 def test_a_run_that_does_not_fit(
-    image_root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    image_root: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     """It trains in parts, also when it is resumed where more memory is free."""
     batch = "loader.batch_size=16"

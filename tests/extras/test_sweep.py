@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from conf import cli
-from extras.sweep import MOST, WORST, Sweep
+from extras.sweep import MOST, WORST, Sweep, _run_child
 from scripts import report
 from tests.conf.refused import refusal
 from tests.helpers.processes import ROOT, Started, needs_linux, wait_for
@@ -129,8 +129,9 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
     assert (status, started) == (1, ["0", "1", "2"])
     first, second, third = (NAME.replace(",", f",train.seed={seed},") for seed in range(3))
     (own,) = (tmp_path / "runs").glob("sweep,train.seed,*")
-    assert "".join(out.partition("job 3 of 3: ")[1:]).splitlines() == [
-        *("job 3 of 3: train.seed=2", f"    run       runs/{third}"),
+    assert "job 2 of 3, about 0:0" in out and "job 3 of 3, about 0:0" in out
+    assert out.partition(" left for the sweep: train.seed=2\n")[2].splitlines() == [
+        f"    run       runs/{third}",
         *("    steps 1", "      row", "    end"),  # what an earlier plan has is not repeated
         "best top1, %, the best job first:",
         *("    52.00  train.seed=2", "    50.00  train.seed=0", "no result  train.seed=1"),
@@ -143,6 +144,21 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
     # Finished jobs are not started again, and a signal to a job ends the sweep.
     assert sweep(tmp_path, [0, -signal.SIGTERM, 0, 0])[:2] == (143, ["1"])
     assert sweep(tmp_path, [0, 0, 0])[:2] == (0, ["1"])
+
+
+def test_a_job_of_a_sweep_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """It prints the live line, which the next one replaces, and bold labels and validations."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    code = "from engine.log.console import say\nsay('step 1 of 2', end='\\r')\n"
+    code += "say(' 2  validation: top5', 'note      a', 'row')"
+    assert _run_child([sys.executable, "-c", code], set()) == 0
+    live, *lines = capsys.readouterr().out.split("\33[K    ")[1:]
+    bold = ["\33[1m 2  validation: top5\33[0m\n", "\33[1mnote      \33[0ma\n"]
+    assert (live, lines) == ("step 1 of 2\r", [*bold, "row\n"])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert _run_child([sys.executable, "-c", code], set()) == 0
+    assert capsys.readouterr().out == "     2  validation: top5\n    note      a\n    row\n"
 
 
 def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -170,7 +186,8 @@ def test_a_signal_reaches_the_job(tmp_path: Path, number: int) -> None:
         else:
             process.send_signal(number)
         assert process.wait() == (128 + number if number != signal.SIGKILL else -number)
-        assert number == signal.SIGKILL or "\njob 1 of 2: stopped with" in process.stdout.read()
+        stopped = "\nsweep stopped in job 1 of 2; run the same command again to continue\n"
+        assert number == signal.SIGKILL or stopped in process.stdout.read()
         wait_for("the job ends", lambda: not process.members())
     assert (tmp_path / "saved").exists()
     assert (tmp_path / "started").read_text() == "0\n"

@@ -204,12 +204,7 @@ def test_real_labels(folder: Path, found: Evaluated, tmp_path: Path) -> None:
         measured(folder, f"data.root={tmp_path}", real=real)
 
 
-def test_another_task(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_another_task(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """A number for each image: the names of the outputs need not be those of the folders."""
     fields = {"image": image_field(32), "mass": Field(np.float32)}
     monkeypatch.setattr(FolderDataset, "fields", fields)

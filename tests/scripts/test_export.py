@@ -83,11 +83,7 @@ def test_each_format(trained: Trained, tmp_path: Path, to: str, inside: bool) ->
 
 
 def test_command_line(
-    folder: Path,
-    image_root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, image_root: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     """The data of the run is found again; the file states what its weights need."""
     monkeypatch.chdir(tmp_path)
@@ -172,11 +168,7 @@ class FixedBatch(nn.Module):
     ],
 )
 def test_wrong_export_keeps_an_earlier_file(
-    trained: Trained,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    model: nn.Module,
-    message: str,
+    trained: Trained, tmp_path: Path, monkeypatch: Any, model: nn.Module, message: str
 ) -> None:
     monkeypatch.setattr(Trained, "build", lambda *_: model)
     out = tmp_path / "model.pt2"

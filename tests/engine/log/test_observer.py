@@ -107,8 +107,8 @@ def test_a_mistake_of_a_method_is_one_warning(
 def test_an_epoch_with_the_same_bottleneck_prints_no_verdict(
     image_root: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Any,
+    capsys: Any,
 ) -> None:
     # Five epochs, and the run: its verdict is printed after the last epoch.
     verdicts = iter([["a: 1."], ["a: 2."], [], ["b: 3."], ["c: 4."], ["c: 5."]])
