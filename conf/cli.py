@@ -31,7 +31,7 @@ from conf.schema import (
     show,
     with_advice,
 )
-from conf.start import complain, fail, on_empty_line, wrapped
+from conf.start import complain, fail, on_empty_line, styled, wrapped
 
 OPTIONS = """\
 options:
@@ -94,10 +94,20 @@ def _show(text: str) -> NoReturn:
     sys.exit(exit_status(partial(print, text, end="", flush=True)))
 
 
+class Labelled(logging.Formatter):
+    """Formats a record as a line of a run: `warning   text`; a traceback follows."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = f"{record.levelname.lower():<9} {super().format(record)}"
+        return "\n".join(styled(line, stream=sys.stderr) for line in text.split("\n"))
+
+
 def log_to_stderr(*, force: bool = False) -> None:
     """Set up logging; only rank 0 prints all messages."""
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
-    logging.basicConfig(level=level, format="%(levelname)s: %(message)s", force=force)
+    handler = logging.StreamHandler()
+    handler.setFormatter(Labelled())
+    logging.basicConfig(level=level, handlers=[handler], force=force)
 
 
 def exit_status(

@@ -107,12 +107,12 @@ def wrapped(line: str, indent: int = 0, *, stream: TextIO | None = None) -> str:
     ).replace("\0", " ")
 
 
-def styled(line: str, margin: int = 0) -> str:
+def styled(line: str, margin: int = 0, *, stream: TextIO | None = None) -> str:
     """Return a line of a run: for a terminal wrapped, with its label or validation in bold."""
-    if not sys.stdout.isatty():
+    if not (stream or sys.stdout).isatty():
         return " " * margin + line
     if line[:1].isalpha() and not line.startswith(COPIED):
-        line = wrapped(" " * margin + line, margin + 10)[margin:]
+        line = wrapped(" " * margin + line, margin + 10, stream=stream)[margin:]
     bold = r"^((note|result|resume|verdict|warning) +| .* validation.*)"
     return "\33[K" + " " * margin + re.sub(bold, "\33[1m\\1\33[0m", line)
 

@@ -5,7 +5,7 @@ conf/schedule/NAME.yaml.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,12 +129,7 @@ def linear(schedule: Schedule, step: int) -> float:
     return final + (peak - final) * (1 - schedule.progress(step))
 
 
-SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
-    "constant": constant,
-    "step": step_decay,
-    "cosine": cosine,
-    "linear": linear,
-}
+SCHEDULES = {"constant": constant, "step": step_decay, "cosine": cosine, "linear": linear}
 """Name -> learning rate of a step after the warm-up."""
 
 

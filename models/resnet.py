@@ -71,15 +71,14 @@ def stem(in_channels: int, width: int, stride: int) -> OrderedDict[str, nn.Modul
 
 def pooling_stage(width_in: int, width: int) -> nn.Sequential:
     """A convolution, max pooling that halves the resolution, and a residual block."""
-    return nn.Sequential(
-        OrderedDict(
-            conv=nn.Conv2d(width_in, width, 3, 1, 1, bias=False),
-            pool=nn.MaxPool2d(2),
-            bn=nn.BatchNorm2d(width),
-            relu=nn.ReLU(inplace=True),
-            block=BasicBlock(width, width, 1),
-        )
+    layers = OrderedDict(
+        conv=nn.Conv2d(width_in, width, 3, 1, 1, bias=False),
+        pool=nn.MaxPool2d(2),
+        bn=nn.BatchNorm2d(width),
+        relu=nn.ReLU(inplace=True),
+        block=BasicBlock(width, width, 1),
     )
+    return nn.Sequential(layers)
 
 
 def init_convolutions(model: nn.Sequential) -> nn.Sequential:

@@ -1,7 +1,7 @@
 """Config in, datasets out: the table of datasets, and the transforms of both splits."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,7 +157,4 @@ def fake(data: DataConfig, train: Compose, val: Compose, options: Options) -> Sp
 
 # data.source -> function of (data, training and validation transform, options). It may also name
 # one as module:name, with an attribute `holds_out` if it reads data.val_fraction.
-DATASETS: dict[str, Callable[[DataConfig, Compose, Compose, Options], Splits]] = {
-    "folder": folder,
-    "fake": fake,
-}
+DATASETS = {"folder": folder, "fake": fake}

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,12 +80,7 @@ def workplace(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.mark.usefixtures("own_logging")
 @pytest.mark.parametrize(("words", "status", "message"), MISTAKES)
 def test_a_mistake_is_one_line(
-    words: str,
-    status: str,
-    message: str,
-    workplace: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, status: str, message: str, workplace: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(workplace)
     before, children = tree(workplace), descendants(os.getpid())

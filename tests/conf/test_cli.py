@@ -1,5 +1,6 @@
 """The command line: composing, --help, --cfg job."""
 
+import logging
 import os
 import signal
 import sys
@@ -60,6 +61,18 @@ def test_section_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert first == "* schedule.name=step" and lines[0].startswith("      learning rate after")
     assert all(line[2:].startswith(("schedule.", "    ")) and len(line) <= 80 for line in lines)
 
+    found = [cli.help_text("", "", topic).count("\n* ") for topic in ("lr", "optim.lr", "recipe")]
+    assert found == [1, 1, 0]
+
+
+def test_a_log_record_is_a_line_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = logging.makeLogRecord({"levelname": "WARNING", "msg": "20 words: " + 10 * "a b "})
+    (line,) = cli.Labelled().format(record).splitlines()
+    assert line.startswith("warning   20 words: a b a b ")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    first, second = cli.Labelled().format(record).splitlines()
+    assert first.startswith("\33[K\33[1mwarning   \33[0m20") and second.startswith(10 * " " + "a")
 
 def test_a_reader_that_stops(tmp_path: Path) -> None:
     """As in `python train.py --help | head`."""

@@ -7,6 +7,7 @@ measurements.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,10 +82,7 @@ def test_the_measurement_does_not_change_the_result(
 
 
 def test_without_a_measurement(
-    image_root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    image_root: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
     """Few steps are not worth it; a damaged answer is not used after a resume."""
     monkeypatch.setattr(tune, "MIN_BATCHES", 2)

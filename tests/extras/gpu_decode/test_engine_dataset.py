@@ -247,12 +247,7 @@ AUTO = ("loader.workers=auto", "augment=imagenet")
 
 
 @pytest.mark.usefixtures("pillow", "toy_runs", "own_logging", "cache")
-def test_broken_engines(
-    image_root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_broken_engines(image_root: Path, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """The weights are those of the CPU."""
     measure_on_cpu(monkeypatch.setattr)
     compare_always(monkeypatch.setattr)
