@@ -55,8 +55,8 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
     try:
         options, overrides = parser.parse_known_args(list(arguments))
         if options.help:
-            section = next((word for word in overrides if word in SECTIONS), "")
-            _show(help_text(script, (purpose or script).splitlines()[0], section) + "\n")
+            topic = next((word for word in overrides if "=" not in word), "")
+            _show(help_text(script, (purpose or script).splitlines()[0], topic) + "\n")
         if options.multirun:
             sys.exit(import_object(MULTIRUN, "-m")(overrides, script, options))
         config = from_overrides(overrides)
@@ -141,22 +141,28 @@ def exit_status(
         return 130
 
 
-def help_text(script: str, purpose: str, section: str = "") -> str:
+def help_text(script: str, purpose: str, topic: str = "") -> str:
     """List the groups with their choices, and the keys with their defaults and sentences.
 
-    `section`: list only its keys. On a narrow terminal, a sentence begins below its key.
+    `topic`: list only this group, and this key or those of this section or last name. On a narrow
+    terminal, a sentence begins below its key. Raises UserError if there are none.
     """
-    groups = (wrapped(f"  {g + '=':<10} {' | '.join(group_names(g))}", 13) for g in GROUPS)
+    found = [group for group in GROUPS if topic in ("", group)]
+    groups = [wrapped(f"  {g + '=':<10} {' | '.join(group_names(g))}", 13) for g in found]
+    parts = {part for name in FIELDS for part in (name, *name.split("."))}
+    if topic not in ("", *GROUPS, *parts):
+        near = did_you_mean(topic, parts) or f"; give {', '.join(sorted(SECTIONS))} or a key"
+        raise UserError(f"--help {topic}: there is no such section or key{near}")
     keys = ["keys and defaults (* cannot change when a run resumes):"]
     narrow, texts = sys.stdout.isatty() and get_terminal_size().columns < 100, sentences()
     for name, value in (config_values(Config()) | dotted(BASE_YAML)).items():
-        if name.startswith(section):
+        if topic in ("", name, *name.split(".")):
             mark = "*" if FIELDS[name].metadata["affects"] == RESULT else " "
             key = f"{mark} {name}={show(value)}"
             if narrow:
                 keys += [wrapped(key, 4), wrapped(f"      {texts[name]}", 6)]
             else:
                 keys.append(wrapped(f"{key:<44} {texts[name]}", 45))
-    usage = f"usage: python {script} [group=choice ...] [key=value ...] [options]"
+    usage = f"usage: python {script} [group=choice ...] [key=value ...] [options] | --help SECTION"
     every = [purpose, "", usage, "", "groups:", *groups, "", *keys, "", OPTIONS]
-    return "\n".join(keys if section else every)
+    return "\n".join([*groups, *keys] if topic else every)

@@ -52,15 +52,15 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path:
 
 
 def test_section_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a narrow terminal, a sentence begins below its key."""
+    """Of a group, a section or a key. On a narrow terminal, a sentence begins below its key."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         cli.parse(["--help", "schedule"], script="train.py", purpose="")
-    _, first, *lines = capsys.readouterr().out.splitlines()
+    group, _, first, *lines = capsys.readouterr().out.splitlines()
+    assert group == "  schedule=  constant | cosine | linear | step"
     assert first == "* schedule.name=step" and lines[0].startswith("      learning rate after")
     assert all(line[2:].startswith(("schedule.", "    ")) and len(line) <= 80 for line in lines)
-
     found = [cli.help_text("", "", topic).count("\n* ") for topic in ("lr", "optim.lr", "recipe")]
     assert found == [1, 1, 0]
 
@@ -73,6 +73,7 @@ def test_a_log_record_is_a_line_of_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("COLUMNS", "40")
     first, second = cli.Labelled().format(record).splitlines()
     assert first.startswith("\33[K\33[1mwarning   \33[0m20") and second.startswith(10 * " " + "a")
+
 
 def test_a_reader_that_stops(tmp_path: Path) -> None:
     """As in `python train.py --help | head`."""

@@ -3,6 +3,7 @@
 import csv
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,7 @@ with Path(__file__).with_name("mistakes.csv").open(newline="", encoding="utf-8")
 
 @pytest.mark.parametrize(("script", "words", "message"), MISTAKES)
 def test_mistakes(
-    script: str,
-    words: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    script: str, words: str, message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     """They are one line, the status is 2, and no file is made."""
     monkeypatch.chdir(tmp_path)
