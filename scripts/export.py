@@ -224,14 +224,9 @@ def save(job: Job, model: nn.Module, path: Path) -> None:
             torch.export.save(program, buffer, extra_files=dict(job.texts()))
             path.write_bytes(buffer.getbuffer())
             return
+        names: Any = {"input_names": ["images"], "output_names": ["logits"]}
         exported = torch.onnx.export(
-            graph,
-            (example,),
-            dynamo=True,
-            verbose=False,
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_shapes=shapes,
+            graph, (example,), dynamo=True, verbose=False, dynamic_shapes=shapes, **names
         )
         assert exported is not None
         exported.model.metadata_props.update(job.texts())

@@ -121,16 +121,12 @@ def find_files(paths: Iterable[str]) -> Iterator[str]:
 class Predictor:
     """Decodes images on all cores and computes `train.predictions` for them on a device.
 
+    `top`: classes of each image, at most all. `features`: also return the input of the last layer.
     Raises UserError if a transform, the decoder or the size of the images is wrong.
     """
 
     def __init__(
-        self,
-        trained: Trained,
-        device: torch.device,
-        *,
-        top: int = 5,  # classes of each image, at most all
-        features: bool = False,  # also the input of the last layer
+        self, trained: Trained, device: torch.device, *, top: int = 5, features: bool = False
     ) -> None:
         config, data, loader = trained.config, trained.config.data, trained.config.loader
         self.transform = build_transform(config.augment.val, "augment.val")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from conf.schema import NAMES, Config, UserError, did_you_mean
-from conf.start import fail, set_up_process
+from conf.start import fail, set_up_process, wrapped
 
 CHECKPOINT = "the folder of a run (runs/NAME), a checkpoint, or a file with weights"
 ABOUT = """\
@@ -21,6 +21,14 @@ docs/trained.md describes the results. Exit status: 0 finished, 1 failed, 2 wron
 TRAINING = r"\+*(optim|schedule|checkpoint|run|augment\.[bt]|train\.(?!device|micro|prec|det|seed))"
 
 
+class Wrapped(argparse.RawDescriptionHelpFormatter):
+    """Wraps the paragraphs of a text for a terminal, but none with indented lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = text.strip().split("\n\n")
+        return "\n\n".join(part if "\n " in f"\n{part}" else wrapped(part) for part in parts)
+
+
 class Parser(argparse.ArgumentParser):
     """The options of a script; the words that it leaves are overrides or paths.
 
@@ -30,8 +38,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, description: str | None) -> None:
         set_up_process()
-        form = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, formatter_class=form, allow_abbrev=False)
+        super().__init__(description=description, formatter_class=Wrapped, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         message = re.sub("^the following .*: (.*)", r"\1: is missing; see --help", message)

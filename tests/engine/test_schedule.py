@@ -59,19 +59,13 @@ def test_epochs_of_a_step_and_ten_rows_of_a_short_run() -> None:
 
 
 def curve(
-    name: str,
-    *,
-    warmup: int = 0,
-    total: int = 100,
-    images: int = 10,
-    batch: int = 1,
-    **options: Any,
+    name: str, *, warmup: int = 0, total: int = 100, images: int = 10, batch: int = 1, **more: Any
 ) -> Schedule:
     """Of `total` steps with a peak of 2."""
     epoch = images / batch
     given = dataclasses.replace(
         config(batch, total / epoch),
-        schedule=schema.ScheduleConfig(name, warmup_epochs=warmup / epoch, **options),
+        schedule=schema.ScheduleConfig(name, warmup_epochs=warmup / epoch, **more),
         optim=schema.OptimConfig(lr=2.0),
     )
     return Schedule(given, images)

@@ -82,19 +82,10 @@ def test_order_is_by_class_not_by_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
 def test_unusual_members(tmp_path: Path, format: int) -> None:
     long = "a/" + "x" * 200 + ".JPEG"
-    path = write_tar(
-        tmp_path / "train.tar",
-        special("./a", tarfile.DIRTYPE),
-        "./a/1.jpg",
-        "a/._1.jpg",
-        "a/.hidden/2.jpg",
-        "a/notes.txt",
-        "loose.jpg",
-        long,
-        "b/\udcff\xe9.png",
-        special("b/pipe.jpg", tarfile.FIFOTYPE),
-        format=format,
-    )
+    files = "./a/1.jpg", "a/._1.jpg", "a/.hidden/2.jpg", "a/notes.txt", "loose.jpg", long
+    others = "b/\udcff\xe9.png", special("b/pipe.jpg", tarfile.FIFOTYPE)
+    members = special("./a", tarfile.DIRTYPE), *files, *others
+    path = write_tar(tmp_path / "train.tar", *members, format=format)
     assert dict(content(path)) == {
         "a/1.jpg": b"./a/1.jpg",
         long: long.encode(),
