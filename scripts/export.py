@@ -81,7 +81,6 @@ from pipeline.build import build_transform
 from scripts.lib.trained import Trained, exit_status, open_trained
 
 CPU = torch.device("cpu")
-CARD = Path(__file__).parent / "lib" / "model_card.md"
 BATCHES = (1, 3, 12)  # images; the example batch of the export has 2
 # Allowed difference, relative to the largest logit. onnxruntime differed by up to 8e-7 for ResNet,
 # ViT, Swin and MobileNetV3; pt2 by 0.
@@ -190,7 +189,7 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
     names = ", ".join(trained.classes[:20]) + ", ..." * (len(trained.classes) > 20)
     facts = {"classes": f"{len(trained.classes)}: {names}", "accuracy": accuracy(trained)}
     facts |= {"name": folder.name, "command": shlex.join(["python", "train.py", *overrides])}
-    card = CARD.read_text("utf-8").format(job=job, **facts)
+    card = (Path(__file__).parent / "lib/model_card.md").read_text("utf-8").format(job=job, **facts)
     (folder / "README.md").write_text(card, "utf-8", "surrogateescape")
 
 

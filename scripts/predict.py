@@ -37,7 +37,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = checkpoint_parser(__doc__, "PATH... [options] [key=value ...]")
     add = parser.add_argument
     add("--format", choices=FORMATS, help="output (table on a terminal, else jsonl)")
-    add("--top", type=int, default=5, metavar="K", help="classes per image, at most all (5)")
+    add("--top", type=int, metavar="K", help="classes per image, at most all (5, or what fits)")
     add("--out", type=Path, default=Path("predictions"), help="folder of masks (predictions/)")
     add("--features", action="store_true", help="add the input of the last layer")
     options = parse_paths(parser, words, several=True)
@@ -45,7 +45,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     if not options.paths:
         command = shlex.join(["python", "scripts/predict.py", options.checkpoint, "PHOTO.jpg"])
         parser.error(f"PATH: is missing; give a checkpoint, then images or folders: {command}")
-    if options.top < 1:
+    if options.top is not None and options.top < 1:
         parser.error(f"--top {options.top}: give 1 or more")
     return options
 
@@ -58,6 +58,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from shutil import get_terminal_size
 from typing import Any, TextIO
 
 import numpy as np
@@ -254,6 +255,7 @@ class Output:
     def __init__(self, form: str, file: TextIO, names: Sequence[str], folder: Path) -> None:
         self.form, self.file, self.folder = form, file, folder
         self.name_width = max(len(readable(name)[:24]) for name in names)
+        self.columns = sys.maxsize  # of the terminal: a row has as many classes as fit
         self.width = 0  # of the first column of a table: the longest path so far
         self.has_head = False
         self.masks = Counter[str]()  # of each name
@@ -285,6 +287,7 @@ class Output:
         """Return a value as the text of a table; classes are columns of equal width."""
         if name != "predictions":
             return f"{name} {json_text(value)}"
+        value = value[: max(1, (self.columns - self.width) // (self.name_width + 10))]
         return "  ".join(
             f"{e['name'][:24]:<{self.name_width}} {100 * e['probability']:>5.1f} %" for e in value
         )
@@ -320,11 +323,13 @@ def predict_all(options: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", module="PIL")
     trained = open_trained(Path(options.checkpoint), options.overrides, classes=options.classes)
     device = resolve_device(trained.config.train.device)
-    predictor = Predictor(trained, device, top=options.top, features=options.features)
+    predictor = Predictor(trained, device, top=options.top or 5, features=options.features)
     # Any path can be written.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     form = options.format or ("table" if sys.stdout.isatty() else "jsonl")
     output = Output(form, sys.stdout, predictor.names, options.out)
+    if sys.stdout.isatty() and options.top is None:
+        output.columns = get_terminal_size().columns
     total = failed = 0
     for batch in predictor.run(find_files(options.paths)):
         output.write([result for result in batch if not result.reason])

@@ -130,7 +130,9 @@ def split_files(source: str, paths: list[str]) -> list[tuple[str, str]]:
     if len({re.sub(words, "", folder.lower()) for folder in folders}) > 1:
         names = ", ".join(sorted(folder or "." for folder in folders))
         raise UserError(f"{source}: holds several datasets ({names}); give the folder of one")
-    files = [(path, split_of(path)) for path in paths]
+    # The last word of a path that says train, val or test counts.
+    found = ([w for w in re.split(r"[^a-z]+", path.lower()) if w in SPLITS] for path in paths)
+    files = [(path, SPLITS[w[-1]] if w else "") for path, w in zip(paths, found, strict=True)]
     unclear = [path for path, split in files if not split]
     if 0 < len(unclear) < len(files):
         problem = "the name does not contain train or val, as those of other files do"
@@ -138,12 +140,6 @@ def split_files(source: str, paths: list[str]) -> list[tuple[str, str]]:
     if [os.path.basename(path) for path in paths] == [TRAIN_TAR]:
         raise UserError(f"{source}: {VAL_TAR} is missing; put it into the same folder")
     return files
-
-
-def split_of(path: str) -> str:
-    """Return train, val or test if a word of the path says so; the last such word counts."""
-    words = [word for word in re.split(r"[^a-z]+", path.lower()) if word in SPLITS]
-    return SPLITS[words[-1]] if words else ""
 
 
 def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:
