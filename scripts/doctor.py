@@ -57,9 +57,6 @@ SAMPLE = 2000  # files of each split
 NAMED = 10  # files per row on a terminal
 THREADS = 16  # comparing waits for storage, not for a core
 LARGE = 25_000_000  # pixels
-GRID = 64  # the mean colour is that of about this many pixels along the short side
-# Warn if more than this fraction of files are odd: readable, but better converted once.
-MAX_ODD = 0.01
 SLOW = f"slow to decode: progressive, CMYK or over {LARGE / 1e6:g} megapixels"
 MISNAMED = "of another format than their ending says"
 TURNED = "rotated by their EXIF data"
@@ -173,7 +170,7 @@ def examine(index: Index, decoder: str, row: int) -> Examined:
     except Exception as error:  # Pillow's plugins raise many kinds of error on broken files
         file.problem = describe(error)
     else:
-        step = max(1, min(pixels.shape[:2]) // GRID)
+        step = max(1, min(pixels.shape[:2]) // 64)  # about 64 pixels along the short side
         grid = pixels[::step, ::step].reshape(-1, 3) / 255
         if not 0 < decode.lost_in_rgb(content)[0] < decode.DARK_LEVEL:  # else the levels are gone
             file.moments = np.stack([grid.mean(0), (grid**2).mean(0)])
@@ -198,7 +195,7 @@ def odd_files(case: Case) -> Iterator[Row]:
         text = f"{len(paths):,} of {len(files):,} images are {kind}"
         named = (", ".join(paths[:5]),) if paths else ()
         accepted = kind == TURNED and case.config.data.exif_orientation
-        many = len(paths) > MAX_ODD * len(files) and not accepted
+        many = len(paths) > 0.01 * len(files) and not accepted  # better converted once
         yield warn(text, cure, named) if many else ok(text, details=named)
 
 

@@ -40,6 +40,7 @@ if __name__ == "__main__":
 import json
 import math
 import os
+import shlex
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -298,10 +299,14 @@ def print_result(found: Evaluated, folder: Path) -> None:
     results = ", ".join(format_value(name, value) for name, value in found.values.items())
     images, seconds = found.summary["images"], found.summary["seconds"]
     size = f"{images:,} images of {found.datasets.val_size} px, {images / seconds:,.0f}/s"
-    say(f"result    {results}", f"images    {size}", f"files     {folder}")
+    path, step = found.trained.path, found.summary["step"]
+    weights = f"weights   {path.name}" + (f", step {step:,}" if step else "")
+    say(weights, f"result    {results}", f"images    {size}", f"files     {folder}")
     if (kept := len(found.classes)) < (every := found.trained.num_classes):
         text = f"only the outputs of the {kept:,} classes with images competed, not all {every:,}"
         say(f"note      {text} (--all-outputs)")
+    if (folder.parent, path.name) == (Path("evaluation"), "best.pt"):  # the report has its images
+        say(f"report    python scripts/report.py {shlex.quote(str(path.parents[1]))}")
 
 
 def evaluate_one(options: argparse.Namespace) -> int:

@@ -11,13 +11,12 @@ from typing import TypeVar
 import torch
 
 SECONDS = 5.0  # between two lines of progress
-AHEAD = 256  # results that wait, such as images: usually 30 MB
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def in_threads(
-    workers: int, function: Callable[[Item], Result], items: Iterable[Item], ahead: int = AHEAD
+    workers: int, function: Callable[[Item], Result], items: Iterable[Item], ahead: int = 256
 ) -> Iterator[Result]:
     """Yield the results of a function in the order of the items, of which `ahead` are in work.
 

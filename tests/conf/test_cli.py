@@ -67,8 +67,7 @@ def test_section_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 def test_a_log_record_is_a_line_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     record = logging.makeLogRecord({"levelname": "WARNING", "msg": "20 words: " + 10 * "a b "})
-    (line,) = cli.Labelled().format(record).splitlines()
-    assert line.startswith("warning   20 words: a b a b ")
+    assert cli.Labelled().format(record) == "warning   20 words: " + 10 * "a b "
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "40")
     first, second = cli.Labelled().format(record).splitlines()

@@ -80,8 +80,10 @@ def test_command_line(
     for path, name in ((folder, "best"), (last, last.stem)):
         done = ranks.run([*SCRIPT, str(path), *HERE], 1, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        lines = rf"^result    loss .*\nimages    15 images of 32 px.*\nfiles     (.*,{name})\n$"
-        (out,) = re.findall(lines, done.stdout)
+        lines = rf"^result    loss .*\nimages    15 images of 32 px.*\nfiles     (.*,{name})\n"
+        weights, (out,) = done.stdout.splitlines()[0], re.findall(lines, done.stdout, re.MULTILINE)
+        assert re.fullmatch(rf"weights   {name}.pt, step \d+", weights)
+        assert done.stdout.endswith(f"scripts/report.py {folder}\n") == (name == "best")
     stored = json.loads((tmp_path / out / "evaluation.json").read_text())
     assert stored["loss"] == found.values["loss"] and stored["made_by"]
     assert stored.items() >= {**found.summary, "seconds": stored["seconds"]}.items()
@@ -155,10 +157,10 @@ def test_published_weights_on_some_of_the_classes(
         assert found.summary["outputs"] == len(found.classes) == kept.shape[1]
     named = [IMAGENET[place] for place in logits.argmax(1)]
     assert [every.classes[i] for i in every.rows["prediction"]] == named
-    for found, lines in ((some, 4), (every, 3)):
+    for found, lines in ((some, 5), (every, 4)):
         evaluate.print_result(found, tmp_path)
         out = capsys.readouterr().out
-        assert out.count("\n") == lines == 3 + ("only the outputs of the 7 classes with" in out)
+        assert out.count("\n") == lines == 4 + ("only the outputs of the 7 classes with" in out)
     (tmp_path / "val" / IMAGENET[5]).rename(tmp_path / "val" / "n00000000")
     with pytest.raises(UserError, match="7 classes, the model has 1000 classes; give --classes"):
         published_on(published, tmp_path)
@@ -217,9 +219,8 @@ def test_another_task(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: An
     found = evaluate.run(replace(opened(folder), classes=("mass", "a", "b")), ALONE, flip=True)
     assert found.classes == ("mass", "a", "b")
     evaluate.print_result(found, tmp_path)
-    assert re.search(
-        r"result    mae \d[.\d]*\nimages    15 images of 32 px, ", capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert re.search(r"result    mae \d[.\d]*\nimages    15 images of 32 px, ", out)
     evaluate.write(found, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["evaluation.json"]
     assert json.loads((tmp_path / "evaluation.json").read_text())["mae"] == found.values["mae"]
