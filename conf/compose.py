@@ -273,9 +273,10 @@ def _recipe(file: Path) -> dict[str, Any]:
     with initialize_config_dir(version_base="1.3", config_dir=str(FOLDER)):
         try:
             composed = compose("config", ["recipe=chosen", f"hydra.searchpath=[{folder}]"])
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
+        except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
             reason = " ".join(str(error).splitlines()[:2]).strip()
             reason = reason.replace("use 'override ", "use 'override /")  # a recipe is in a group
+            reason = re.sub("^max.*", "its defaults lead back to it; a recipe is `- NAME`", reason)
             raise UserError(f"{file}: {reason}; correct it") from None
     return dotted(composed)
 

@@ -262,10 +262,9 @@ def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:
     try:
         state.load_state_dict(content["state"])
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"cannot resume {path}: its state does not fit this training: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}; give checkpoint.resume=PATH of another one"
-        ) from None
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        text = f"cannot resume {path}: its state does not fit this training: {reason}"
+        raise UserError(f"{text}; give checkpoint.resume=PATH of another one") from None
 
 
 def _lock(path: Path) -> int:

@@ -143,9 +143,8 @@ def open_feed(
     val = Prefetcher(Loader(pool, 1, val_samples.__getitem__, in_use=in_use), images)
     known: dict[str, Any] = dict(num_cores=num_cores, max_workers=max_workers, measured=measured)
     feed = Feed(config, datasets, pool, train, val, len(val_samples), modes, **known)
-    buffers = [buffer for ring in rings for buffer in ring.buffers]
-    pinned = page_locked(buffers) if train.cuda else nullcontext()
-    with pinned, pool, closing(train), closing(val):
+    locked = page_locked([buffer for ring in rings for buffer in ring.buffers])
+    with locked if train.cuda else nullcontext(), pool, closing(train), closing(val):
         pool.activate(started)
         pool.activate(active)
         feed.set_mode(modes[0])
@@ -163,9 +162,8 @@ def _mixing(config: Config, datasets: Datasets, world: RankInfo) -> Mixing | Non
         others = [name for name, field in fields.items() if not field.image and not field.partial]
         label = others[0] if len(others) == 1 else None
         if label is None or (fields[label].shape and np.dtype(fields[label].dtype).kind != "f"):
-            raise UserError(
-                "augment.batch: mixup and cutmix mix a class number or floating-point numbers; "
-                f"besides images, a sample has {', '.join(others) or 'nothing'}; leave them out"
-            )
+            wrong = "mixup and cutmix mix a class number or floating-point numbers"
+            sample = f"besides images, a sample has {', '.join(others) or 'nothing'}"
+            raise UserError(f"augment.batch: {wrong}; {sample}; leave them out")
     count, seed = len(datasets.classes), config.train.seed
     return Mixing(transforms, count, seed=seed, label=label, rank=world.rank, world_size=world.size)

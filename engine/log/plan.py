@@ -78,10 +78,11 @@ def _lines(datasets: Datasets, schedule: Schedule, compute: Compute, left: int) 
     compiled = "" if mode == "off" else f", compile {mode} (takes minutes at the first start)"
     yield f"device    {compute.name}, {compute.precision}{layout}{compiled}"
     if compute.device.type == "cpu":
-        time = duration(cpu_seconds(compute, left * schedule.batch_size))
+        time = cpu_seconds(compute, left * schedule.batch_size)
         memory = compute.flops * schedule.local_batch_size / schedule.micro_batches / 1e11  # GB
         less = "; less with a train.micro_batch" if memory > 4 else ""
-        yield f"estimate  about {time} for the steps, {max(memory, 0.1):.1f} GB of memory{less}"
+        if time > 600 or less:
+            yield f"estimate  about {duration(time)} for the steps, {memory:.1f} GB of memory{less}"
 
 
 def cpu_seconds(compute: Compute, images: int) -> float:

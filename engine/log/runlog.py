@@ -113,7 +113,9 @@ class RunLog:
         elif (now := time.monotonic()) >= self._line_due:
             self._line_due = now + 1
             steps = self.schedule.stop_step
-            left = duration((steps - step) * (now - self._began) / (step - self._first_step))
+            mean = (now - self._began) / (step - self._first_step)  # before the first row
+            mean = self.row["seconds_left"] / (steps - self.row["step"]) if self.row else mean
+            left = duration((steps - step) * mean)
             self.tracker.print(f"step {step:,} of {steps:,}, {left} left", end="\r")
         self._notify(lambda observer: observer.end_step(step))
         if due.epoch or due.save:
@@ -198,7 +200,6 @@ class RunLog:
         # Later rows tell more about the speed than those of the first steps and epoch.
         newest = self._times[-1][1] if self._times else (True, True)
         settled = [times for times, kind in self._times if kind == newest]
-        rate = mean_of(settled).rate if settled else 0.0
         unreadable = self.world.all_gather(set(self.feed.pool.unreadable))
         summary = {
             "status": "interrupted" if stop else "finished",
@@ -215,7 +216,7 @@ class RunLog:
             "params_sha256": params_sha256(state.model),
             "seconds": time.monotonic() - started,
             "seconds_to_first_step": self._began - started,
-            "images_per_second": rate * self.world.size,
+            "images_per_second": mean_of(settled).rate * self.world.size if settled else 0.0,
             "device": self.compute.name,
             "workers": self.feed.pool.active,
             "verdict": judge([] if newest[0] else settled, SHORT_RUN, self.world, self.feed),

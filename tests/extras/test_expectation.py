@@ -187,9 +187,8 @@ def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> Non
         # The curve may be of fewer runs.
         assert abs(curve["top1"][-1] - expect["top1"]) <= expect["std"]
         assert expect["status"] == "reproduced here"
-    runs, facts = expect["runs"], ("hardware", "time", "source")
+    runs, hardware, time, source = (expect[n] for n in ("runs", "hardware", "time", "source"))
     spread = f" +/- {half_width(expect['std'], runs, GOOD_SIGMAS):.2g}" if runs else ""
-    hardware, time, source = (expect[name] for name in facts)
     row = re.escape(" | ".join(["", hardware, time, f"{expect['top1']:g}{spread}", f"{source} |"]))
     about = rf"^\| `{recipe}` \| [^|]+, {config.train.epochs:g}\b[^|]*{row}"
     assert re.search(about, (ROOT / "docs" / "accuracy.md").read_text(), re.MULTILINE), about
