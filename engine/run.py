@@ -254,7 +254,7 @@ def accepted_changes(
     reason = f"{fixed[0]} cannot change within a run" if fixed else "these keys affect the result"
     remedy = "give run.name=NAME to train elsewhere or checkpoint.resume=never to start over"
     remedy += ", or checkpoint.accept_changes=true to continue from this checkpoint" * (not fixed)
-    raise UserError(f"cannot resume {path}: {remedy}; {reason}: {', '.join(changes.values())}")
+    raise UserError(f"cannot resume {path}: {', '.join(changes.values())}; {reason}: {remedy}")
 
 
 def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:
