@@ -2,7 +2,6 @@
 
     python scripts/bench.py data.root=/imagenet
     python scripts/bench.py data.root=/imagenet --only step
-    python scripts/bench.py data.root=/imagenet loader.workers=8
 
 Accepts train.py's key=value overrides. Each stage is warmed up and then measured in windows; the
 table shows the median window and the range, and then the verdict on the stage `train`.

@@ -4,9 +4,8 @@
     python scripts/doctor.py data.root=/imagenet --all > doctor.txt
 
 Accepts train.py's key=value overrides. Lists every file and decodes 2,000 random files of each
-split, or every file with --all. Prints a row for each check: ok, warn or fail, the result,
-the remedy (->), and the files; on a terminal, at most 10 of them. Changes nothing, but fills the
-cache as a run does. bench.py measures how fast the storage and the training step are.
+split, or every file with --all. Prints a row for each check: ok, warn or fail, the result, the
+remedy (->), and the files; on a terminal, at most 10. Fills the cache of a run, changes no more.
 Exit status: 0 no check failed, 1 a check failed, 2 wrong arguments.
 """
 

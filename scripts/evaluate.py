@@ -167,7 +167,6 @@ def run(
         "step": trained.stored.get("step"),
         "averaged_weights": trained.averaged,
         **values,
-        **({} if labels is None else {"images_real": len(hits)}),
         "images": validation.images,
         "model": config.model.name,
         "val_size": datasets.val_size,

@@ -1,7 +1,6 @@
 """Export a trained model to a file that other programs can use without this one.
 
     python scripts/export.py runs/NAME --to onnx --preprocessing
-    python scripts/export.py runs/NAME --to pt2
     python scripts/export.py resnet50-0676ba61.pth --to safetensors model.name=resnet50
 
     --to onnx         ONNX, for onnxruntime and others; needs onnx, onnxscript and onnxruntime
@@ -87,9 +86,6 @@ BATCHES = (1, 3, 12)  # images; the example batch of the export has 2
 BOUND = 1e-4
 # Loggers of the exporters, which describe their own passes.
 QUIET = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
-
-Predict = Callable[[Tensor], Tensor]
-"""float32 [B, C, S, S], or uint8 [B, S, S, C] with --preprocessing -> float32 [B, classes]."""
 
 
 class WithPreprocessing(nn.Module):
@@ -232,9 +228,9 @@ def save(job: Job, model: nn.Module, path: Path) -> None:
         exported.save(path, external_data=False)
 
 
-def open_exported(job: Job, path: Path) -> tuple[Predict, dict[str, Any]]:
+def open_exported(job: Job, path: Path) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
     """Open an exported file as another program would; return the model and the texts, parsed."""
-    predict: Predict
+    predict: Callable[[Tensor], Tensor]
     if job.to == "onnx":
         import onnxruntime
 
@@ -258,7 +254,7 @@ def open_exported(job: Job, path: Path) -> tuple[Predict, dict[str, Any]]:
 
 
 @torch.no_grad()
-def compare(job: Job, predict: Predict, model: nn.Module) -> str:
+def compare(job: Job, predict: Callable[[Tensor], Tensor], model: nn.Module) -> str:
     """Return the largest difference from eager mode on random images; RunError above BOUND."""
     highest = job.format.highest
     levels = np.random.default_rng(0).random((sum(BATCHES), *job.pixels))

@@ -2,7 +2,6 @@
 
     python scripts/predict.py runs/NAME photo.jpg photos/
     find photos -name '*.jpg' | python scripts/predict.py runs/NAME - --format csv > classes.csv
-    python scripts/predict.py resnet50-0676ba61.pth model.name=resnet50 photo.jpg --top 1
 
 PATH is an image, a folder (its images, also those in folders below it, sorted), or - for a list on
 standard input, one path per line. The images get the validation transforms of the checkpoint.
@@ -10,8 +9,7 @@ loader.workers is the number of threads that decode them (one per core).
 
 Prints the values that predictions() in train.py returns for each image, in the order of the paths,
 batch by batch; of `probability`, it prints the most probable classes. Masks are written to PNG
-files in --out, whose paths are printed. --features adds the input of the model's last layer, a list
-of numbers, for example for a search for similar images.
+files in --out, whose paths are printed. --features adds the input of the model's last layer.
 
 A file that cannot be read is reported on stderr with the reason; then the exit status is 1.
 """

@@ -121,12 +121,19 @@ class Run:
         lines = [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
         cells["status"] = "; ".join([self.status, *(": ".join(x.split(None, 1)) for x in lines)])
         cells |= {key: show(config[key]) for key in keys if key in config}
+        batch_size = number_in(config.get("loader.batch_size"), 0)
+        for row in self.rows["train"][-1:] if alone and best and batch_size else ():
+            images = f"{row['step'] * batch_size / row['epoch']:,.0f} for training"
+            cells["images"] = f"{images}, {show(best.get('images'))} for validation"
         if rate := number_in(summary.get("images_per_second"), 0):
             cells["images/s"] = rounded(rate, "images/s")
         if "seconds" in summary:
-            time = f"{timedelta(seconds=int(number_in(summary['seconds'], 0)))}"
-            time += "" if len([*self.folder.glob("events.*")]) == 1 else " (last start)"
-            cells |= {"took": time, "device": summary.get("device", UNKNOWN)}
+            time, again = number_in(summary["seconds"], 0), len([*self.folder.glob("events.*")]) > 1
+            if again and rate:  # the steps and validations of all starts
+                time = number_in(summary.get("step"), 0) * batch_size / rate
+                time += sum(number_in(row.get("seconds"), 0) for row in self.rows["val"])
+            cells["took"] = f"{'about ' * again}{timedelta(seconds=round(time))}"
+            cells["device"] = summary.get("device", UNKNOWN)
         return cells
 
 
@@ -238,8 +245,8 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
     return [row for row in compared(configs) if len(set(row[1:])) > 1]
 
 
-def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return a chart for each numeric key, with a curve per run and split.
+def charts(runs: Sequence[Run], labels: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return a chart for each numeric key, with a curve per run and split; `labels`: not numbers.
 
     Keys whose values are all 0 have none. `KEY_min` and `KEY_max` are the band around the curve of
     KEY. The chart of a single run has `reference_KEY`, the curve of earlier runs of the recipe;
@@ -250,7 +257,8 @@ def charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     if all(math.isclose(r["macro_recall"], r["top1"]) for r in rows if "macro_recall" in r):
         keys.pop("macro_recall", None)  # the classes have equally many images
     drawn_with = {form.format(key) for key in keys for form in ("{}_min", "{}_max", "reference_{}")}
-    drawn = [(r, s, str(i), i) for i, r in enumerate(runs, 1) for s in (*SPLITS, "best")]
+    numbered = enumerate(zip(runs, labels or map(str, range(1, MOST + 1)), strict=False), 1)
+    drawn = [(run, s, label, i) for i, (run, label) in numbered for s in (*SPLITS, "best")]
     if len(runs) == 1:  # "best" is a curve of one point, the large dot
         drawn = [(runs[0], split, label, i) for i, (split, label) in enumerate(LABELS.items(), 1)]
         drawn.append((runs[0], "best", *drawn[0][2:]))
@@ -295,13 +303,15 @@ def against(keys: Sequence[str], groups: dict[tuple[str, ...], list[Run]]) -> li
     numbers = {k: v for k, v in tried.items() if all(isinstance(n, int | float) for n in v)}
     axis = max(numbers, key=lambda key: len({*numbers[key]}), default="")
     ticks: list[Any] = sorted({*numbers.get(axis, ())})
-    if len(keys) > 2 or len(ticks) < 3:
+    if not axis or len(keys) > 2:
         return []
     curves = defaultdict[str, list[tuple[float, ...]]](list)
     for texts, runs in groups.items():
         others = [f"{k}={text}" for k, text in zip(keys, texts, strict=True) if k != axis]
         (mean, error), place = mean_of(runs), ticks.index(runs[0].config[axis])
         curves["".join(others)].append((place, mean, mean - error, mean + error, mean))
+    if max(map(len, curves.values()), default=0) < 3:
+        return []
     about = [{"label": text, "split": "val", "colour": i} for i, text in enumerate(curves, 1)]
     drawn = [(a, np.array(sorted(curve))) for a, curve in zip(about, curves.values(), strict=True)]
     chart = {"title": f"best {runs[0].best()[0]} by {axis}", "group": 0, "axis": axis}
@@ -315,6 +325,7 @@ def curve_of(run: Run, split: str, key: str) -> np.ndarray:
     name = f"reference_{key}" if split == "reference" else key
     columns = "epoch", name, f"{name}_min", f"{name}_max"
     points = np.array([[number_in(row.get(c)) for c in columns] for row in rows]).reshape(-1, 4)
+    points[:, 1:] *= 100 if key.endswith("_fraction") else 1  # percent, as on the console
     points = points[np.isfinite(points[:, :2]).all(1)]
     size = math.ceil(len(points) / BUCKETS) or 1
     bins = [(p := points[i : i + size], p[:, 1:]) for i in range(0, len(points), size)]
@@ -364,37 +375,40 @@ def ticks(low: float, high: float, narrowest: float) -> np.ndarray:
 def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     """Return the page. All text of a run is escaped: no name or value can become markup."""
     runs = sorted(runs, key=lambda run: run.best()[1], reverse=True)
-    folder = os.path.commonpath([os.path.abspath(run.folder.parent) for run in runs])
     typed, rows = set().union(*(run.typed for run in runs)), differences(runs)
-    ranked = sorted(rows, key=lambda r: (r[0].startswith("data."), -len({*r[1:]})))  # four at most
+    ranked = sorted(rows, key=lambda r: (r[0] not in VALIDATION, -len({*r[1:]})))  # four at most
     short = [key for key, *texts in ranked if len(max(texts, key=len)) < 40]
     keys = [key for key in short if typed & {key, key.removesuffix(".name")}][:4]
-    keys = keys or ["data.root", "model.name", "loader.batch_size", "optim.name", "optim.lr"]
-    names = [os.path.relpath(run.folder, folder).partition(",")[0] for run in runs]
-    names = names if len({*names}) > 1 else [""] * len(runs)  # the columns have the keys in them
+    keys = keys or ["data.root", "data.image_size", "model.name", "loader.batch_size", "optim.lr"]
+    names = ["" if "," in run.name else run.name for run in runs]  # the columns have its keys
     best, *others = compared([run.headline(keys, alone=not runs[1:]) for run in runs])
-    others = [r for r in others if r[1:] != best[1:] and len({*r[1:]}) >= min(2, len(runs))]
+    others = [
+        r for r in others if r[1:] != best[1:] and len({*r[1:]} - {UNKNOWN}) >= min(2, len(runs))
+    ]
     others.sort(key=lambda row: len(runs) > 1 and row[0] not in keys)  # behind the best value
     by, validated = runs[0].best()[0], [run for run in runs if run.best()[2]]
-    unlike = [key for key, *_ in differences(validated) if key in VALIDATION]
     every = [key for key, *_ in rows if key not in REPEATS]
     varied = [key for key in every if key in keys]  # the others may follow from them
     if len(grouped(validated, varied)) < len(grouped(validated, every)):
         varied = every
     groups = grouped(validated, varied)
+    finished = grouped([run for run in validated if run.status[:8] == "finished"], varied)
     repeats = rows and len(groups) < len(validated)
     means: list[list[Any]] = [[f"mean of best {by}", "standard deviation", "runs", *varied]]
-    means += [[*(rounded(v, by) for v in mean_of(of)), len(of), *k] for k, of in groups.items()]
+    for texts, of in groups.items():
+        mean, error = (rounded(value, by) for value in mean_of(of))
+        means.append([mean, error if of[1:] else UNKNOWN, len(of), *texts])
+    tried = [show(run.config.get(varied[0])) for run in runs if len(varied) == 1 and not repeats]
     scores = [(run.best()[1], standard_error(run.best()[2], by)) for run in validated]
-    near = [i for i, (v, e) in enumerate(scores, 1) if scores[0][0] - v < 2**0.5 * e]
+    near = [i for i, (v, e) in enumerate(scores, 1) if scores[0][0] - v < 2 * 2**0.5 * e]
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
         means=means if repeats else [],
-        unlike=unlike,
+        unlike=[key for key, *_ in differences(validated) if key in VALIDATION],
         near=near[1:],
-        winner=scores[:1] != scores[1:2] and not repeats and not unlike,
+        winner=scores[:1] != scores[1:2],
         link=lambda path: quote(os.path.relpath(path, out.parent)),
         encoded=lambda path: b64encode(path.read_bytes()).decode(),
         rounded=rounded,
@@ -402,7 +416,7 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
         given=given,
         table=[*zip(["run", *names], best, *others, strict=True)],
         folded=[row for row in rows if row[0] not in keys],
-        charts=against(varied, groups) + charts(runs[:MOST]),
+        charts=against(varied, finished) + charts(runs[:MOST], tried),
         most=MOST,
         width=WIDTH,
         height=HEIGHT,

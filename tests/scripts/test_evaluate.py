@@ -198,7 +198,7 @@ def test_real_labels(folder: Path, found: Evaluated, tmp_path: Path) -> None:
     pairs = zip(own.rows["prediction"].tolist(), labels, strict=True)
     hits = [prediction in known for prediction, known in pairs if known]
     assert own.values["top1_real"] == pytest.approx(100 * sum(hits) / 12)
-    assert own.summary["images_real"] == len(hits) == 12
+    assert len(hits) == 12
     with pytest.raises(UserError, match="has 15 lists for 15 images with 5 different names; give"):
         measured(folder, real=real)
     real.write_text("{")

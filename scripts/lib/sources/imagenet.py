@@ -20,6 +20,7 @@ TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT, SOLUTION = "ILSVRC2012_devkit_t12.tar.gz", "LOC_val_solution.csv"
 ANNOTATIONS = "val_annotations.txt"  # of Tiny ImageNet
 LABELS = f"{SOLUTION}, {DEVKIT} or {ANNOTATIONS}"
+val_name = "ILSVRC2012_val_{:08d}.JPEG".format
 # The paths of validation images of ImageNet and of Tiny ImageNet, below their split.
 VAL_NAME = re.compile(r"ILSVRC2012_val_\d{8}\.JPEG|images/val_\d+\.JPEG")
 # The names of classes, in the names of files: n01440764_10026.JPEG
@@ -61,10 +62,6 @@ def val_labels(source: str, tree: Tree) -> dict[str, str]:
             raise damaged(name, "these are not the labels of ILSVRC2012")
         return labels
     raise UserError(f"{source}: the labels of the validation images are missing; add {LABELS}")
-
-
-def val_name(number: int) -> str:
-    return f"ILSVRC2012_val_{number:08d}.JPEG"
 
 
 def parse_annotations(place: Place) -> dict[str, str]:
