@@ -393,19 +393,19 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
         varied = every
     groups = grouped(validated, varied)
     finished = grouped([run for run in validated if run.status[:8] == "finished"], varied)
-    repeats = rows and len(groups) < len(validated)
-    means: list[list[Any]] = [[f"mean of best {by}", "standard deviation", "runs", *varied]]
-    for texts, of in groups.items():
+    own = [key for key in varied if key in keys]
+    means: list[list[Any]] = [[f"mean of best {by}", "standard deviation", "runs", *own]]
+    for of in (of for of in groups.values() if len(of) > 1):
         mean, error = (rounded(value, by) for value in mean_of(of))
-        means.append([mean, error if of[1:] else UNKNOWN, len(of), *texts])
-    tried = [show(run.config.get(varied[0])) for run in runs if len(varied) == 1 and not repeats]
+        means.append([mean, error, len(of), *(show(of[0].config.get(key)) for key in own)])
+    tried = [show(run.config.get(varied[0])) for run in runs if len(varied) == 1 and not means[1:]]
     scores = [(run.best()[1], standard_error(run.best()[2], by)) for run in validated]
     near = [i for i, (v, e) in enumerate(scores, 1) if scores[0][0] - v < 2 * 2**0.5 * e]
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
-        means=means if repeats else [],
+        means=means if means[1:] else [],
         unlike=[key for key, *_ in differences(validated) if key in VALIDATION],
         near=near[1:],
         winner=scores[:1] != scores[1:2],
