@@ -68,10 +68,9 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
             if old != path and (best_step is None or old.name != file_name(best_step)):
                 old.unlink()
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        raise CheckpointError(
-            f"{path}: cannot be written: {error.__context__ or error}; free some space or check "
-            "the disk, and run the same command again: earlier checkpoints are intact"
-        ) from error
+        wrong = f"{path}: cannot be written: {error.__context__ or error}; free some space or check"
+        cure = "the disk, and run the same command again: earlier checkpoints are intact"
+        raise CheckpointError(f"{wrong} {cure}") from error
     return path
 
 

@@ -72,11 +72,9 @@ def build(
                 from torchvision import models as vision
 
                 file = vision.get_model_weights(name).DEFAULT.url
-            raise UserError(
-                f"model.weights=pretrained: the weights of {name} cannot be loaded "
-                f"({type(error).__name__}: {reason}); copy {file} to this machine and give "
-                "model.weights=FILE, or train without weights as in docs/quickstart.md"
-            ) from None
+            failed = f"the weights of {name} cannot be loaded ({type(error).__name__}: {reason})"
+            cure = f"copy {file} to this machine and give model.weights=FILE, or leave the key out"
+            raise UserError(f"model.weights=pretrained: {failed}; {cure}") from None
         if not isinstance(error, AssertionError | OSError) and not args and in_channels == RGB:
             raise
         wanted = f"data.image_size={image_size} and model.args={show(dict(args or {}))}"

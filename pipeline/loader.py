@@ -349,10 +349,9 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                     killed = "SIGKILL: is the host out of memory?"
                     cause = killed if code == -signal.SIGKILL else f"exit status {code}"
                     sample = f" while it made {self._current(worker)}" if worker.tasks else ""
-                    raise LoaderError(
-                        f"loader worker {worker.process.pid} died ({cause}){sample}; the same "
-                        "command resumes; if memory is short, set fewer loader.workers"
-                    ) from None
+                    died = f"loader worker {worker.process.pid} died ({cause}){sample}"
+                    cure = "the same command resumes; if memory is short, set fewer loader.workers"
+                    raise LoaderError(f"{died}; {cure}") from None
         self._dispatch()
         return bool(ready)
 
@@ -376,11 +375,10 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
             raise LoaderError(reply.error)
         count, images, limit = len(self.unreadable), len(ring.dataset), ring.max_bad_fraction
         if reply.skipped and limit is not None and count > limit * images:
-            raise LoaderError(
-                f"data.max_bad_fraction={limit:g}: {count:,} of {images:,} training images cannot "
-                f"be read, for example {reply.skipped[-1][1]}; {CHECK} and replace the unreadable "
-                f"ones, or raise this limit, for example to {min(1.0, 2 * count / images):.1g}"
-            )
+            bad = f"data.max_bad_fraction={limit:g}: {count:,} of {images:,} training images"
+            more = f"{CHECK} and replace the unreadable ones, or raise this limit, for example to"
+            found, least = reply.skipped[-1][1], min(1.0, 2 * count / images)
+            raise LoaderError(f"{bad} cannot be read, for example {found}; {more} {least:.1g}")
 
     def _current(self, worker: Worker) -> str:
         """Return the name of the first sample of a worker's task that is not yet complete."""

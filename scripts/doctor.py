@@ -64,7 +64,6 @@ CURES = {
     SLOW: "scripts/prepare.py --side converts such JPEG files",
     TURNED: "training takes the stored pixels: data.exif_orientation=true turns them upright",
 }
-NCCL_BYTES = 256 << 20  # of /dev/shm, for several ranks
 
 
 class NotChecked(Exception):  # noqa: N818 - not an error: an earlier row has the cause
@@ -329,7 +328,7 @@ def disk(case: Case) -> Iterator[Row]:
     if torch.cuda.device_count() > 1 and os.path.exists("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
         text = f"/dev/shm: {free / (1 << 30):.2f} GiB free, which NCCL uses"
-        yield warn(text, "start the container with --ipc=host") if free < NCCL_BYTES else ok(text)
+        yield warn(text, "start the container with --ipc=host") if free < 256 << 20 else ok(text)
 
 
 # Name -> check; later ones use earlier results

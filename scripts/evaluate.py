@@ -302,8 +302,9 @@ def print_result(found: Evaluated, folder: Path) -> None:
     weights = f"weights   {path.name}" + (f", step {step:,}" if step else "")
     say(weights, f"result    {results}", f"images    {size}", f"files     {folder}")
     if (kept := len(found.classes)) < (every := found.trained.num_classes):
-        text = f"only the outputs of the {kept:,} classes with images competed, not all {every:,}"
-        say(f"note      {text} (--all-outputs)")
+        say(f"note      only {kept:,} classes with images competed, not {every:,} (--all-outputs)")
+    if found.trained.stored and found.trained.config.data.val in (".", "train"):
+        say("note      this counts training images, too, which the model knows")
     if (folder.parent, path.name) == (Path("evaluation"), "best.pt"):  # the report has its images
         say(f"report    python scripts/report.py {shlex.quote(str(path.parents[1]))}")
 
@@ -314,11 +315,11 @@ def evaluate_one(options: argparse.Namespace) -> int:
     folder = options.out or Path("evaluation", name_of(trained) + (",flip" if options.flip else ""))
     if trained.config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model
-    choices = {name: getattr(options, name) for name in ("flip", "all_outputs", "real")}
     with join_world(trained.config.train.device, trained.config.loader.timeout_seconds) as world:
         trained = with_config(trained, overrides, world)
         refuse_inside(folder, trained.config.data, f"--out {folder}")
         folder.mkdir(parents=True, exist_ok=True)
+        choices = {name: getattr(options, name) for name in ("flip", "all_outputs", "real")}
         found = run(trained, world, **choices)
         if world.is_main:
             print_result(found, folder)

@@ -297,7 +297,7 @@ def test_accepted_changes_are_reported_by_every_start(call_main: Any, folder: Pa
     assert json.loads((folder / "summary.json").read_text())["history"] == [history]
     (folder / "summary.json").unlink()  # as after a kill: the run has more steps than asked for now
     out = call_main("optim.lr=0.4", "train.max_steps=1")[1]
-    assert "-00000008.pt\n" in out and "speed  " not in out
+    assert "-00000008.pt; best top1 " in out and "speed  " not in out
     assert call_main()[0] == 2
 
 

@@ -11,6 +11,7 @@ from conf.start import duration
 from engine.compute import Compute
 from engine.distributed import World
 from engine.log.console import results, say
+from engine.metrics import BestBy, format_value
 from engine.run import Run
 from engine.schedule import Schedule, suited_batch, with_batch_size
 from engine.state import TrainState
@@ -36,7 +37,9 @@ def print_plan(
     ]
     if run.resumed is not None:
         at = f"step {state.step:,}, epoch {round(schedule.epoch(state.step), 2):g}"
-        lines.append(f"state     resumed at {at}, from {run.resumed}")
+        by = BestBy.of(run.config.train.best_by).name
+        best = f"; best {format_value(by, state.best[by])} so far" if by in state.best else ""
+        lines.append(f"state     resumed at {at}, from {run.resumed}{best}")
     if run.finished_summary is not None:
         more = "a larger train.max_steps to continue, " if state.step < schedule.steps else ""
         lines = [  # not the plan, and nothing of the earlier start that looks like a new one

@@ -179,6 +179,8 @@ class RunLog:
         row = train_row(step, values, times, schedule, self.compute)
         row |= self.monitor.read() | memory_figures(pool.pids, self.world.device)
         self._write(row)
+        if len(self._times) % 40 == 0:  # a terminal has fewer lines
+            self.tracker.print(header(self.best_by))
         self.tracker.print(train_line(row, values, self.best_by, self.config.train.epochs))
         self.row, self._line_due = row, time.monotonic() + 1
 

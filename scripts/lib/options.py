@@ -76,7 +76,7 @@ def near_runs(missing: str) -> str:
     """`; did you mean` up to three runs whose folders are like a missing one, or nothing."""
     folders = Path(missing).parent, Path("runs")
     runs = {str(held.parent) for folder in folders for held in folder.glob("*/config.yaml")}
-    return did_you_mean(missing, sorted(runs), count=3, least=0.5)
+    return did_you_mean(missing, sorted(runs), count=3, least=0.75)
 
 
 def parse_paths(

@@ -160,7 +160,7 @@ def test_published_weights_on_some_of_the_classes(
     for found, lines in ((some, 5), (every, 4)):
         evaluate.print_result(found, tmp_path)
         out = capsys.readouterr().out
-        assert out.count("\n") == lines == 4 + ("only the outputs of the 7 classes with" in out)
+        assert out.count("\n") == lines == 4 + ("only 7 classes with images" in out)
     (tmp_path / "val" / IMAGENET[5]).rename(tmp_path / "val" / "n00000000")
     with pytest.raises(UserError, match="7 classes, the model has 1000 classes; give --classes"):
         published_on(published, tmp_path)
@@ -197,8 +197,7 @@ def test_real_labels(folder: Path, found: Evaluated, tmp_path: Path) -> None:
     labels = [sets[int(Path(own.datasets.val.name(i)).stem)] for i in range(15)]
     pairs = zip(own.rows["prediction"].tolist(), labels, strict=True)
     hits = [prediction in known for prediction, known in pairs if known]
-    assert own.values["top1_real"] == pytest.approx(100 * sum(hits) / 12)
-    assert len(hits) == 12
+    assert own.values["top1_real"] == pytest.approx(100 * sum(hits) / 12) and len(hits) == 12
     with pytest.raises(UserError, match="has 15 lists for 15 images with 5 different names; give"):
         measured(folder, real=real)
     real.write_text("{")
@@ -216,11 +215,12 @@ def test_another_task(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: An
         return {"mae": (network(batch["image"])[:, 0] - batch["mass"]).abs()}
 
     monkeypatch.setattr(train, "validation_values", values)
-    found = evaluate.run(replace(opened(folder), classes=("mass", "a", "b")), ALONE, flip=True)
-    assert found.classes == ("mass", "a", "b")
+    own = replace(opened(folder, "data.val=train"), classes=("mass", "a", "b"))
+    found = evaluate.run(own, ALONE, flip=True)
+    assert found.classes == own.classes
     evaluate.print_result(found, tmp_path)
     out = capsys.readouterr().out
-    assert re.search(r"result    mae \d[.\d]*\nimages    15 images of 32 px, ", out)
+    assert re.search(r"mae \d[.\d]*\nimages    36 images .*\n.*\nnote      this counts train", out)
     evaluate.write(found, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["evaluation.json"]
     assert json.loads((tmp_path / "evaluation.json").read_text())["mae"] == found.values["mae"]

@@ -211,7 +211,7 @@ def test_values_of_other_tasks(
     monkeypatch.setattr(train, "predictions", predictions)
     image = image_root / "val" / "dots" / "00.jpg"
     found = results(predictor, image, image)
-    table, lines, cells = (written_as(form, found, CLASSES, tmp_path) for form in predict.FORMATS)
+    table, lines, cells = (written_as(f, found, CLASSES, tmp_path) for f in predict.FORMATS)
     paths = [str(tmp_path / name) for name in ("00_mask.png", "00_mask-2.png")]
     trait = dict.fromkeys(CLASSES, 1.0)
     text = "mass 1.234568  vector [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0]  trait " + json.dumps(trait)
