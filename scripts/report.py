@@ -122,7 +122,7 @@ class Run:
         cells["status"] = "; ".join([self.status, *(": ".join(x.split(None, 1)) for x in lines)])
         cells |= {key: show(config[key]) for key in keys if key in config}
         batch_size = number_in(config.get("loader.batch_size"), 0)
-        for row in self.rows["train"][-1:] if alone and best and batch_size else ():
+        for row in self.rows["train"][:1] if alone and best and batch_size else ():
             images = f"{row['step'] * batch_size / row['epoch']:,.0f} for training"
             cells["images"] = f"{images}, {show(best.get('images'))} for validation"
         if rate := number_in(summary.get("images_per_second"), 0):
@@ -394,10 +394,10 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     groups = grouped(validated, varied)
     finished = grouped([run for run in validated if run.status[:8] == "finished"], varied)
     own = [key for key in varied if key in keys]
-    means: list[list[Any]] = [[f"mean of best {by}", "standard deviation", "runs", *own]]
+    means: list[list[Any]] = [[*own, f"mean of best {by}", "standard deviation", "runs"]]
     for of in (of for of in groups.values() if len(of) > 1):
         mean, error = (rounded(value, by) for value in mean_of(of))
-        means.append([mean, error, len(of), *(show(of[0].config.get(key)) for key in own)])
+        means.append([*(show(of[0].config.get(key)) for key in own), mean, error, len(of)])
     tried = [show(run.config.get(varied[0])) for run in runs if len(varied) == 1 and not means[1:]]
     scores = [(run.best()[1], standard_error(run.best()[2], by)) for run in validated]
     near = [i for i, (v, e) in enumerate(scores, 1) if scores[0][0] - v < 2 * 2**0.5 * e]

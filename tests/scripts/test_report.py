@@ -248,7 +248,7 @@ def test_a_sweep_has_a_chart_of_its_key(tmp_path: Path) -> None:
     assert page.titles == ["best top1 by optim.lr"] and page.lines[0].count(" ") == 3
     assert "two standard errors of the difference: run 2." in " ".join(page.said)
     page = made(tmp_path)  # the mean of two runs is below the best value of another
-    assert page.means[1:] == [["55.00 %", "7.07 %", "2", "0.3"]]
+    assert page.means[1:] == [["0.3", "55.00 %", "7.07 %", "2"]]
     assert not any(page.best) and page.lines[0] == "M0.0 112.5L180.0 41.2L360.0 56.2"
 
 
