@@ -32,8 +32,8 @@ def in_threads(
                 yield results.popleft().result()
         while results:
             yield results.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    finally:  # the garbage collector may close this inside a lock for which a join would wait
+        pool.shutdown(not isinstance(sys.exception(), GeneratorExit), cancel_futures=True)
 
 
 def with_progress(items: Iterable[Item], total: int, unit: str) -> Iterator[Item]:

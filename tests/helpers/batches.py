@@ -42,9 +42,8 @@ def toy_loss(
 ) -> tuple[Tensor, Values]:
     """Stand in for `train.training_loss`: for the label, or what mixup made of it."""
     labels = batch["label"]
-    targets = batch.fields.get("target", labels)
     logits = network(batch["image"]).float()
-    return criterion(logits, targets), classifier_means(logits, labels)
+    return criterion(logits, batch.fields.get("target", labels)), classifier_means(logits, labels)
 
 
 def toy_values(network: nn.Module, batch: Batch) -> Values:

@@ -21,10 +21,9 @@ def as_tar(split: Path, target: Path, prefix: str = "") -> None:
 def as_tars(split: Path, target: Path) -> None:
     """Deal the images to three tar files in a folder."""
     target.mkdir()
-    images = images_of(split)
     for number in range(3):
         with tarfile.open(target / f"{number}.tar", "w") as tar:
-            for path in images[number::3]:
+            for path in images_of(split)[number::3]:
                 tar.add(path, str(path.relative_to(split)))
 
 

@@ -121,9 +121,8 @@ def test_pixels_keep_their_dtype_and_channels(dtype: Any, channels: int) -> None
     two = {np.uint8: (60, 190), np.float32: (-1, 3)}[dtype]
     levels = np.random.default_rng(1).choice(two, (40, 50, channels)).astype(dtype)
     found = decode.Picture(levels).mirrored().cropped((-2, 5, 40, 45)).pixels()
-    expected = np.pad(levels[5:, ::-1], ((0, 5), (2, 0), (0, 0)))[:, :42]
     assert found.dtype == dtype
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(found, np.pad(levels[5:, ::-1], ((0, 5), (2, 0), (0, 0)))[:, :42])
     for interpolation in decode.INTERPOLATIONS:
         small = decode.Picture(levels).resized((70, 33), interpolation=interpolation).pixels()
         exact = decode.resize(levels.astype(np.float32), (70, 33), interpolation)

@@ -98,10 +98,9 @@ def test_other_classes(folder: Path, image_root: Path, tmp_path: Path) -> None:
     """The outputs of the classes are found by name; no training split is needed."""
     for name in ("dots", "stripes"):
         shutil.copytree(image_root / "val" / name, tmp_path / "val" / name)
-    whole = measured(folder)
     every = measured(folder, f"data.root={tmp_path}", all_outputs=True)
     assert every.classes == ("dots", "stripes", "checks") and every.summary["outputs"] == 3
-    assert every.rows["loss"] == pytest.approx(whole.rows["loss"][VAL_IMAGES:])
+    assert every.rows["loss"] == pytest.approx(measured(folder).rows["loss"][VAL_IMAGES:])
     part = measured(folder, f"data.root={tmp_path}", flip=True)
     logits, labels = outputs(part)[:, 1:], part.rows["label"]  # without the checks
     losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
@@ -142,9 +141,8 @@ def test_published_weights_on_some_of_the_classes(
     """As on ImageNet-A and -R: the outputs of the 7 folders compete, or all 1,000."""
     places = [5, 17, 300, 301, 640, 872, 999]
     for i, place in enumerate(places):
-        image = sorted((image_root / "val").glob("*/*"))[i]
         (folder := tmp_path / "val" / IMAGENET[place]).mkdir(parents=True)
-        shutil.copy(image, folder)
+        shutil.copy(sorted((image_root / "val").glob("*/*"))[i], folder)
     some, every = (published_on(published, tmp_path, all_outputs=each) for each in (False, True))
     logits, labels = outputs(some), torch.tensor(places)
     for found, kept, own in ((some, logits[:, places], torch.arange(7)), (every, logits, labels)):
@@ -262,9 +260,8 @@ def test_file_of_another_project(
         outputs_of(replace(other.trained, num_classes=5), found.datasets)
     numbers = replace(found.datasets, classes=("01", "02", "10"))
     assert outputs_of(other.trained, numbers) == (numbers.classes, [0, 1, 2])
-    numbers = replace(found.datasets, classes=("1", "10", "2"))
     with pytest.raises(UserError, match=r"order 1, 10, 2, .*--clas"):
-        outputs_of(other.trained, numbers)
+        outputs_of(other.trained, replace(found.datasets, classes=("1", "10", "2")))
     with pytest.raises(UserError, match=r"^data\.root is missing: give it, or "):
         opened(tmp_path / "weights.pth", *FOREIGN)
 

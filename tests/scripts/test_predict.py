@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import PIPE
+from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from PIL import Image
 import models
 import train
 from scripts import predict
+from scripts.lib.progress import in_threads
 from scripts.lib.trained import build_val, exit_status, open_trained
 from scripts.predict import Predictor, Result, find_files
 from tests.conftest import CLASSES, VAL_IMAGES
@@ -233,3 +236,13 @@ def test_same_predictions_on_a_gpu(folder: Path, image_root: Path) -> None:
         found = results(Predictor(trained, torch.device(device, 0), top=1), image_root / "val")
         classes.append([result.values["predictions"][0]["index"] for result in found])
     assert classes[0] == classes[1]
+
+
+def test_an_abandoned_iterator_does_not_wait_for_its_threads() -> None:
+    """The garbage collector may close it inside a lock for which the end of a thread waits."""
+    began, go, ended = Event(), Event(), list[int]()
+    tasks: Any = [int, lambda: began.set() or go.wait(9) or ended.append(1)]
+    found: Any = in_threads(1, lambda task: task(), tasks, ahead=1)
+    assert next(found) == 0 and began.wait(9)
+    assert found.close() is None and not ended
+    go.set()

@@ -33,10 +33,8 @@ def test_every_file_of_torchvision() -> None:
     from torchvision import models as vision
 
     for name in vision.list_models(module=vision):
-        entries = list(vision.get_model_weights(name))
-        for entry in (entries[0], entries[-1]):
-            assert published(name, Path(entry.url)) is not None
-        assert published(name, Path("pretrained")) is not None
+        paths = [Path(entry.url) for entry in vision.get_model_weights(name)]
+        assert all(published(name, path) for path in (paths[0], paths[-1], Path("pretrained")))
 
 
 def of_timm(monkeypatch: pytest.MonkeyPatch, val_size: int | None = None, **stated: Any) -> Any:
@@ -48,9 +46,7 @@ def of_timm(monkeypatch: pytest.MonkeyPatch, val_size: int | None = None, **stat
     timm.__spec__ = ModuleSpec("timm", None)
     timm.get_pretrained_cfg = lambda name: SimpleNamespace(**common | stated)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "timm", timm)
-    found = published("timm/resnet50", Path("x"), val_size=val_size)
-    assert found is not None
-    return found.values
+    return published("timm/resnet50", Path("x"), val_size=val_size).values  # type: ignore[union-attr]
 
 
 def test_timm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,9 +88,8 @@ def test_checkpoint(folder: Path, name: str) -> None:
 
 
 def test_damaged_checkpoint(folder: Path, tmp_path: Path) -> None:
-    weights = open_trained(folder).weights["fc.weight"].numpy().tobytes()
     data = bytearray(checkpoint.find_checkpoint(folder).read_bytes())
-    data[data.index(weights) + 2] ^= 1
+    data[data.index(open_trained(folder).weights["fc.weight"].numpy().tobytes()) + 2] ^= 1
     (tmp_path / "damaged.pt").write_bytes(data)
     with pytest.raises(CheckpointError, match="damaged: its CRC-32"):
         open_trained(tmp_path / "damaged.pt")

@@ -77,9 +77,8 @@ def test_geometry_that_the_kernel_cannot_make() -> None:
 def with_segment(marker: int, content: bytes, *, length: int | None = None) -> bytes:
     """Insert a segment before the first scan of a plain file."""
     length = len(content) + 2 if length is None else length
-    segment = bytes((0xFF, marker)) + length.to_bytes(2, "big") + content
     at = PLAIN.index(b"\xff\xda")
-    return PLAIN[:at] + segment + PLAIN[at:]
+    return PLAIN[:at] + bytes((0xFF, marker)) + length.to_bytes(2, "big") + content + PLAIN[at:]
 
 
 IMAGE = draw_image("plaid", np.random.default_rng(1))
