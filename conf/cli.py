@@ -149,7 +149,7 @@ def help_text(script: str, purpose: str, topic: str = "") -> str:
     """
     found = [group for group in GROUPS if topic in ("", group)]
     groups = [wrapped(f"  {g + '=':<10} {' | '.join(group_names(g))}", 13) for g in found]
-    parts = {part for name in FIELDS for part in (name, *name.split("."))}
+    parts = dict.fromkeys(part for name in FIELDS for part in (name, *name.split(".")))
     if topic not in ("", *GROUPS, *parts):
         near = did_you_mean(topic, parts) or f"; give {', '.join(sorted(SECTIONS))} or a key"
         raise UserError(f"--help {topic}: there is no such section or key{near}")

@@ -191,8 +191,8 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             if os.path.isfile(file := f"{text}/overrides.yaml"):
                 typed_then = cast(list[str], OmegaConf.to_container(OmegaConf.load(file)))
                 raise UserError(f"{text}: is the folder of a run; write {shlex.join(typed_then)}")
-            is_path, advice = "/" in text or os.path.isdir(text), _advice(name, given)
-            meant = f"did you mean data.root={text}?" if is_path else advice
+            is_path = "/" in text or os.path.isdir(text)
+            meant = f"did you mean data.root={text}?" if is_path else _advice(name, given)
             raise UserError(f"{text}: write key=value without spaces; {meant}")
         if name in GROUPS:
             typed[name] = _choice_file(name, word)
@@ -276,7 +276,7 @@ def _recipe(file: Path) -> dict[str, Any]:
         except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
             reason = " ".join(str(error).splitlines()[:2]).strip()
             reason = reason.replace("use 'override ", "use 'override /")  # a recipe is in a group
-            reason = re.sub("^max.*", "its defaults lead back to it; a recipe is `- NAME`", reason)
+            reason = re.sub("^maximum recursion.*", "its defaults name it; write `- NAME`", reason)
             raise UserError(f"{file}: {reason}; correct it") from None
     return dotted(composed)
 

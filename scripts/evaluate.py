@@ -279,6 +279,7 @@ def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
 
 def write(result: Evaluated, folder: Path) -> None:
     """Write evaluation.json and the files of the observers."""
+    folder.mkdir(parents=True, exist_ok=True)
     content = {**result.summary, "made_by": provenance()}
     for _, observer, _ in named_observers(result.trained.config):
         added = observer.evaluated(folder, result.rows, result.classes, result.datasets.val)
@@ -318,7 +319,6 @@ def evaluate_one(options: argparse.Namespace) -> int:
     with join_world(trained.config.train.device, trained.config.loader.timeout_seconds) as world:
         trained = with_config(trained, overrides, world)
         refuse_inside(folder, trained.config.data, f"--out {folder}")
-        folder.mkdir(parents=True, exist_ok=True)
         choices = {name: getattr(options, name) for name in ("flip", "all_outputs", "real")}
         found = run(trained, world, **choices)
         if world.is_main:

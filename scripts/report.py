@@ -43,7 +43,6 @@ from base64 import b64encode
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from statistics import fmean, median_low, stdev
 from typing import Any
@@ -56,6 +55,7 @@ from jinja2 import Template
 from conf import cli
 from conf.compose import dotted, read_yaml
 from conf.schema import UserError, describe, override_keys, show
+from conf.start import duration
 
 FILES = ("metrics.jsonl", "summary.json")  # a run directory has at least one of them
 SPLITS = ("val", "train")
@@ -132,7 +132,7 @@ class Run:
             if again and rate:  # the steps and validations of all starts
                 time = number_in(summary.get("step"), 0) * batch_size / rate
                 time += sum(number_in(row.get("seconds"), 0) for row in self.rows["val"])
-            cells["took"] = f"{'about ' * again}{timedelta(seconds=round(time))}"
+            cells["took"] = f"{'about ' * again}{duration(time)}"
             cells["device"] = summary.get("device", UNKNOWN)
         return cells
 
@@ -245,7 +245,7 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
     return [row for row in compared(configs) if len(set(row[1:])) > 1]
 
 
-def charts(runs: Sequence[Run], labels: Sequence[str] = ()) -> list[dict[str, Any]]:
+def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[dict[str, Any]]:
     """Return a chart for each numeric key, with a curve per run and split; `labels`: not numbers.
 
     Keys whose values are all 0 have none. `KEY_min` and `KEY_max` are the band around the curve of
@@ -381,18 +381,16 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     keys = [key for key in short if typed & {key, key.removesuffix(".name")}][:4]
     keys = keys or ["data.root", "data.image_size", "model.name", "loader.batch_size", "optim.lr"]
     names = ["" if "," in run.name else run.name for run in runs]  # the columns have its keys
-    best, *others = compared([run.headline(keys, alone=not runs[1:]) for run in runs])
-    others = [
-        r for r in others if r[1:] != best[1:] and len({*r[1:]} - {UNKNOWN}) >= min(2, len(runs))
-    ]
-    others.sort(key=lambda row: len(runs) > 1 and row[0] not in keys)  # behind the best value
+    best, *rest = compared([run.headline(keys, alone=not runs[1:]) for run in runs])
+    rest = [r for r in rest if r[1:] != best[1:] and len({*r[1:]} - {UNKNOWN}) >= min(2, len(runs))]
+    rest.sort(key=lambda row: len(runs) > 1 and row[0] not in keys)  # behind the best value
     by, validated = runs[0].best()[0], [run for run in runs if run.best()[2]]
     every = [key for key, *_ in rows if key not in REPEATS]
     varied = [key for key in every if key in keys]  # the others may follow from them
     if len(grouped(validated, varied)) < len(grouped(validated, every)):
         varied = every
     groups = grouped(validated, varied)
-    finished = grouped([run for run in validated if run.status[:8] == "finished"], varied)
+    finished = grouped([r for r in validated if r.summary.get("status") == "finished"], varied)
     own = [key for key in varied if key in keys]
     means: list[list[Any]] = [[*own, f"mean of best {by}", "standard deviation", "runs"]]
     for of in (of for of in groups.values() if len(of) > 1):
@@ -400,21 +398,21 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
         means.append([*(show(of[0].config.get(key)) for key in own), mean, error, len(of)])
     tried = [show(run.config.get(varied[0])) for run in runs if len(varied) == 1 and not means[1:]]
     scores = [(run.best()[1], standard_error(run.best()[2], by)) for run in validated]
-    near = [i for i, (v, e) in enumerate(scores, 1) if scores[0][0] - v < 2 * 2**0.5 * e]
+    near = [i for i, (v, e) in enumerate(scores[1:], 2) if scores[0][0] - v < 2 * 2**0.5 * e]
     lib = Path(__file__).parent / "lib"
     template = (lib / "report.html").read_text("utf-8")
     return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
         runs=runs,
         means=means if means[1:] else [],
         unlike=[key for key, *_ in differences(validated) if key in VALIDATION],
-        near=near[1:],
+        near=near,
         winner=scores[:1] != scores[1:2],
         link=lambda path: quote(os.path.relpath(path, out.parent)),
         encoded=lambda path: b64encode(path.read_bytes()).decode(),
         rounded=rounded,
         about=read_yaml(lib / "values.yaml"),
         given=given,
-        table=[*zip(["run", *names], best, *others, strict=True)],
+        table=[*zip(["run", *names], best, *rest, strict=True)],
         folded=[row for row in rows if row[0] not in keys],
         charts=against(varied, finished) + charts(runs[:MOST], tried),
         most=MOST,

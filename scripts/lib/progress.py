@@ -5,10 +5,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
+
+from conf.start import duration
 
 SECONDS = 5.0  # between two lines of progress
 Item = TypeVar("Item")
@@ -44,6 +45,6 @@ def with_progress(items: Iterable[Item], total: int, unit: str) -> Iterator[Item
         if (seconds := time.monotonic() - shown) > SECONDS:
             rate = (done - before) / seconds
             shown, before = time.monotonic(), done
-            left = timedelta(seconds=round((total - done) / rate))
+            left = duration((total - done) / rate)
             text = f"{done:,} of {total:,} {unit}, {rate:,.0f} {unit}/s, {left} left"
             print(text, file=sys.stderr, flush=True)
