@@ -35,7 +35,7 @@ class Profiler(Observer):
     def begin_step(self, step: int) -> None:
         if self._profile is None and self.first <= step <= self.last:
             self.first = step
-            self._synchronize()
+            torch.get_device_module(self.log.world.device).synchronize()
             self._profile = profile(acc_events=True)  # of the CPU, and of a GPU if there is one
             self._profile.start()
             self.log.feed.train.clock.skip()
@@ -52,7 +52,6 @@ class Profiler(Observer):
             self._profile = None
 
     def _write(self) -> None:
-        self._synchronize()
         found, on_gpu = self._profile, self.log.world.device.type == "cuda"
         self.close()
         path = self.log.run.path / "profile" / f"steps-{self.first}-{self.last}.json.gz"
@@ -62,7 +61,3 @@ class Profiler(Observer):
         found.export_chrome_trace(str(path))
         replace_file(path.with_name(path.name.replace(".json.gz", ".txt")), table)
         self.log.tracker.print(f"profile   {path} (open in ui.perfetto.dev) and a table, .txt")
-
-    def _synchronize(self) -> None:
-        if self.log.world.device.type == "cuda":
-            torch.cuda.synchronize()

@@ -50,13 +50,11 @@ from scripts.lib.trained import exit_status
 
 WINDOWS = 5
 FOREVER = 1 << 40  # steps; on a GPU, model.compile=auto compiles for so many
-
-
 Stage = tuple[str, list[float], str]
 """Name, images/s in each window, and a remark for the table, perhaps with lines below it."""
 
 
-def run(config: Config, *, only: Sequence[str], seconds: float) -> list[Stage]:
+def run(config: Config, *, only: Sequence[str], seconds: float) -> Iterator[Stage]:
     """Measure some of STAGES, in their order. Raises UserError if config or data are wrong."""
     with join_world(config.train.device) as world:
         config = train.resolve_config(config, world)
@@ -68,18 +66,16 @@ def run(config: Config, *, only: Sequence[str], seconds: float) -> list[Stage]:
         schedule = make_schedule(config, len(datasets.train), world)
         compute = choose_compute(config, datasets, world.device, steps=FOREVER)
         set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
-        stages: list[Stage] = []
         if "loader" in only:
             with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
                 # Complete batches in host memory, as fast as the loader delivers them.
                 sizes = (len(batch.samples) for batch in feed.train.loader.batches(0, FOREVER))
                 warm_up(sizes, feed)
                 note = f"{feed.pool.active} workers, batch {config.loader.batch_size}"
-                stages.append(("loader", windows(sizes, seconds), note))
+                yield "loader", windows(sizes, seconds), note
         if "step" in only or "train" in only:
             steps = measure_steps(datasets, schedule, compute, world, seconds)
-            stages += [stage for stage in steps if stage[0] in only]
-    return stages
+            yield from (stage for stage in steps if stage[0] in only)
 
 
 def windows(
@@ -120,10 +116,7 @@ def measure_steps(
             meter.add(train_on_batch(batch))
             yield len(batch.samples)
 
-    def finish() -> None:
-        if (kind := world.device.type) != "cpu":
-            torch.get_device_module(kind).synchronize()
-
+    finish = torch.get_device_module(world.device).synchronize
     with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
         kept = [batch.clone() for batch in feed.train.batches(0, 4)]
         fit_memory(schedule, train_on_batch, state, world, kept[:1])
@@ -147,7 +140,7 @@ def measure_steps(
 
 
 def main() -> int:
-    stages = run(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds)
+    stages = [*run(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds)]
     for name, rates, note in stages:
         spread = f"({min(rates):,.0f}-{max(rates):,.0f})"
         print(f"{name:<12} {median(rates):>10,.0f} images/s  {spread}  {note}")
