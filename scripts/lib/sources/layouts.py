@@ -183,9 +183,7 @@ def read_folder(
     images = {path: place for path, place in tree.items() if is_image(path)}
     # Beside the folders, there are files about the data set.
     others |= not_images(path for path in tree if "/" in path)
-    while len({path.split("/")[0] for path in images}) == 1:
-        if min(path.count("/") for path in images) < 2:
-            break
+    while len({p.split("/")[0] for p in images}) == 1 and min(p.count("/") for p in images) > 1:
         images = {path.partition("/")[2]: place for path, place in images.items()}
     # A class may be called train: a split holds folders of classes.
     tops = {path.split("/")[0] for path in images if path.count("/") > 1}
@@ -218,11 +216,10 @@ def with_record_names(samples: list[Sample]) -> list[Sample]:
     for sample in samples:
         wnids[sample.label].update(WNID.findall(sample.name) or [""])
     one = {label: min(ids) for label, ids in wnids.items() if len(ids) == 1}
-    names = {label: label for label in wnids}
+    digits = max(map(len, wnids)) if all(map(str.isdecimal, wnids)) else 0
+    names = {label: label.zfill(digits) for label in wnids}
     if len(one) == len(wnids) == len(set(one.values()) - {""}):
         names = one
-    elif all(label.isdecimal() for label in wnids):
-        names = {label: label.zfill(max(map(len, wnids))) for label in wnids}
     counts = Counter((s.split, s.label, os.path.basename(s.name)) for s in samples)
     named = []
     for sample in samples:
