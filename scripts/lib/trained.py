@@ -5,6 +5,7 @@ safetensors file of scripts/export.py states the model, its preprocessing and th
 files, the overrides name the model; torchvision and timm state the preprocessing.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,12 +29,11 @@ from models.zoo import RGB
 from pipeline.build import Datasets, build_splits, build_transform, check_channels
 from pipeline.dataset import FakeDataset
 from pipeline.splits import held_out
+from scripts.lib.options import TRAINING
 from scripts.lib.published import exported, published, stored_name
 
-# Sections and keys of the machine or the training, not of the model: their defaults are used.
-SECTIONS = {"loader", "optim", "checkpoint", "run", "log"}  # except for loader.batch_size
-KEYS = {"augment.train", "augment.batch", "model.weights", "model.freeze", "train.device"}
-KEYS |= {"train.prepare"}  # may name what is only in another copy
+# Keys of the training or the machine, not of the model: their defaults are used.
+OTHERS = re.compile(rf"{TRAINING}|loader\.|log\.|model\.(weights|freeze)|train\.device")
 NAMES_A_MODEL = {"model", "model.name", "recipe"}
 
 
@@ -155,17 +155,17 @@ def open_trained(
         channels, outputs = sizes_in(weights, config.model, image_size=size, origin=str(path))
         count, shape = count or outputs, shape or (channels, size, size)
     check_channels(config.data, shape[-3])
+    if classes is not None:
+        names = _read_names(classes, count)
     known = tuple(names) if len(names) == count else ()
-    trained = Trained(path, config, weights, averaged, count, known, tuple(shape), stored)
-    return trained if classes is None else replace(trained, classes=_read_names(classes, trained))
+    return Trained(path, config, weights, averaged, count, known, tuple(shape), stored)
 
 
 def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:
     if "data.image_size" in override_keys(overrides):
         raise UserError("data.image_size: is fixed by the checkpoint; write data.val_size")
     stored = content["config"]
-    others = {key for key in stored if key.partition(".")[0] in SECTIONS} | KEYS
-    values = {key: value for key, value in stored.items() if key not in others}
+    values = {key: value for key, value in stored.items() if not OTHERS.match(key)}
     # The share of one rank, which fits into the memory of one device.
     values["loader.batch_size"] = stored["loader.batch_size"] // stored.get("ranks", 1)
     return from_checkpoint(values, overrides)
@@ -189,16 +189,15 @@ def _config_of_foreign(
     return from_overrides(overrides, decided=stated.values), stated.classes
 
 
-def _read_names(path: Path, trained: Trained) -> tuple[str, ...]:
+def _read_names(path: Path, count: int) -> list[str]:
     try:
-        names = tuple(path.read_text("utf-8-sig", "surrogateescape").splitlines())
+        names = path.read_text("utf-8-sig", "surrogateescape").splitlines()
     except OSError as error:
         raise UserError(f"--classes {path}: {error.strerror}; give a text file") from None
-    if len(names) != trained.num_classes or len(set(names)) != len(names):
-        raise UserError(
-            f"--classes {path}: has {len(set(names))} different lines, the model has "
-            f"{trained.num_classes} classes; give one name per line, in the order of the logits"
-        )
+    if len(names) != count or len(set(names)) != count:
+        has = f"has {len(set(names))} different lines, the model has {count} classes"
+        cure = "give one name per line, in the order of the logits"
+        raise UserError(f"--classes {path}: {has}; {cure}")
     return names
 
 
