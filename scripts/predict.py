@@ -129,9 +129,8 @@ class Predictor:
     ) -> None:
         config, data, loader = trained.config, trained.config.data, trained.config.loader
         self.transform = build_transform(config.augment.val, "augment.val")
-        self.size = self.transform.image_size
-        if self.size != trained.image_size:
-            trained.check_size(self.size)
+        if (size := self.transform.image_size) != trained.image_size:
+            trained.check_size(size)
         if len(shape := [*trained.image_shape]) > 3:
             raise UserError(f"predict.py: a sample of this model is {shape}, and no single image")
         on_cpu = loader.decoder in decode.DECODERS

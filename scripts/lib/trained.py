@@ -76,8 +76,7 @@ class Trained:
     def check_size(self, size: int) -> int:
         """Return the operations for one image. Raises UserError if the model takes no such size."""
         with torch.device("meta"):
-            model = self._model()
-        return count_flops(model, self.shape_at(size), key="data.val_size")
+            return count_flops(self._model(), self.shape_at(size), key="data.val_size")
 
     def shape_at(self, size: int) -> tuple[int, ...]:
         """Return the shape of an image of `size` pixels on the device, (..., C, size, size)."""
