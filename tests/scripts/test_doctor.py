@@ -46,9 +46,6 @@ def only(rows: Any) -> Any:
     return row
 
 
-# The whole script.
-
-
 def test_a_healthy_dataset(ranks: Ranks, root: Path, tmp_path: Path) -> None:
     (root / "train" / "dots" / "1.heic").touch()  # told once
     before = {p: p.lstat().st_mtime_ns for p in root.rglob("*")}
@@ -76,9 +73,6 @@ def test_data_without_files_and_a_check_that_raises(
     assert only(found["plan"]).found.startswith("check failed with an error: ZeroDivisionError: ")
     assert only(found["disk"]).found == "not checked: needs the plan, see plan"
     assert found.keys() == doctor.CHECKS.keys() - {"readable", "odd files", "duplicates", "colours"}
-
-
-# The data.
 
 
 def test_folders_that_do_not_fit(root: Path) -> None:
@@ -189,9 +183,6 @@ def test_the_mean_and_the_deviation_of_the_pixels(root: Path) -> None:
     list(doctor.readable(case))
     with pytest.raises(doctor.NotChecked, match="16-bit"):
         list(doctor.colours(case))
-
-
-# The machine.
 
 
 def test_the_plan(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,9 +129,6 @@ def test_the_accuracy_on_a_card(trained: Trained) -> None:
     assert export.accuracy(replace(trained, stored=stored | {"step": 8})) == "not known"
 
 
-# Models.
-
-
 @pytest.mark.parametrize("to", ["pt2", pytest.param("onnx", marks=needs_onnx)])
 def test_a_vision_transformer(trained: Trained, tmp_path: Path, to: str) -> None:
     """Batches of 1, 3 and 12 images: the size of a batch is not fixed."""
@@ -143,9 +140,6 @@ def test_a_vision_transformer(trained: Trained, tmp_path: Path, to: str) -> None
     export.save(job, model, tmp_path / f"a.{to}")
     predict, _ = export.open_exported(job, tmp_path / f"a.{to}")
     export.compare(job, predict, model)
-
-
-# Faults.
 
 
 class Faulty(nn.Module):

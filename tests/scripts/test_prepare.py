@@ -339,9 +339,6 @@ def test_every_format(
     assert f"train with: python train.py data.root={to}{fraction}\n" in said
 
 
-# Refused input.
-
-
 def test_the_labels_of_ilsvrc2012_are_known(tmp_path: Path) -> None:
     """A kit with 1,000 classes must give the published labels: another order is refused."""
     first = dict(zip([490, 361, 171, 822, 297], imagenet.FIRST_LABELS, strict=True))
@@ -444,9 +441,6 @@ def test_wrong_destinations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert written(to) == EXPECTED
 
 
-# Resumed runs.
-
-
 def test_files_are_linked_or_on_another_file_system_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,9 +496,6 @@ def test_a_full_disk_ends_the_run_and_the_next_one_continues(
     assert error.count("\n") == 1 and not (to / "train.tar").exists()
     assert run(source, to, "--format", "tar") == 0
     assert written(to) == EXPECTED
-
-
-# Smaller images.
 
 
 @pytest.mark.parametrize(

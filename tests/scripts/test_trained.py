@@ -68,9 +68,6 @@ def test_files_that_are_refused(tmp_path: Path, weights: Weights) -> None:
         open_trained(tmp_path / "model.safetensors", TINY)
 
 
-# Checkpoints of this project.
-
-
 @pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/best.pt"])
 def test_checkpoint(folder: Path, name: str) -> None:
     found = open_trained(folder / name)
