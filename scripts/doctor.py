@@ -35,14 +35,11 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
-import models
 import train
 from conf.schema import Config, RunError, UserError, describe
-from engine.checkpoint import find_checkpoint
 from engine.compute import Compute, build_model, choose_compute
 from engine.distributed import World, resolve_device
 from engine.log.plan import cpu_seconds, setup_notes
-from engine.losses import build_criterion, class_weights
 from engine.schedule import make_schedule
 from pipeline import decode, machine
 from pipeline.build import Datasets, build_datasets
@@ -283,17 +280,16 @@ def plan(case: Case) -> Iterator[Row]:
         raise NotChecked("there is no plan without data, see data")
     # Again, with loader.decoder, which depends on the device, and what train.prepare has changed.
     datasets, world = build_datasets(config, device), World(0, 1, 1, device)
-    build_criterion(config.train, class_weights(config.train, datasets))
     schedule = make_schedule(config, len(datasets.train), world)
     case.compute = choose_compute(config, datasets, device, schedule.stop_step)
+    train.build_loss(config, datasets, case.compute)
     if (weights := config.model.weights) == "pretrained":
         if published(config.model.name, Path(weights)) is None:
             build_model(config, datasets, pretrained=True)  # refuses it, without a download
         text = "model.weights=pretrained: training first downloads it, unless it is in the cache"
         yield warn(text, "without a network, give model.weights=FILE")
-    elif weights:
-        model = build_model(config, datasets)
-        models.load_weights(model, find_checkpoint(weights), datasets.classes)
+    else:
+        train.build_state(config, datasets, case.compute, world)
     yield from (warn(n, "training still starts") for n in setup_notes(config, datasets, world))
     yield ok(
         f"{config.model.name}, {case.compute.parameters / 1e6:.2f} M parameters, "

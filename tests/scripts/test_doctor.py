@@ -192,10 +192,14 @@ def test_the_plan(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     *_, long, row = look(root, *words, "data.image_size=96", sample=1)["plan"]  # long on 100 cores
     assert row.status == "warn" and "quota of 0.5 cores" in row.found and "--cpus" in row.do
     assert re.fullmatch(r"about [\d,.]+ hours on this CPU", long.found)
-    said = {"pretrained": "there are none of resnet_tiny;", "gone.pth": "cannot be read (No "}
-    for weights, reason in said.items():
-        row = only(look(root, f"model.weights={weights}", sample=1)["plan"])
-        assert row.status == "fail" and row.found.startswith(f"model.weights={weights}: {reason}")
+    said = {
+        "model.weights=pretrained": "there are none of resnet_tiny;",
+        "model.weights=gone.pth": "cannot be read (No ",
+        "optim.args={a: 1}": "sgd takes no a;",
+    }
+    for word, reason in said.items():
+        row = only(look(root, word, sample=1)["plan"])
+        assert row.status == "fail" and row.found.startswith(f"{word}: {reason}")
 
 
 def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
