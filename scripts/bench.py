@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -35,21 +36,18 @@ import train
 from conf import cli, schema
 from conf.schema import Config
 from engine.checkpoint import provenance
-from engine.compute import Compute, choose_compute, set_up_kernels
 from engine.distributed import World, join_world
 from engine.files import write_json
 from engine.log.verdict import judge
 from engine.memory import fit_memory
 from engine.metrics import Meter
-from engine.schedule import Schedule, make_schedule
 from pipeline.batch import Batch
-from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
 from pipeline.machine import cores
 from scripts.lib.trained import exit_status
 
 WINDOWS = 5
-FOREVER = 1 << 40  # steps; on a GPU, model.compile=auto compiles for so many
+FOREVER = 1 << 40  # steps
 Stage = tuple[str, list[float], str]
 """Name, images/s in each window, and a remark for the table, perhaps with lines below it."""
 
@@ -61,11 +59,9 @@ def run(config: Config, *, only: Sequence[str], seconds: float) -> Iterator[Stag
         # With a small learning rate, no number of steps diverges.
         slow, constant = replace(config.optim, lr=1e-3), schema.ScheduleConfig("constant")
         config = replace(config, optim=slow, schedule=constant)
-        datasets = build_datasets(config, world.device)
-        datasets.create_files()
-        schedule = make_schedule(config, len(datasets.train), world)
-        compute = choose_compute(config, datasets, world.device, steps=FOREVER)
-        set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
+        if config.model.compile == "auto" and world.device.type == "cuda":  # also for a short run
+            config = replace(config, model=replace(config.model, compile="default"))
+        parts = datasets, _, compute, *_ = train.build_parts(config, {}, world)
         if "loader" in only:
             with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
                 # Complete batches in host memory, as fast as the loader delivers them.
@@ -74,7 +70,7 @@ def run(config: Config, *, only: Sequence[str], seconds: float) -> Iterator[Stag
                 note = f"{feed.pool.active} workers, batch {config.loader.batch_size}"
                 yield "loader", windows(sizes, seconds), note
         if "step" in only or "train" in only:
-            steps = measure_steps(datasets, schedule, compute, world, seconds)
+            steps = measure_steps(parts, world, seconds)
             yield from (stage for stage in steps if stage[0] in only)
 
 
@@ -101,13 +97,13 @@ def warm_up(sizes: Iterator[int], feed: Feed) -> None:
         next(sizes)
 
 
-def measure_steps(
-    datasets: Datasets, schedule: Schedule, compute: Compute, world: World, seconds: float
-) -> list[Stage]:
-    """Measure train.py's optimiser step, on four batches that stay on the device and then fed."""
+def measure_steps(parts: Any, world: World, seconds: float) -> list[Stage]:
+    """Measure train.py's optimiser step, on four batches that stay on the device and then fed.
+
+    `parts`: what `train.build_parts` returns.
+    """
+    datasets, schedule, compute, loss, state = parts
     config = schedule.config
-    state = train.build_state(config, datasets, compute, world)
-    loss = train.build_loss(config, datasets, compute)
     train_on_batch = train.build_step(schedule, compute, loss, state, world)
     meter = Meter(world)
 
