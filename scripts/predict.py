@@ -224,7 +224,7 @@ class Predictor:
 
         def entry(p: float, i: int) -> dict[str, Any]:
             name = self.names[i]
-            return {"class": name, "index": i, "probability": p, "name": readable(name)}
+            return {"class": name, "index": i, "probability": round(p, 6), "name": readable(name)}
 
         best = probabilities.topk(min(self.top, classes))
         return [list(map(entry, *row)) for row in zip(*map(Tensor.tolist, best), strict=True)]
@@ -272,8 +272,6 @@ class Output:
                 csv.writer(self.file, lineterminator="\n").writerows(rows)
                 self.has_head = True
             elif self.form == "jsonl":
-                for entry in values.get("predictions", ()):
-                    entry["probability"] = round(entry["probability"], 6)
                 self.file.write(json_text({"path": result.path, **values}) + "\n")
             else:
                 texts = (self.text(name, value) for name, value in values.items())
