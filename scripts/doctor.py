@@ -39,7 +39,7 @@ import train
 from conf.schema import Config, RunError, UserError, describe
 from engine.compute import Compute, build_model, choose_compute
 from engine.distributed import World, resolve_device
-from engine.log.plan import cpu_seconds, setup_notes
+from engine.log.plan import cpu_seconds, planned, setup_notes
 from engine.schedule import make_schedule
 from pipeline import decode, machine
 from pipeline.build import Datasets, build_datasets
@@ -291,11 +291,7 @@ def plan(case: Case) -> Iterator[Row]:
     else:
         train.build_state(config, datasets, case.compute, world)
     yield from (warn(n, "training still starts") for n in setup_notes(config, datasets, world))
-    yield ok(
-        f"{config.model.name}, {case.compute.parameters / 1e6:.2f} M parameters, "
-        f"{len(datasets.classes):,} classes; {schedule.stop_step:,} steps of {schedule.batch_size} "
-        f"images of {datasets.train_size} px on {case.compute.name}"
-    )
+    yield from map(ok, planned(datasets, schedule, case.compute, schedule.stop_step))
     hours = cpu_seconds(case.compute, schedule.stop_step * schedule.batch_size) / 3600
     if device.type == "cpu" and hours > 1:
         yield warn(f"about {hours:,.0f} hours on this CPU", "take a GPU, or model.name=resnet18")

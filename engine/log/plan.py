@@ -32,7 +32,7 @@ def print_plan(
     notes = (*run.config.notes, *setup_notes(run.config, datasets, run.world))
     lines = [
         f"run       {run.path}",
-        *_lines(datasets, schedule, compute, schedule.stop_step - state.step),
+        *planned(datasets, schedule, compute, schedule.stop_step - state.step),
         *(f"note      {note}" for note in notes),
     ]
     if run.resumed is not None:
@@ -50,7 +50,7 @@ def print_plan(
     say(*lines, *(f"history   {line}" for line in state.history))
 
 
-def _lines(datasets: Datasets, schedule: Schedule, compute: Compute, left: int) -> Iterable[str]:
+def planned(datasets: Datasets, schedule: Schedule, compute: Compute, left: int) -> Iterable[str]:
     """Yield lines about the images, the steps, of which some are left, the model and the device."""
     config, classes = schedule.config, len(datasets.classes)
     yield (
