@@ -37,7 +37,7 @@ from PIL import Image, UnidentifiedImageError
 
 import train
 from conf.schema import Config, RunError, UserError, describe
-from engine.compute import Compute, build_model, choose_compute
+from engine.compute import Compute, choose_compute
 from engine.distributed import World, resolve_device
 from engine.log.plan import cpu_seconds, planned, setup_notes
 from engine.schedule import make_schedule
@@ -281,14 +281,13 @@ def plan(case: Case) -> Iterator[Row]:
     # Again, with loader.decoder, which depends on the device, and what train.prepare has changed.
     datasets, world = build_datasets(config, device), World(0, 1, 1, device)
     schedule = make_schedule(config, len(datasets.train), world)
-    case.compute = choose_compute(config, datasets, device, schedule.stop_step)
+    case.compute = choose_compute(config, datasets, device, schedule.stop_step, schedule.batch_size)
     train.build_loss(config, datasets, case.compute)
-    if (weights := config.model.weights) == "pretrained":
-        if published(config.model.name, Path(weights)) is None:
-            build_model(config, datasets, pretrained=True)  # refuses it, without a download
+    weights = config.model.weights
+    if weights == "pretrained" and published(config.model.name, Path(weights)) is not None:
         text = "model.weights=pretrained: training first downloads it, unless it is in the cache"
         yield warn(text, "without a network, give model.weights=FILE")
-    else:
+    else:  # refuses weights that do not exist or do not fit
         train.build_state(config, datasets, case.compute, world)
     yield from (warn(n, "training still starts") for n in setup_notes(config, datasets, world))
     yield from map(ok, planned(datasets, schedule, case.compute, schedule.stop_step))
