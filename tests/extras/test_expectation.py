@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,22 +156,23 @@ def test_a_single_low_validation_is_not_a_warning() -> None:
 
 
 def test_the_curve_of_five_runs() -> None:
-    """`report.py --reference` prints the node of a recipe, without the facts of the data."""
+    """`.ci/reference` prints the node of a recipe, without the facts of the data."""
+    reference = run_path(str(ROOT / ".ci" / "reference"))["reference"]
     runs, rng = [report.Run(Path(f"seed{seed}")) for seed in range(5)], np.random.default_rng(0)
     top1 = rng.uniform(20, 80, (5, 3))
     for seed, (run, values) in enumerate(zip(runs, top1.tolist(), strict=True)):
         run.config = {"train.epochs": 3, "train.seed": seed, "optim.lr": 0.1}
         epochs = enumerate(values, start=1)
         run.rows["val"] = [{"epoch": n + 0.1, "top1": value, "images": 15} for n, value in epochs]
-    node = yaml.safe_load(report.reference(runs))["expect"]
+    node = yaml.safe_load(reference(runs))["expect"]
     curve = node["reference"]
     np.testing.assert_allclose(curve["top1"], top1.mean(0), atol=0.006)
     np.testing.assert_allclose(curve["std"], top1.std(0, ddof=1), atol=0.006)
     assert (node["top1"], node["std"]) == (curve["top1"][-1], curve["std"][-1])
     assert node["runs"] == curve["runs"] == 5 and node["val_images"] == 15
     assert expectation(**node).finish({}) == {"expectation": None}
-    with pytest.raises(UserError, match=r"--reference: give 5 or more .*; 4 are given, "):
-        report.reference(runs[:4])
+    with pytest.raises(UserError, match=r"give 5 or more .*; 4 are given, "):
+        reference(runs[:4])
 
 
 @pytest.mark.parametrize("recipe", group_names("recipe"))
