@@ -39,7 +39,7 @@ import train
 from conf.schema import Config, RunError, UserError, describe
 from engine.compute import Compute, choose_compute
 from engine.distributed import World, resolve_device
-from engine.log.plan import cpu_seconds, planned, setup_notes
+from engine.log.plan import planned, setup_notes
 from engine.schedule import make_schedule
 from pipeline import decode, machine
 from pipeline.build import Datasets, build_datasets
@@ -291,9 +291,6 @@ def plan(case: Case) -> Iterator[Row]:
         train.build_state(config, datasets, case.compute, world)
     yield from (warn(n, "training still starts") for n in setup_notes(config, datasets, world))
     yield from map(ok, planned(datasets, schedule, case.compute, schedule.stop_step))
-    hours = cpu_seconds(case.compute, schedule.stop_step * schedule.batch_size) / 3600
-    if device.type == "cpu" and hours > 1:
-        yield warn(f"about {hours:,.0f} hours on this CPU", "take a GPU, or model.name=resnet18")
     if (quota := machine.cpu_quota()) < (threads := machine.cores()):
         cure = "if this is not intended, raise the container's --cpus or Slurm's --cpus-per-task"
         yield warn(f"a CPU quota of {quota:g} cores for {threads} hardware threads", cure)

@@ -81,16 +81,11 @@ def planned(datasets: Datasets, schedule: Schedule, compute: Compute, left: int)
     compiled = "" if mode == "off" else f", compile {mode} (takes minutes at the first start)"
     yield f"device    {compute.name}, {compute.precision}{layout}{compiled}"
     if compute.device.type == "cpu":
-        time = cpu_seconds(compute, left * schedule.batch_size)
+        time = 3 * compute.flops * left * schedule.batch_size / CORE_FLOPS / cores()  # seconds
         memory = compute.flops * schedule.local_batch_size / schedule.micro_batches / 1e11  # GB
         less = "; less with a train.micro_batch" if memory > 4 else ""
         if time > 600 or less:
             yield f"estimate  about {duration(time)} for the steps, {memory:.1f} GB of memory{less}"
-
-
-def cpu_seconds(compute: Compute, images: int) -> float:
-    """Estimate how long the cores of this machine train on a number of images."""
-    return 3 * compute.flops * images / CORE_FLOPS / cores()
 
 
 def setup_notes(config: Config, datasets: Datasets, world: World) -> list[str]:

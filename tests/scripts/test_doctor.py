@@ -191,7 +191,7 @@ def test_the_plan(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "model=resnet50", "model.weights=pretrained", "train.epochs=1000000", "train.device=cpu"
     *_, long, row = look(root, *words, "data.image_size=96", sample=1)["plan"]  # long on 100 cores
     assert row.status == "warn" and "quota of 0.5 cores" in row.found and "--cpus" in row.do
-    assert re.fullmatch(r"about [\d,.]+ hours on this CPU", long.found)
+    assert re.fullmatch(r"estimate +about [\d,:]+ for the steps, .* GB of memory.*", long.found)
     said = {
         "model.weights=pretrained": "there are none of resnet_tiny;",
         "model.weights=gone.pth": "cannot be read (No ",
