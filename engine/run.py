@@ -220,8 +220,7 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
     for name in WEIGHTS:
         if keys[name] not in (None, "pretrained"):
             with open(checkpoint.find_checkpoint(keys[name]), "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            keys[name] = f"SHA-256 {digest[:16]}"
+                keys[name] = f"SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
     return {
         "data.train": datasets.train.fingerprint(),
         "data.val": datasets.val.fingerprint(),

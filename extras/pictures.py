@@ -1,20 +1,20 @@
 """What a classifier gets wrong: a table of its classes, and pictures for TensorBoard.
 
-By default, conf/config.yaml names it: log.observers=[extras.pictures:Pictures]. A validation
-writes per_class.json, and scripts/evaluate.py the same as CSV files and pictures.
+By default, conf/config.yaml names it: log.observers=[extras.pictures:Pictures]. The best validation
+so far writes the folder `evaluation` of the run, and scripts/evaluate.py one with the same files.
 """
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from engine.files import replace_file
+from engine.files import replace_file, write_json
 from engine.log.observer import Observer
 from engine.log.sheet import sheet
 from engine.validation import Rows
@@ -24,56 +24,61 @@ from pipeline.dataset import Dataset
 
 COLUMNS = {"label", "prediction", "loss", "confidence", "top1"}  # of a classifier
 WORST_DRAWN, WORST_LISTED = 16, 100  # images with the largest loss; of many, 2 % are listed
-CONFUSION = ("class", "prediction", "images", "name", "prediction_name")  # of confusion.csv
-WORST = ("path", "class", "prediction", "confidence", "loss", "name", "prediction_name")
 MAX_BARS = 25
 BINS = 15  # of the confidence, as in arXiv 1706.04599
 
 
 class Pictures(Observer):
-    """Records and draws the results of each validation."""
+    """Draws each validation for TensorBoard, and writes files about the best one."""
 
     def validated(self, row: Any, rows: Rows) -> None:
         if rows.keys() >= COLUMNS:
-            found, step, tracker = Predictions(rows), row["step"], self.log.tracker
-            classes = self.log.datasets.classes
-            tracker.record("per_class.json", {"step": step, "classes": found.per_class(classes)})
-            tracker.images(partial(found.draw, classes, self.log.datasets.val), step)
+            data, log, step = self.log.datasets, self.log, row["step"]
+            found = Predictions(rows, data.classes, data.val)
+            log.tracker.images(found.draw, step)
+            if log.state.best.get("step") == step:
+                folder = log.run.path / "evaluation"
+                folder.mkdir(exist_ok=True)
+                write_json(folder / "evaluation.json", {**row, **found.write(folder)})
 
     @staticmethod
     def evaluated(folder: Path, rows: Rows, classes: Sequence[str], dataset: Dataset) -> Any:
-        if not rows.keys() >= COLUMNS:
-            return None
-        found = Predictions(rows)
-        table, names = found.per_class(classes), [readable(name) for name in classes]
-        write(folder / "per_class.csv", [table[0], *(row.values() for row in table)])
-        pairs = [
-            (classes[i], classes[j], images, names[i], names[j])
-            for i, j, images in found.confusions(len(classes))
-        ]
-        write(folder / "confusion.csv", [CONFUSION, *pairs])
-        worst = []
-        for row in found.worst(max(WORST_LISTED, len(found.labels) // 50)):
-            i, j = found.labels[row], found.predictions[row]
-            values = float(found.confidences[row]), float(found.losses[row])
-            worst.append((dataset.name(row), classes[i], classes[j], *values, names[i], names[j]))
-        write(folder / "worst.csv", [WORST, *worst])
-        for tag, picture in found.draw(classes, dataset).items():
-            name = tag.removeprefix("val/")
-            picture.save(folder / ("worst.jpg" if name == "worst" else f"{name}.png"), quality=90)
-        return {"calibration": found.calibration()}
+        return Predictions(rows, classes, dataset).write(folder) if rows.keys() >= COLUMNS else None
 
 
 class Predictions:
     """The rows of a validation of a classifier: one for every image of a split, in its order."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, classes: Sequence[str], dataset: Dataset) -> None:
+        self.classes, self.names, self.dataset = classes, [*map(readable, classes)], dataset
         # int64 [N]; the prediction is class 0 if a logit is NaN
         self.labels, self.predictions = rows["label"].numpy(), rows["prediction"].numpy().clip(0)
         # float64 [N], from engine.metrics.classifier_values; top5 of at least six classes
         names = ("top1", "top5", "loss", "confidence")
         self.values = {n: rows[n].numpy().astype(np.float64) for n in names if n in rows}
         self.losses, self.confidences = self.values["loss"], self.values.pop("confidence")
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Write CSV files and the worst images; return what evaluation.json gets."""
+        pairs = [{**self.named(i, j), "images": images} for i, j, images in self.confusions()]
+        worst = []
+        for row in self.worst(max(WORST_LISTED, len(self.labels) // 50)):
+            values = {"confidence": float(self.confidences[row]), "loss": float(self.losses[row])}
+            named = self.named(self.labels[row], self.predictions[row])
+            worst.append({"path": self.dataset.name(row), **named, **values})
+        tables = {"per_class": self.per_class(), "confusion": pairs, "worst": worst}
+        for name, rows in tables.items():
+            text = io.StringIO()
+            table = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
+            table.writeheader()
+            table.writerows(rows)
+            replace_file(folder / f"{name}.csv", text.getvalue())
+        self.worst_images.save(folder / "worst.jpg", quality=90)
+        return {"calibration": self.calibration()}
+
+    def named(self, label: int, prediction: int) -> dict[str, str]:
+        names = {"name": self.names[label], "prediction_name": self.names[prediction]}
+        return {"class": self.classes[label], "prediction": self.classes[prediction], **names}
 
     def calibration(self) -> dict[str, Any]:
         """Return how well the confidence, the largest probability, predicts the accuracy.
@@ -90,22 +95,29 @@ class Predictions:
             found[name] = [total / count if count else None for total, count in sums]
         return found
 
-    def confusions(self, classes: int) -> list[tuple[int, int, int]]:
+    def confusions(self) -> list[tuple[int, int, int]]:
         """Return (label, prediction, images) of every pair, the most frequent first."""
+        classes = len(self.classes)
         pairs, images = np.unique(self.labels * classes + self.predictions, return_counts=True)
         rows = zip(pairs.tolist(), images.tolist(), strict=True)
-        found = [(pair // classes, pair % classes, count) for pair, count in rows]
-        return sorted(found, key=lambda row: -row[2])
+        return sorted(((*divmod(pair, classes), n) for pair, n in rows), key=lambda row: -row[2])
 
-    def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
-        """Return images, top1, top5 (percent) and mean loss of every class; None without images."""
-        images = np.bincount(self.labels, minlength=len(classes))
-        columns = self.values.items()
-        sums = {key: np.bincount(self.labels, each, len(classes)) for key, each in columns}
+    def per_class(self) -> list[dict[str, Any]]:
+        """Return images, top1 (the recall), top5, mean loss, precision and F1 of every class.
+
+        All but the loss are in percent; None where there is no image, or no prediction.
+        """
+        size, columns = len(self.classes), self.values.items()
+        images, predictions = np.bincount(self.labels, minlength=size), self.predictions
+        guesses: list[int] = np.bincount(predictions, minlength=size).tolist()
+        sums = {key: np.bincount(self.labels, each, size).tolist() for key, each in columns}
         rows = []
-        for i, (name, count) in enumerate(zip(classes, images.tolist(), strict=True)):
-            means = {key: float(sums[key][i] / count) if count else None for key in sums}
-            rows.append({"class": name, "images": count, **means, "name": readable(name)})
+        for i, (name, count) in enumerate(zip(self.classes, images.tolist(), strict=True)):
+            means = {key: sums[key][i] / count if count else None for key in sums}
+            hits, both = sums["top1"][i], count + guesses[i]
+            means["precision"] = hits / guesses[i] if guesses[i] else None
+            means["f1"] = 2 * hits / both if both else None
+            rows.append({"class": name, "images": count, **means, "name": self.names[i]})
         return rows
 
     def worst(self, count: int) -> list[int]:
@@ -113,36 +125,30 @@ class Predictions:
         losses = np.nan_to_num(self.losses, nan=np.inf)
         return [int(i) for i in np.argsort(-losses, kind="stable")[:count]]
 
-    def draw(self, classes: Sequence[str], dataset: Dataset) -> dict[str, Image.Image]:
-        """Draw the worst images of the split, the confusions, the accuracies and the calibration.
-
-        Return TensorBoard's tag -> picture.
-        """
-        per_class = self.per_class(classes)
-        names = [row["name"] for row in per_class]
-        images, captions = [], []
+    @cached_property
+    def worst_images(self) -> Image.Image:
+        """The images with the largest loss."""
+        images, captions, names = [], [], self.names
         for i in self.worst(WORST_DRAWN):
-            images.append(dataset.load(0, i)[IMAGE])
+            images.append(self.dataset.load(0, i)[IMAGE])
             values = f"loss {self.losses[i]:.2f}, {100 * self.confidences[i]:.0f} %"
             captions.append(f"{names[self.labels[i]]}\n-> {names[self.predictions[i]]}\n{values}")
+        return sheet(images, captions)
+
+    def draw(self) -> dict[str, Image.Image]:
+        """Draw the worst images, the confusions and the classes: TensorBoard's tag -> picture."""
+        per_class, names = self.per_class(), self.names
         accuracy = [(row["name"], row["top1"], row["images"]) for row in per_class if row["images"]]
         accuracy.sort(key=lambda bar: bar[1])
         confused = []
-        for label, other, count in self.confusions(len(names)):
+        for label, other, count in self.confusions():
             if label != other:
                 total = per_class[label]["images"]
                 confused.append((f"{names[label]} -> {names[other]}", 100 * count / total, total))
-        found = self.calibration()
-        confidence = [
-            (f"confidence up to {100 * (i + 1) / BINS:.0f} %", found["accuracy"][i], count)
-            for i, count in enumerate(found["images"])
-            if count
-        ]
         return {
-            "val/worst": sheet(images, captions),
+            "val/worst": self.worst_images,
             "val/confusion": bars("most frequent confusions", confused[:MAX_BARS]),
             "val/per_class": bars("top-1, the worst classes first", accuracy[:MAX_BARS]),
-            "val/reliability": bars("accuracy by confidence", confidence),
         }
 
 
@@ -159,9 +165,3 @@ def bars(title: str, rows: Sequence[tuple[str, float, int]]) -> Image.Image:
         draw.rectangle((300, top, right, top + 20), "#4c72b0")
         draw.text((right + 8, top + 10), f"{percent:.1f} % of {count:,}", "black", font, "lm")
     return image
-
-
-def write(path: Path, rows: Iterable[Iterable[Any]]) -> None:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    replace_file(path, text.getvalue())

@@ -40,7 +40,6 @@ if __name__ == "__main__":
 import json
 import math
 import os
-import shlex
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -306,8 +305,6 @@ def print_result(found: Evaluated, folder: Path) -> None:
         say(f"note      only {kept:,} classes with images competed, not {every:,} (--all-outputs)")
     if found.trained.stored and found.trained.config.data.val in (".", "train"):
         say("note      this counts training images, too, which the model knows")
-    if (folder.parent, path.name) == (Path("evaluation"), "best.pt"):  # the report has its images
-        say(f"report    python scripts/report.py {shlex.quote(str(path.parents[1]))}")
 
 
 def evaluate_one(options: argparse.Namespace) -> int:

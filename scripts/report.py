@@ -2,13 +2,10 @@
 
     python scripts/report.py runs/imagenet_rn50
     python scripts/report.py runs/first runs/second --out both.html
-    python scripts/report.py runs/seed1 runs/seed2 ... --reference
 
 A run may still be in progress. A folder of runs, or that of a sweep, stands for its runs. The
 report is one file: FILE, or report.html in the given folder, for several folders in the current
-one. That of one run has what evaluate.py has found with the best checkpoint.
-
---reference prints the node `expect` for a recipe's file, from its runs with different train.seed.
+one. It has what evaluate.py has found with the best checkpoint, too.
 """
 
 import argparse
@@ -26,7 +23,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run, or a folder of runs")
     add("--out", type=Path, metavar="FILE", help="output file (report.html)")
-    add("--reference", action="store_true", help="print the node `expect` instead")
     return parser.parse_args(words)
 
 
@@ -39,14 +35,15 @@ import math
 import os
 import re
 import shlex
-from base64 import b64encode
+import time
+from base64 import b64encode  # noqa: F401 - report.html uses it
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import fmean, median_low, stdev
+from statistics import fmean, median_low
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote  # noqa: F401 - as above
 
 import numpy as np
 import yaml
@@ -60,22 +57,24 @@ from conf.start import duration
 FILES = ("metrics.jsonl", "summary.json")  # a run directory has at least one of them
 SPLITS = ("val", "train")
 LABELS = {"val": "validation", "train": "training", "reference": "earlier runs of the recipe"}
-MIN_RUNS = 5  # for --reference: the standard deviation of fewer runs is too uncertain
 UNKNOWN = "–"
 # Beginnings of the names of values -> how the console formats them
 FORMS = {("top", "macro_", "ece", "auc"): "{:.2f} %", ("loss",): "{:.5g}", ("images",): "{:,.0f}"}
-WORST = 20  # classes that are listed
+LISTED = 20  # classes or confusions; of at most as many classes, a table has all confusions
 BUCKETS = 250  # most points of a curve; of a longer one, each is the mean of equally many
-MOST = 10  # runs that are drawn: as many as there are colours
+MOST = 10  # curves of a chart: as many as there are colours
 NARROWEST = (0.05, 0.05, 0.2)  # of each group: a smaller range of the values is noise
 DIVERGED = 5  # times the median of the curves' maxima: losses above it hide the other runs
 # Runs that differ in one of these have other validation images, or another best value
 REPEATS = {"train.seed", "data.val_fold"}  # keys of which a mean is shown
+SHOWN = ("data.root", "data.image_size", "model.name", "loader.batch_size", "optim.lr")
 VALIDATION = {"train.best_by", "data.root", "data.val", "data.val_fraction", "data.val_fold"}
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
 # Names of values that measure the machine; all others measure the training.
 MACHINE = re.compile("gpu_|memory_|host_|images_per_second|mfu|.*(_fraction|_ms)$")
+MORE = re.compile("top5|macro_|ece$|auc$|.*_raw$")  # their charts are folded, too
 DAMAGED = (ValueError, TypeError, LookupError, AttributeError)  # what a wrong content raises
+NUMBERS = {"images", "top1", "precision", "f1", "confidence", "loss"}  # columns of CSV files
 WIDTH, HEIGHT = 360, 150  # of a chart in SVG units, without its labels
 
 
@@ -94,11 +93,8 @@ class Run:
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {s: [] for s in SPLITS})
     summary: dict[str, Any] = field(default_factory=dict)
     verdict: list[str] = field(default_factory=list)  # sentences: what limits the speed
-    # The classes with the lowest top-1 in a validation: readable name, images, top-1
-    classes: list[tuple[str, str, str]] = field(default_factory=list)
-    classes_at: str = ""  # the epoch of this validation
     # Of the best checkpoint: folder, evaluation.json, and the rows of each CSV file by its name
-    evaluations: list[Any] = field(default_factory=list)
+    evaluations: list[tuple[Path, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
     def best(self) -> tuple[str, float, dict[str, Any]]:
         """Return the name in train.best_by, a score (higher is better), and the best validation."""
@@ -114,7 +110,8 @@ class Run:
         cells = {f"best {name}": "no finite value" if self.rows["val"] else "no validation"}
         last = self.rows["val"][-1:] if alone and self.rows["val"][-1:] != [best] else []
         for label, row in zip(("best", "last"), [best, *last] if best else (), strict=False):
-            when = f"{epoch_of(row)} of {show(config.get('train.epochs', UNKNOWN))}"
+            epoch = rounded(round(number_in(row.get("epoch")), 1))
+            when = f"after epoch {epoch} of {show(config.get('train.epochs', UNKNOWN))}"
             error = f" ± {error:.1f}" if (error := standard_error(row, name)) else ""
             cells[f"{label} {name}"] = f"{rounded(number_in(row.get(name)), name)}{error} {when}"
         # What an observer adds to the summary may have a line, such as a warning.
@@ -122,19 +119,27 @@ class Run:
         cells["status"] = "; ".join([self.status, *(": ".join(x.split(None, 1)) for x in lines)])
         cells |= {key: show(config[key]) for key in keys if key in config}
         batch_size = number_in(config.get("loader.batch_size"), 0)
-        for row in self.rows["train"][:1] if alone and best and batch_size else ():
+        for row in self.rows["train"][:1] if best and batch_size else ():
             images = f"{row['step'] * batch_size / row['epoch']:,.0f} for training"
             cells["images"] = f"{images}, {show(best.get('images'))} for validation"
         if rate := number_in(summary.get("images_per_second"), 0):
             cells["images/s"] = rounded(rate, "images/s")
         if "seconds" in summary:
-            time, again = number_in(summary["seconds"], 0), len([*self.folder.glob("events.*")]) > 1
+            took, again = number_in(summary["seconds"], 0), len([*self.folder.glob("events.*")]) > 1
             if again and rate:  # the steps and validations of all starts
-                time = number_in(summary.get("step"), 0) * batch_size / rate
-                time += sum(number_in(row.get("seconds"), 0) for row in self.rows["val"])
-            cells["took"] = f"{'about ' * again}{duration(time)}"
+                took = number_in(summary.get("step"), 0) * batch_size / rate
+                took += sum(number_in(row.get("seconds"), 0) for row in self.rows["val"])
+            cells["took"] = f"{'about ' * again}{duration(took)}"
             cells["device"] = summary.get("device", UNKNOWN)
+        for path in sorted(self.folder.glob("events.out.tfevents.[0-9]*"))[:1] if alone else ():
+            began = time.localtime(float(path.name.split(".")[3]))  # TensorBoard names it so
+            cells["started"] = time.strftime("%Y-%m-%d %H:%M", began)
+        if made := summary.get("made_by"):
+            cells["made by"] = f"torch {made['torch']}, commit {made['git_commit'][:8]}"
         return cells
+
+
+Series = tuple[str, list[Run]]  # a label, and what is drawn as one curve
 
 
 def standard_error(row: dict[str, Any], name: str) -> float:
@@ -177,6 +182,8 @@ def read_run(folder: Path) -> Run:
     run.name = str(run.config.get("run.name") or folder.resolve().name)
     run.summary = json.loads(read_text(folder / "summary.json") or "{}")
     run.status = str(run.summary.get("status", run.status))
+    if run.status == "interrupted":
+        run.status += f" after step {run.summary.get('step')}; the same command resumes"
     if run.summary.get("history"):  # config.yaml has only the last values
         run.status += "; config changed"
     judged = json.loads(read_text(folder / "verdict.json") or "{}")  # of a run that goes on
@@ -187,34 +194,59 @@ def read_run(folder: Path) -> Run:
             run.rows[row["split"]].append(row)
     if run.rows["train"] and (row := run.rows["train"][-1]).get("loss", 0.0) is None:
         run.status += f"; the loss was not finite at step {row['step']}"
-    read_classes(run)
+    read_evaluations(run)
     return run
 
 
-def read_classes(run: Run) -> None:
-    """Find the evaluations of the best checkpoint, and read their classes, or the last ones."""
-    (_, _, best), rows = run.best(), []
-    with suppress(OSError, *DAMAGED):  # there is none, or it is damaged
-        rows = json.loads((run.folder / "per_class.json").read_bytes())["classes"]
-        run.classes_at = epoch_of(run.rows["val"][-1])
-    for path in sorted(Path("evaluation").glob("*/evaluation.json")):
-        with suppress(OSError, *DAMAGED):  # of another run, perhaps
-            found, folder = json.loads(path.read_bytes()), path.parent
-            of_run = run.folder.resolve() in Path(found["checkpoint"]).resolve().parents
-            if of_run and found["step"] == best["step"]:
-                texts = {path.stem: read_text(path) for path in folder.glob("*.csv")}
-                tables = {k: [*csv.DictReader(text.splitlines())] for k, text in texts.items()}
-                run.evaluations.append((folder, found, tables))
-                same = (found["split"], found["images"]) == (run.config["data.val"], best["images"])
-                if same and not found["flip"]:
-                    rows, run.classes_at = tables["per_class"], epoch_of(best)
-    tops = [(float(r["top1"]), int(r["images"]), r["name"]) for r in rows if int(r["images"])]
-    worst = sorted(tops, key=lambda top: top[0])[:WORST]
-    run.classes = [(name, f"{images:,}", rounded(top1, "top1")) for top1, images, name in worst]
+def read_evaluations(run: Run) -> None:
+    """Read what the run itself, then what evaluate.py, has found with the best checkpoint."""
+    files, step = sorted(Path("evaluation").glob("*/evaluation.json")), run.best()[2].get("step")
+    for path in (run.folder / "evaluation" / "evaluation.json", *files):
+        with suppress(OSError, *DAMAGED):  # there is none, or it is of another run, perhaps
+            found = json.loads(path.read_bytes())
+            of_run = run.folder.resolve() in Path(found.get("checkpoint", path)).resolve().parents
+            known = [(before["images"], before["loss"]) for _, before, _ in run.evaluations]
+            if of_run and found["step"] == step and (found["images"], found["loss"]) not in known:
+                tables = {file.stem: read_table(file) for file in sorted(path.parent.glob("*.csv"))}
+                run.evaluations.append((path.parent, found, tables))
 
 
-def epoch_of(row: dict[str, Any]) -> str:
-    return f"after epoch {rounded(round(number_in(row.get('epoch')), 1))}"
+def read_table(path: Path) -> list[dict[str, Any]]:
+    rows = csv.DictReader(read_text(path).splitlines())
+    return [{k: float(v or "nan") if k in NUMBERS else v for k, v in row.items()} for row in rows]
+
+
+def confusion_matrix(tables: dict[str, Any]) -> list[tuple[str, list[float]]]:
+    """Return each class's name and the numbers of its images by prediction."""
+    images = {(r["class"], r["prediction"]): r["images"] for r in tables["confusion"]}
+    names = {row["class"]: row["name"] for row in tables["per_class"]}
+    return [(name, [images.get((key, other), 0) for other in names]) for key, name in names.items()]
+
+
+def reliability(calibration: dict[str, list[Any]]) -> dict[str, Any]:
+    """Return a chart of the accuracy by the confidence, as extras.pictures states them."""
+    columns = (calibration[name] for name in ("confidence", "accuracy", "images"))
+    points = []
+    for x, y, n in zip(*columns, strict=True):
+        if n:  # Wilson's interval (1927) of one standard error: also if all are right
+            centre, error = (n * y + 50) / (n + 1), (n * y * (100 - y) + 2500) ** 0.5 / (n + 1)
+            points.append((x, y, centre - error, centre + error, y))
+    even = np.array([(x, x, x, x, x) for x in (0.0, 100.0)])
+    about = [{"label": t, "split": "", "colour": c} for t, c in (("found", 1), ("perfect", 0))]
+    drawn = draw([*zip(about, (np.array(points), even), strict=True)], math.inf, NARROWEST[0])
+    note = "whether a confidence of 80 % is right in 80 % of cases; band: a standard error"
+    return {"title": "accuracy by confidence", "axis": "confidence, %", "note": note, **drawn}
+
+
+def changed_classes(runs: Sequence[Run]) -> list[list[str]]:
+    """Return name and recall of the classes that differ most between two runs; [] if unknown."""
+    tables = [run.evaluations[0][2].get("per_class", []) for run in runs if run.evaluations]
+    if len(runs) != 2 or len(tables) < 2:
+        return []
+    first, second = ({row["class"]: row for row in table} for table in tables)
+    tops = [(first[k]["name"], first[k]["top1"], second[k]["top1"]) for k in first if k in second]
+    tops = sorted((t for t in tops if math.isfinite(t[2] - t[1])), key=lambda t: -abs(t[2] - t[1]))
+    return [[n, rounded(a, "top"), rounded(b, "top"), f"{b - a:+.2f}"] for n, a, b in tops[:LISTED]]
 
 
 def read_text(path: Path) -> str:
@@ -245,91 +277,137 @@ def differences(runs: Sequence[Run]) -> list[list[str]]:
     return [row for row in compared(configs) if len(set(row[1:])) > 1]
 
 
-def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a chart for each numeric key, with a curve per run and split; `labels`: not numbers.
+def charts(series: Sequence[Series]) -> list[dict[str, Any]]:
+    """Return a chart for each numeric key, with a curve for each split of a series.
 
-    Keys whose values are all 0 have none. `KEY_min` and `KEY_max` are the band around the curve of
-    KEY. The chart of a single run has `reference_KEY`, the curve of earlier runs of the recipe;
-    that of more than three runs has only their validations, if there are any.
+    A series, (label, runs), is one run, or several of which the mean is drawn with a band from the
+    lowest to the highest. Keys whose values are all 0 have no chart. `KEY_min` and `KEY_max` are
+    the band around the curve of KEY. The charts of a single series have `reference_KEY`, the curve
+    of earlier runs of the recipe; those of more than three have only validations, if there are any.
     """
+    runs = [run for _, of in series for run in of]
+    by = runs[0].best()[0]
     rows = [row for run in runs for split in SPLITS for row in run.rows[split]]
     keys = dict.fromkeys(key for row in rows for key in row if key not in NOT_DRAWN)
     if all(math.isclose(r["macro_recall"], r["top1"]) for r in rows if "macro_recall" in r):
         keys.pop("macro_recall", None)  # the classes have equally many images
     drawn_with = {form.format(key) for key in keys for form in ("{}_min", "{}_max", "reference_{}")}
-    numbered = enumerate(zip(runs, labels or map(str, range(1, MOST + 1)), strict=False), 1)
-    drawn = [(run, s, label, i) for i, (run, label) in numbered for s in (*SPLITS, "best")]
-    if len(runs) == 1:  # "best" is a curve of one point, the large dot
-        drawn = [(runs[0], split, label, i) for i, (split, label) in enumerate(LABELS.items(), 1)]
-        drawn.append((runs[0], "best", *drawn[0][2:]))
+    numbered = enumerate(series, 1)
+    drawn = [(of, s, label, i) for i, (label, of) in numbered for s in (*SPLITS, "best")]
+    if len(series) == 1:  # "best" is a curve of one point, the large dot
+        drawn = [(runs, split, label, i) for i, (split, label) in enumerate(LABELS.items(), 1)]
+        drawn.append((runs, "best", *drawn[0][2:]))
+    drawn = [curve for curve in drawn if curve[1] != "best" or len(curve[0]) == 1]
     found = []
-    for key in sorted(keys.keys() - drawn_with, key=[runs[0].best()[0], "loss", "lr", *keys].index):
+    for key in sorted(keys.keys() - drawn_with, key=[by, "loss", "lr", *keys].index):
         curves = [
             ({"label": label, "split": split, "colour": colour}, curve)
-            for run, split, label, colour in drawn
-            if len(curve := curve_of(run, split, key))
+            for of, split, label, colour in drawn
+            if len(curve := curve_of(of, split, key))
         ]
-        if runs[3:] and any(about["split"] == "val" and len(curve) > 1 for about, curve in curves):
+        if series[3:] and any(a["split"] == "val" and len(curve) > 1 for a, curve in curves):
             curves = [pair for pair in curves if pair[0]["split"] != "train"]  # too many to tell
         if any(curve[:, 1:].any() for _, curve in curves):
-            group = 2 if MACHINE.match(key) else int(key.endswith("_raw"))  # see report.html
+            folded = 2 if MACHINE.match(key) else int(MORE.match(key) is not None)
+            group = 0 if key == by else folded  # see report.html
             tops = [curve[:, 3].max() for _, curve in curves]
             limit = DIVERGED * median_low(tops) if runs[1:] and "loss" in key else math.inf
             found.append({"title": key, "group": group, **draw(curves, limit, NARROWEST[group])})
     return found
 
 
-def grouped(runs: Sequence[Run], keys: Iterable[str]) -> dict[tuple[str, ...], list[Run]]:
+def series_of(runs: Sequence[Run], keys: Sequence[str]) -> tuple[list[str], list[Series]]:
+    """Return the keys by which the runs differ, and what is drawn as one curve, the best first.
+
+    Runs that differ in nothing but REPEATS are one series. `keys`: those of the table. Labels are
+    the values of these keys; where they differ in several, and no run is repeated, numbers.
+    """
+    every = [key for key, *_ in differences(runs) if key not in REPEATS]
+    own, groups = [key for key in every if key in keys], grouped(runs, every)
+    varied = own if len(grouped(runs, own)) == len(groups) else every  # the others follow from own
+    if len(groups) == len(runs) and len(own) != 1:
+        return varied, [(f"{i}", of) for i, of in enumerate(groups, 1)]
+    return varied, [
+        (", ".join(f"{k}={show(of[0].config.get(k))}" for k in own), of) for of in groups
+    ]
+
+
+def grouped(runs: Sequence[Run], keys: Iterable[str]) -> list[list[Run]]:
     """Group runs by the values of config keys, as text; the group with the best mean is first."""
     groups = defaultdict[tuple[str, ...], list[Run]](list)
     for run in runs:
         groups[tuple(show(run.config.get(key)) for key in keys)].append(run)
-    return dict(sorted(groups.items(), key=lambda g: -fmean(run.best()[1] for run in g[1])))
+    return sorted(groups.values(), key=lambda of: -fmean(run.best()[1] for run in of))
 
 
 def mean_of(runs: Sequence[Run]) -> tuple[float, float]:
     """Return the mean best value and its standard deviation; of one run, the standard error."""
     name, _, row = runs[0].best()
     values = [number_in(run.best()[2].get(name)) for run in runs]
-    return fmean(values), stdev(values) if values[1:] else standard_error(row, name)
+    return fmean(values), float(np.std(values, ddof=1)) if values[1:] else standard_error(row, name)
 
 
-def against(keys: Sequence[str], groups: dict[tuple[str, ...], list[Run]]) -> list[Any]:
+def near_best(series: Sequence[Series]) -> list[str]:
+    """Return the labels of the series within two standard errors of the first, the best one.
+
+    The error is that of the difference of two mean best values. Their variance is that of repeated
+    runs about their means, of all series; without any, that of an accuracy of so many images.
+    """
+    means = [(label, *mean_of(runs), len(runs)) for label, runs in series]
+    freedom = sum(count - 1 for *_, count in means)
+    spread = sum(error**2 * (count - 1) for *_, error, count in means if count > 1)
+    near, (_, best, _, runs) = [], means[0]
+    for label, mean, error, count in means[1:]:
+        of_one = spread / freedom if freedom else error**2
+        near += [label] * (abs(best - mean) < 2 * (of_one * (1 / runs + 1 / count)) ** 0.5)
+    return near
+
+
+def against(keys: Sequence[str], series: Sequence[Series]) -> list[Any]:
     """Return a chart of the mean best values by the key with the most numbers, at least three.
 
-    `groups`: values of `keys`, at most two, -> runs. The values of the other key are curves.
+    `keys`: by which the series differ, at most two. The values of the other key are curves.
     """
-    tried = {key: [runs[0].config.get(key) for runs in groups.values()] for key in keys}
+    done = [[r for r in of if r.summary.get("status") == "finished"] for _, of in series]
+    finished = [of for of in done if of and all(run.best()[2] for run in of)]
+    tried = {key: [of[0].config.get(key) for of in finished] for key in keys}
     numbers = {k: v for k, v in tried.items() if all(isinstance(n, int | float) for n in v)}
     axis = max(numbers, key=lambda key: len({*numbers[key]}), default="")
-    ticks: list[Any] = sorted({*numbers.get(axis, ())})
+    places: list[Any] = sorted({*numbers.get(axis, ())})
     if not axis or len(keys) > 2:
         return []
     curves = defaultdict[str, list[tuple[float, ...]]](list)
-    for texts, runs in groups.items():
-        others = [f"{k}={text}" for k, text in zip(keys, texts, strict=True) if k != axis]
-        (mean, error), place = mean_of(runs), ticks.index(runs[0].config[axis])
+    for runs in finished:
+        others = [f"{k}={show(runs[0].config.get(k))}" for k in keys if k != axis]
+        (mean, error), place = mean_of(runs), places.index(runs[0].config[axis])
         curves["".join(others)].append((place, mean, mean - error, mean + error, mean))
     if max(map(len, curves.values()), default=0) < 3:
         return []
-    about = [{"label": text, "split": "val", "colour": i} for i, text in enumerate(curves, 1)]
-    drawn = [(a, np.array(sorted(curve))) for a, curve in zip(about, curves.values(), strict=True)]
-    chart = {"title": f"best {runs[0].best()[0]} by {axis}", "group": 0, "axis": axis}
-    chart |= draw(drawn[:MOST], math.inf, NARROWEST[0])
-    return [chart | {"x": [(WIDTH * i / (len(ticks) - 1), n) for i, n in enumerate(ticks)]}]
+    colours = range(MOST, 0, -1) if "" not in curves else (0,)  # not those of the first runs
+    about = [{"label": t, "split": "", "colour": i} for t, i in zip(curves, colours, strict=False)]
+    drawn = [(a, np.array(sorted(curves[str(a["label"])]))) for a in about]
+    chart = {"title": f"best {finished[0][0].best()[0]} by {axis}", "group": 0, "axis": axis}
+    chart["note"] = "not to scale; band: the standard deviation, or the standard error of one run"
+    chart |= draw(drawn, math.inf, NARROWEST[0])
+    return [chart | {"x": [(WIDTH * i / (len(places) - 1), n) for i, n in enumerate(places)]}]
 
 
-def curve_of(run: Run, split: str, key: str) -> np.ndarray:
-    """Return a key's points, float64 [points, 5]: epoch, value, minimum, maximum, last value."""
-    rows = {"reference": run.rows["val"], "best": [run.best()[2]], **run.rows}[split]
+def curve_of(runs: Sequence[Run], split: str, key: str) -> np.ndarray:
+    """Return a key's points, float64 [points, 5]: epoch, mean, minimum, maximum, last mean."""
     name = f"reference_{key}" if split == "reference" else key
-    columns = "epoch", name, f"{name}_min", f"{name}_max"
+    columns, rows = ("epoch", name, f"{name}_min", f"{name}_max"), []
+    for run in runs:
+        rows += {"reference": run.rows["val"], "best": [run.best()[2]], **run.rows}[split]
     points = np.array([[number_in(row.get(c)) for c in columns] for row in rows]).reshape(-1, 4)
     points[:, 1:] *= 100 if key.endswith("_fraction") else 1  # percent, as on the console
     points = points[np.isfinite(points[:, :2]).all(1)]
-    size = math.ceil(len(points) / BUCKETS) or 1
-    bins = [(p := points[i : i + size], p[:, 1:]) for i in range(0, len(points), size)]
-    return np.array([(*p[:, :2].mean(0), np.nanmin(v), np.nanmax(v), v[-1, 0]) for p, v in bins])
+    points = points[points[:, 0].argsort(kind="stable")]
+    epochs, starts = np.unique(points[:, 0], return_index=True)  # those of several runs together
+    size = math.ceil(len(epochs) / BUCKETS) or 1
+    bins = [(p, p[:, 1:]) for p in np.split(points, starts[size::size]) if len(p)]
+    last = [v[p[:, 0] == p[-1, 0], 0].mean() for p, v in bins]
+    found = [(*p[:, :2].mean(0), np.nanmin(v), np.nanmax(v)) for p, v in bins]
+    return np.array([(*point, value) for point, value in zip(found, last, strict=True)])
 
 
 def draw(curves: Sequence[Any], limit: float, narrowest: float) -> dict[str, Any]:
@@ -378,80 +456,32 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     typed, rows = set().union(*(run.typed for run in runs)), differences(runs)
     ranked = sorted(rows, key=lambda r: (r[0] not in VALIDATION, -len({*r[1:]})))  # four at most
     short = [key for key, *texts in ranked if len(max(texts, key=len)) < 40]
-    keys = [key for key in short if typed & {key, key.removesuffix(".name")}][:4]
-    keys = keys or ["data.root", "data.image_size", "model.name", "loader.batch_size", "optim.lr"]
+    keys = [key for key in short if typed & {key, key.removesuffix(".name")}][:4] or [*SHOWN]
     names = ["" if "," in run.name else run.name for run in runs]  # the columns have its keys
-    best, *rest = compared([run.headline(keys, alone=not runs[1:]) for run in runs])
+    shown = [*dict.fromkeys([*keys, *SHOWN])]
+    best, *rest = compared([run.headline(shown, alone=not runs[1:]) for run in runs])
+    common = [row[:2] for row in rest if {*row[1:]} == {row[1]} != {UNKNOWN} and runs[1:]]
     rest = [r for r in rest if r[1:] != best[1:] and len({*r[1:]} - {UNKNOWN}) >= min(2, len(runs))]
     rest.sort(key=lambda row: len(runs) > 1 and row[0] not in keys)  # behind the best value
-    by, validated = runs[0].best()[0], [run for run in runs if run.best()[2]]
-    every = [key for key, *_ in rows if key not in REPEATS]
-    varied = [key for key in every if key in keys]  # the others may follow from them
-    if len(grouped(validated, varied)) < len(grouped(validated, every)):
-        varied = every
-    groups = grouped(validated, varied)
-    finished = grouped([r for r in validated if r.summary.get("status") == "finished"], varied)
-    own = [key for key in varied if key in keys]
-    means: list[list[Any]] = [[*own, f"mean of best {by}", "standard deviation", "runs"]]
-    for of in (of for of in groups.values() if len(of) > 1):
-        mean, error = (rounded(value, by) for value in mean_of(of))
-        means.append([*(show(of[0].config.get(key)) for key in own), mean, error, len(of)])
-    tried = [show(run.config.get(varied[0])) for run in runs if len(varied) == 1 and not means[1:]]
-    scores = [(run.best()[1], standard_error(run.best()[2], by)) for run in validated]
-    near = [i for i, (v, e) in enumerate(scores[1:], 2) if scores[0][0] - v < 2 * 2**0.5 * e]
+    varied, series = series_of(runs, keys)
+    validated = [run for run in runs if run.best()[2]]
+    repeated = len(series) < len(runs) and validated
+    colour = {run.folder: i for i, (_, of) in enumerate(series, 1) for run in of}
+    unlike = [key for key, *_ in differences(validated) if key in VALIDATION]
+    winner = [mean_of(of)[0] for _, of in series[:2]] if validated else []
+    table = [*zip(["run", *names], best, *rest, strict=True)]
+    folded = [row for row in rows if row[0] not in keys]
+    drawn = against(varied, series) + charts(series[:MOST])
     lib = Path(__file__).parent / "lib"
-    template = (lib / "report.html").read_text("utf-8")
-    return Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True).render(
-        runs=runs,
-        means=means if means[1:] else [],
-        unlike=[key for key, *_ in differences(validated) if key in VALIDATION],
-        near=near,
-        winner=scores[:1] != scores[1:2],
-        link=lambda path: quote(os.path.relpath(path, out.parent)),
-        encoded=lambda path: b64encode(path.read_bytes()).decode(),
-        rounded=rounded,
-        about=read_yaml(lib / "values.yaml"),
-        given=given,
-        table=[*zip(["run", *names], best, *rest, strict=True)],
-        folded=[row for row in rows if row[0] not in keys],
-        charts=against(varied, finished) + charts(runs[:MOST], tried),
-        most=MOST,
-        width=WIDTH,
-        height=HEIGHT,
-    )
-
-
-def reference(runs: Sequence[Run]) -> str:
-    """Return what runs of one recipe reach as YAML, the node `expect` of the recipe's file.
-
-    It is the value that train.best_by names. Raises UserError if there are too few runs, they
-    differ, or one is not complete.
-    """
-    by, epochs = runs[0].best()[0], math.floor(number_in(runs[0].config.get("train.epochs"), 0))
-    curves = [[number_in(row.get(by)) for row in run.rows["val"]] for run in runs]
-    differ = {key for key, *_ in differences(runs)} - {"train.seed"}
-    complete = all(len(curve) == epochs > 0 and np.isfinite(curve).all() for curve in curves)
-    if len(runs) < MIN_RUNS or differ or not complete:
-        wanted = f"give {MIN_RUNS} or more finished runs that differ in train.seed alone, with"
-        found = f"{len(runs)} are given, other keys that differ: {show(sorted(differ))}"
-        raise UserError(f"--reference: {wanted} train.validate_every_epochs=1; {found}")
-    both = np.mean(curves, 0), np.std(curves, 0, ddof=1)
-    means, deviations = ([float(f"{value:.5g}") for value in values] for values in both)
-    status, source = "reproduced here", f"{len(runs)} runs with this program"
-    expect = {by: means[-1], "std": deviations[-1], "runs": len(runs), "status": status}
-    expect |= {"source": source, "val_images": runs[0].rows["val"][-1].get("images")}
-    expect["reference"] = {"runs": len(runs), by: means, "std": deviations}
-    node = yaml.safe_dump({"expect": expect}, width=100, sort_keys=False, default_flow_style=None)
-    return f"# add recipe, classes, train_images, format (JPEG or lossless), hardware, time\n{node}"
+    about, template = read_yaml(lib / "values.yaml"), (lib / "report.html").read_text("utf-8")
+    page = Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return page.render(globals() | locals())  # it uses the names of this function and this file
 
 
 def run(options: argparse.Namespace) -> int:
     # Each run once, also if its folder is given twice.
     by_folder = {run.folder.resolve(): run for folder in options.runs for run in read_runs(folder)}
     runs = list(by_folder.values())
-    if options.reference:
-        print(reference(runs), end="")
-        return 0
     out = options.out or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}; make it")

@@ -1,5 +1,6 @@
 """Results of recorded predictions, compared with formulas written out image by image; pictures."""
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -39,20 +40,20 @@ def labels(logits: Tensor) -> Tensor:
     return torch.where(torch.rand(IMAGES, generator=generator) < 0.5, logits.argmax(1), drawn)
 
 
-def recorded(logits: Tensor, labels: Tensor) -> Predictions:
+def recorded(logits: Tensor, labels: Tensor, dataset: Any = None) -> Predictions:
     """The images are the logits."""
     batch = batch_of(image=logits, label=labels)
     (validation,) = evaluate([nn.Identity()], toy_values, [batch], ALONE)
-    return Predictions(validation.rows)
+    return Predictions(validation.rows, NAMES, dataset)
 
 
 def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
     found = recorded(logits, labels)
-    pairs = found.confusions(CLASSES)
+    pairs = found.confusions()
     counts = [count for _, _, count in pairs]
     assert counts == sorted(counts, reverse=True)
-    for label, row in enumerate(found.per_class(NAMES)):
-        own = labels.numpy() == label
+    for label, row in enumerate(found.per_class()):
+        own, guessed = labels.numpy() == label, found.predictions == label
         for prediction in range(CLASSES):
             count = (own & (found.predictions == prediction)).sum()
             assert ((label, prediction, count) in pairs) == (count > 0)
@@ -63,19 +64,21 @@ def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
             "top1": pytest.approx(100 * (found.predictions[own] == label).mean()),
             "top5": pytest.approx(found.values["top5"][own].mean()),
             "loss": pytest.approx(found.losses[own].mean()),
+            "precision": pytest.approx(100 * (labels.numpy()[guessed] == label).mean()),
+            "f1": pytest.approx(200 * (own & guessed).sum() / (own.sum() + guessed.sum())),
         }
 
 
 def test_nan_is_no_hit() -> None:
     """argmax returns class 0 for NaN; top1 counts no hit, and neither does a class."""
     found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long))
-    assert found.per_class(NAMES)[0]["top1"] == 0
+    row, other = found.per_class()[:2]
+    assert row["top1"] == row["precision"] == 0 and other["precision"] is other["f1"] is None
     assert found.calibration()["accuracy"][:2] == [0, None] and not found.confidences.any()
 
 
 def test_pictures(logits: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """The 16 images with the largest loss are loaded; the worst classes come first."""
-    found = recorded(logits, labels)
     loaded: list[int] = []
 
     class Images(FakeDataset):
@@ -84,14 +87,14 @@ def test_pictures(logits: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatc
             return {"image": np.full((8, 8, 3), index % 256, np.uint8)}
 
     monkeypatch.setattr(pictures, "bars", lambda title, rows: [percent for _, percent, _ in rows])
-    drawn: Any = found.draw(NAMES, Images(IMAGES, CLASSES, 8))
+    found = recorded(logits, labels, Images(IMAGES, CLASSES, 8))
+    drawn: Any = found.draw()
     assert loaded == found.worst(16)
     sheet = np.asarray(drawn["val/worst"])
     for i, index in enumerate(loaded):
         assert (sheet[100 + i // 4 * 254, 100 + i % 4 * 200] == index % 256).all()
-    assert drawn["val/per_class"] == sorted(row["top1"] for row in found.per_class(NAMES))
-    assert drawn["val/reliability"] == [x for x in found.calibration()["accuracy"] if x is not None]
-    wrong = [pair for pair in found.confusions(CLASSES) if pair[0] != pair[1]]
+    assert drawn["val/per_class"] == sorted(row["top1"] for row in found.per_class())
+    wrong = [pair for pair in found.confusions() if pair[0] != pair[1]]
     images = np.bincount(labels, minlength=CLASSES)
     expected = [100 * count / images[label] for label, _, count in wrong[:25]]
     assert drawn["val/confusion"] == pytest.approx(expected)
@@ -99,17 +102,22 @@ def test_pictures(logits: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatc
 
 def test_files_of_a_run(image_root: Path, tmp_path: Path, toy_runs: None) -> None:
     summary = run(image_root, tmp_path, "loader.workers=0", "log.trackers=[tensorboard]")
-    found = json.loads((tmp_path / "per_class.json").read_text())
-    kinds = [(row["class"], row["images"]) for row in found["classes"]]
-    assert kinds == [(name, VAL_IMAGES) for name in KINDS] and found["step"] == 9
-    mean = sum(row["top1"] for row in found["classes"]) / 3
-    assert mean == pytest.approx(summary["top1"], abs=1e-3)
+    found = tmp_path / "evaluation"
+    with open(found / "per_class.csv") as file:
+        rows = [*csv.DictReader(file)]
+    assert [(r["class"], int(r["images"])) for r in rows] == [(k, VAL_IMAGES) for k in KINDS]
+    mean = sum(float(row["top1"]) for row in rows) / 3
+    values = json.loads((found / "evaluation.json").read_text())
+    best = summary["best_top1"], summary["best_epoch"]
+    assert (values["top1"], values["epoch"]) == best == (pytest.approx(mean), best[1])
     board = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
-    for tag in ("val/worst", "val/confusion", "val/per_class", "val/reliability"):
+    for tag in ("val/worst", "val/confusion", "val/per_class"):
         assert [image.step for image in board.Images(tag)] == [5, 9]
     words = [str(tmp_path), "--out", str(tmp_path / "out"), "train.device=cpu", "loader.workers=0"]
     assert evaluate_script.evaluate_one(evaluate_script.arguments(words)) == 0
-    names = {"worst.jpg", "confusion.png", "per_class.png", "reliability.png", "evaluation.json"}
-    names |= {"per_class.csv", "confusion.csv", "worst.csv"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == names
-    assert "calibration" in json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    names = {"worst.jpg", "per_class.csv", "confusion.csv", "worst.csv"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, "evaluation.json"}
+    for name in names:  # what the run has written about its best checkpoint
+        assert (tmp_path / "out" / name).read_bytes() == (found / name).read_bytes()
+    again = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert again["calibration"] == values["calibration"]

@@ -1,5 +1,6 @@
 """Reports: values match the files, which may be missing, and the page is self-contained."""
 
+import csv
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from conf.schema import UserError
 from engine.log.sheet import HEIGHT, SIDE
@@ -35,7 +37,8 @@ class Page:
         self.links = [a.attrib["href"] for a in root.iter("a")]
         self.said = [" ".join(part.split()) for part in root.itertext() if part.strip()]
         self.hints = [title.text for title in root.iter("title")]
-        self.styles = [node.attrib["style"] for node in root.iter() if "style" in node.attrib]
+        styles = [node.attrib["style"] for node in root.iter() if "style" in node.attrib]
+        self.styles = [style for style in styles if "position" in style]
         self.titles = [svg.attrib["aria-label"] for svg in root.iter("svg")]
         closed = [node for node in root.iter("details") if "open" not in node.attrib]
         self.folded = [svg.attrib["aria-label"] for node in closed for svg in node.iter("svg")]
@@ -48,9 +51,11 @@ class Page:
             assert re.fullmatch(r"[MLHV0-9. hZ]*", shape.replace("-0.0", "0.0"))
         tables = {table.attrib["class"]: [*table.iter("tr")] for table in root.iter("table")}
         self.best = [row.get("class") == "best" for row in tables["runs"][1:]]
-        (head, *rows), self.classes, others, self.means = (
+        self.boxes = [box.get("class") for box in root.iter("input") if "class" in box.attrib]
+        tables["means"] = tables.get("means", []) + tables.pop("means mean", [])
+        (head, *rows), self.classes, others, self.means, self.matrix, self.changed = (
             [["".join(cell.itertext()).strip() for cell in row] for row in tables.get(kind, [])]
-            for kind in ("runs", "classes", "others", "means")
+            for kind in ("runs", "classes", "others", "means", "matrix", "changed")
         )
         self.facts = [dict(zip(head, row, strict=True)) for row in rows]
         self.folded_keys = [row[0] for row in others]
@@ -98,12 +103,11 @@ def test_the_page_of_a_run(runs: Path) -> None:
     top1, epoch = summary["best_top1"], summary["best_epoch"]
     best = f"{top1:.2f} % ± {(top1 * (100 - top1) / 15) ** 0.5:.1f} after epoch {epoch:.0f} of 2"
     assert (page.facts[0]["best top1"], page.facts[0]["model.name"]) == (best, "resnet_tiny")
-    rows = json.loads((folder / "per_class.json").read_text())["classes"]
-    rows.sort(key=lambda row: row["top1"])
-    classes = [[row["class"], f"{row['images']}", f"{row['top1']:.2f} %"] for row in rows]
-    assert page.classes == [["class", "images", "top1 after epoch 2"], *classes]
+    assert not page.boxes
+    assert page.facts[0]["made by"].startswith(f"torch {torch.__version__}, commit ")
     assert page.titles[:2] == ["top1", "loss"]  # the value that chose the best checkpoint is first
-    assert {*page.titles} - {*page.folded} >= {"lr", "macro_f1"} and "step_ms" in page.folded
+    assert {*page.titles} - {*page.folded} == {"top1", "loss", "lr", "accuracy by confidence"}
+    assert {"macro_f1", "step_ms"} < {*page.folded}
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [points for line in page.lines if (points := line.count(" ")) > 1][2:4]
     assert losses == [sum(row["split"] == split for row in metrics) for split in ("train", "val")]
@@ -118,21 +122,21 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     page = made(runs / "first", runs, out=tmp_path / "all.html")
     lr = {facts["run"][2:]: facts["optim.lr"] for facts in page.facts}  # without the number
-    assert lr == {"first": "0.2", "second": "0.05"} and "2 runs" in page.said and not page.classes
+    assert lr == {"first": "0.2", "second": "0.05"} and "2 runs" in page.said and not page.matrix
     best = [float(facts["best top1"].split()[0]) for facts in page.facts]
     assert best == sorted(best, reverse=True) and page.best.index(True) == 0 < sum(page.best) < 2
     typed = ["optim.name", "optim.lr", "train.epochs", "log.every_steps"]
     assert [*page.facts[0]][:8] == ["run", "best top1", *typed, "status", "images/s"]
     assert page.folded_keys == ["key", "optim.nesterov", "optim.weight_decay", "optim.clip_norm"]
-    assert page.colours == {(f"c{i}", text) for i in (1, 2) for text in (f"{i}", f"{i}:")}
+    assert page.colours == {(f"c{i}", f"{i}:") for i in (1, 2)} and page.boxes == ["c1", "c2"]
     assert report.run(report.arguments([str(runs / "first"), str(runs / "second")])) == 0
     assert (tmp_path / "report.html").exists() and not (runs / "report.html").exists()
 
 
 def test_a_run_that_has_not_ended(copied: Path, runs: Path, tmp_path: Path) -> None:
     """The last row is cut off. Nothing is written through a link in a stranger's folder."""
-    (copied / "events.1").touch()
-    (copied / "events.2").touch()  # of a second start
+    (copied / "events.out.tfevents.1000000000.host").touch()
+    (copied / "events.out.tfevents.2000000000.host").touch()  # of a second start
     config = copied / "config.yaml"
     config.write_text(config.read_text().replace("  seed: 0\n", "  seed: 1\n"))
     page = made(runs / "first", copied, out=tmp_path / "a.html")
@@ -145,6 +149,7 @@ def test_a_run_that_has_not_ended(copied: Path, runs: Path, tmp_path: Path) -> N
     (copied / "verdict.json").write_text(json.dumps({"epoch": 2.0, "verdict": ["input-bound."]}))
     page = made(copied)
     assert page.facts[0]["status"] == "not finished" and "input-bound." in page.said
+    assert page.facts[0]["started"][:8] == "2001-09-"
     assert page.facts[0]["best top1"].endswith("1.1 of 2") and not (tmp_path / "outside").exists()
     (copied / "metrics.jsonl").write_text("")  # it has only begun
     page = made(copied)
@@ -157,34 +162,44 @@ def test_names_from_a_run_are_escaped(copied: Path, runs: Path, tmp_path: Path) 
     with open(copied / "metrics.jsonl", "a") as file:
         file.write(json.dumps(step_row(10, **{HOSTILE: 1.5, f"host_{HOSTILE}": 2.5})) + "\n")
     (copied / "summary.json").write_text(json.dumps({"status": HOSTILE, "verdict": [HOSTILE]}))
-    row = {"class": HOSTILE, "name": HOSTILE, "images": 9, "top1": 5}
-    (copied / "per_class.json").write_text(json.dumps({"classes": [row]}))
+    for path in (copied / "evaluation").glob("*.csv"):
+        text = path.read_text().replace("dots", '"' + HOSTILE.replace('"', '""') + '"')
+        path.write_text(text)
     assert " ".join(made(copied).said).count(HOSTILE) >= 8
     both = made(runs / "first", copied, out=tmp_path / "both.html")
     assert not any(both.best) and "best: the runs differ in data.root, data" in " ".join(both.said)
 
 
-def test_the_page_has_an_evaluation(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the best checkpoint, with links; until there is one, the page has the command."""
+def test_what_the_best_checkpoint_gets_wrong(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the files of the run, and those of evaluate.py if it had other images."""
     monkeypatch.chdir(runs)
-    command = "python scripts/evaluate.py 'first'"
-    assert command in made(Path("first")).said
     assert evaluate.evaluate_one(evaluate.arguments(["first", "loader.workers=0"])) == 0
     page = made(Path("first"))
     files = [Path("first") / unquote(link) for link in page.links]
-    assert [file.stem for file in files] == ["worst", "confusion", "reliability", "per_class"]
-    assert all(file.exists() for file in files) and command not in page.said
-    pairs = [row.split(",") for row in files[1].read_text().splitlines()[1:]]
-    wrong = {f"{row[2]} {row[3]} → {row[4]}" for row in pairs if row[0] != row[1]}
-    assert wrong < {*page.said} and wrong
+    assert [file.stem for file in files] == ["confusion", "per_class", "worst"]
+    assert {file.parent.resolve() for file in files} == {runs / "first" / "evaluation"}
+    with open(files[0]) as confusion, open(files[1]) as classes:
+        pairs = {(r["class"], r["prediction"]): r["images"] for r in csv.DictReader(confusion)}
+        by_class = sorted(csv.DictReader(classes), key=lambda row: float(row["top1"]))
+    (_, *names), *matrix = page.matrix
+    assert matrix == [[a, *(pairs.get((a, b), "") for b in names)] for a in names]
+    shown = [[r["class"], *(r[n] for n in ("top1", "precision", "f1"))] for r in by_class]
+    rounded = [[a, *(f"{float(n):.2f}" if n else "–" for n in row)] for a, *row in shown]
+    assert [[a, *row] for a, _, *row in page.classes[1:]] == rounded
+    assert page.titles[-1] == "accuracy by confidence"
     hidden = 8 + 4 * (SIDE + 8) - SIDE, 8 + 4 * HEIGHT - SIDE  # 100 % in CSS
-    for i, style in enumerate(page.styles[1:]):
+    assert len(page.styles) == 15  # once, though there are two evaluations
+    for i, style in enumerate(page.styles):
         found = map(float, re.findall(r"[0-9.]+", style))
         at = [round(part / 100 * size) for part, size in zip(found, hidden, strict=True)]
         assert at == [8 + i % 4 * (SIDE + 8), 8 + i // 4 * HEIGHT]
-    assert i == 14 and not made(Path("first"), Path("second"), out=Path("both.html")).styles
-    files[3].write_text("class,images,top1,loss,name\na,9,25.0,1,A\nb,0,,,B\n")
-    assert made(Path("first")).classes[1:] == [["A", "9", "25.00 %"]]
+    words = ["first", "loader.workers=0", "data.val=train"]
+    assert evaluate.evaluate_one(evaluate.arguments(words)) == 0
+    page = made(Path("first"))
+    assert "Evaluation first,best,train" in page.said and len(page.styles) == 15 + 16
+    shutil.rmtree("evaluation")
+    files[1].write_text("class,images,top1,precision,f1,name\na,9,25.0,,40,A\nb,0,,,,B\n")
+    assert made(Path("first")).classes[1:] == [["A", "9", "25.00", "–", "40.00"]]
 
 
 def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
@@ -196,10 +211,11 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     rows.append(val | {"step": 100, "epoch": 1, "gap": 5.0, "top1": 3.0, **reference})
     rows.append(val | {"step": 200, "epoch": 2, "top1": 2.0})
     words = {"status": "interrupted", "seconds": 5, "warning": {"line": "warning   the loss"}}
-    words |= {"history": [1], "images_per_second": 0.0, "verdict": []}
+    words |= {"step": 7, "history": [1], "images_per_second": 0.0, "verdict": []}
     page = made(synthetic(tmp_path / "run", rows, **words))
+    status = "interrupted after step 7; the same command resumes; config changed; warning: the loss"
     facts = ["3.00 % ± 1.7 after epoch 1 of –", "2.00 % ± 1.4 after epoch 2 of –"]
-    facts += ["interrupted; config changed; warning: the loss", "0:05"]
+    facts += [status, "0:05"]
     assert [*page.facts[0].values()] == facts
     assert page.titles == ["top1", "gap", "norm", "gpu_w"] and page.folded == ["gpu_w"]
     # The best one, the earlier runs and the validation; best, training, validation; the norm.
@@ -221,7 +237,8 @@ def test_a_long_curve_keeps_its_extremes_as_a_band(tmp_path: Path) -> None:
 
 def test_a_run_that_diverged_does_not_hide_the_others(tmp_path: Path) -> None:
     for name, loss in {"good": 2.0, "bad": 4e5}.items():
-        synthetic(tmp_path / name, [step_row(50, loss=1.0), step_row(100, loss=loss)])
+        rows = [step_row(50, loss=1.0), step_row(100, loss=loss)]
+        (synthetic(tmp_path / name, rows) / "config.yaml").write_text(f"a: {name}")
     page = made(tmp_path)
     assert any(text.endswith("better; cut off at 10") for text in page.said)
     assert {"M180.0 135.0L360.0 120.0"} < {*page.lines}
@@ -232,7 +249,8 @@ def test_many_runs(tmp_path: Path) -> None:
     val = [{"step": 9, "epoch": e, "split": "val", "top1": e, "top1_raw": 5.0} for e in (1.0, 2.3)]
     for i in range(12):
         rows = [step_row(50, top1=1.0), step_row(60, top1=2.0), val[0] | {"once": 7.0}, val[1]]
-        synthetic(tmp_path / f"demo,same,lr={i}", rows)
+        config = synthetic(tmp_path / f"demo,same,lr={i}", rows) / "config.yaml"
+        config.write_text(json.dumps({"a": i, "b": i}))
     page = made(tmp_path)
     assert {*page.titles} == {"top1", "top1_raw"} and page.folded == ["top1_raw"]
     assert len(page.lines) == 4 * 10 and all(line.count(" ") < 3 for line in page.lines)
@@ -246,10 +264,15 @@ def test_a_sweep_has_a_chart_of_its_key(tmp_path: Path) -> None:
         config.write_text(json.dumps({"optim": {"lr": lr}, "train": {"seed": seed}}))
     page = made(*tmp_path.glob("*,1"), out=tmp_path / "seed1.html")
     assert page.titles == ["best top1 by optim.lr"] and page.lines[0].count(" ") == 3
-    assert "two standard errors of the difference: run 2." in " ".join(page.said)
+    assert "two standard errors of the difference: optim.lr=0.1." in " ".join(page.said)
     page = made(tmp_path)  # the mean of two runs is below the best value of another
-    assert page.means[1:] == [["0.3", "75.00 %", "35.36 %", "2"]]
+    means = [["optim.lr=0.1", "99.00 % ± 0.99", "–", "1"]]
+    means += [["optim.lr=0.3", "75.00 % ± 25.00", "35.36 %", "2"]]
+    assert page.means[1:3] == means and "difference: optim.lr=0.3, optim.lr=0.03." in " ".join(
+        page.said
+    )
     assert not any(page.best) and page.lines[0] == "M0.0 120.0L180.0 31.5L360.0 67.5"
+    assert "optim.lr=0.3: 75.00 %" in page.said and page.boxes == ["c1", "c2", "c3"]
 
 
 def test_damaged_files_and_no_runs(copied: Path, tmp_path: Path) -> None:
