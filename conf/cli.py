@@ -159,10 +159,8 @@ def help_text(script: str, purpose: str, topic: str = "") -> str:
         if topic in ("", name, *name.split(".")):
             mark = "*" if FIELDS[name].metadata["affects"] == RESULT else " "
             key = f"{mark} {name}={show(value)}"
-            if narrow:
-                keys += [wrapped(key, 4), wrapped(f"      {texts[name]}", 6)]
-            else:
-                keys.append(wrapped(f"{key:<44} {texts[name]}", 45))
+            below = wrapped(key, 4), wrapped(f"      {texts[name]}", 6)
+            keys += below if narrow else [wrapped(f"{key:<44} {texts[name]}", 45)]
     usage = f"usage: python {script} [group=choice ...] [key=value ...] [options] | --help SECTION"
     every = [purpose, "", usage, "", "groups:", *groups, "", *keys, "", OPTIONS]
     return "\n".join([*groups, *keys] if topic else every)

@@ -142,7 +142,9 @@ def _choice_file(group: str, choice: str) -> Path:
         raise UserError(f"{group}={choice}: there is no such file")
     if "," in choice:
         raise UserError(f"{group}={choice}: give one{SEVERAL}")
-    other = f" For another one write {NAME_KEYS[group]}={choice}" if group in NAME_KEYS else ""
+    word = choice if group == "data" or ":" in choice else choice.lower()
+    key = NAME_KEYS.get(group) if word not in names else None
+    other = f" For another one write {key}={word}" if key else ""
     near = did_you_mean(choice, names) or f"; give {', '.join(names)} or a file PATH.yaml."
     raise UserError(f"{group}={choice}: no such {group}{near}{other}")
 

@@ -499,10 +499,9 @@ def check(config: Config) -> None:
             raise UserError(f"{shown}: not allowed; give {allowed.says}")
         if name in typed and (when := unmet(config, name)):
             others = " and ".join(f"{other}={show(values[other])}" for other in when)
-            needed = " and ".join(
-                f"{re.sub('.(name|source)$', '', k)}={c.says}" for k, c in when.items()
-            )
-            raise UserError(f"{shown}: has no effect with {others}; give {needed}, or leave it out")
+            needs = (f"{re.sub('.(name|source)$', '', k)}={c.says}" for k, c in when.items())
+            cure = f"give {' and '.join(needs)}, or leave it out"
+            raise UserError(f"{shown}: has no effect with {others}; {cure}")
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         raise UserError("optim.nesterov=true: needs optim.momentum > 0; raise it, or leave it out")
     warmup, epochs = config.schedule.warmup_epochs, config.train.epochs
