@@ -177,7 +177,7 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     Returns dotted key -> value, and group -> file of its choice; the last of equal ones counts.
     Raises UserError for a key, choice or value that no config allows.
     """
-    typed, tried, flags = dict[str, Any](), copy.deepcopy(DEFAULTS), list[str]()
+    typed, tried, wrong = dict[str, Any](), copy.deepcopy(DEFAULTS), list[str]()
     words = [*overrides, "", ""]
     for number, text in enumerate(words[:-2]):
         following = words[number + 1].lstrip("=") or words[number + 2]  # of `key = value`
@@ -186,16 +186,16 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             raise UserError(f"{ascii(text)[1:-1]}: is not UTF-8; rename the file, or link to it")
         given = word or re.sub("^-.*|.*=.*", "", following)
         if text.startswith(("-", "~")):
-            flags.append(f"{text}: not an option; {_for_flag(name, given) or _advice(name, given)}")
-        if flags:  # and their values
-            continue
-        if not equals or given != word:
+            wrong.append(f"{text}: not an option; {_for_flag(name, given) or _advice(name, given)}")
+        elif not wrong and (not equals or given != word):
             if os.path.isfile(file := f"{text}/overrides.yaml"):
                 typed_then = cast(list[str], OmegaConf.to_container(OmegaConf.load(file)))
                 raise UserError(f"{text}: is the folder of a run; write {shlex.join(typed_then)}")
             is_path = "/" in text or os.path.isdir(text)
             meant = f"did you mean data.root={text}?" if is_path else _advice(name, given)
-            raise UserError(f"{text}: write key=value without spaces; {meant}")
+            wrong.append(f"{text}: write key=value without spaces; {meant}")
+        if wrong:  # what follows may be the value of a flag
+            continue
         if name in GROUPS:
             typed[name] = _choice_file(name, word)
             continue
@@ -208,8 +208,8 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
                 value = word if override.is_sweep_override() else override.value()
         _set(tried, {name: value})  # refuses a mistake before Hydra composes
         typed[name] = value
-    if flags:
-        raise UserError("; ".join(flags))
+    if wrong:
+        raise UserError(";\n".join(wrong))  # a terminal shows one per line
     return typed
 
 

@@ -127,8 +127,9 @@ def duration(seconds: float) -> str:
 def complain(message: str, *, once: bool = False) -> None:
     """Print one line on stderr, even if a path in it contains a line break; `once` per node."""
     if not (once and os.environ.get("LOCAL_RANK", "0") != "0"):
-        line = f"{Path(sys.argv[0]).name}: {' '.join(message.splitlines())}"
-        print(wrapped(line, stream=sys.stderr), file=sys.stderr)
+        lines = f"{Path(sys.argv[0]).name}: {message}".splitlines()
+        end = "\n" if sys.stderr.isatty() else " "
+        print(end.join(wrapped(line, stream=sys.stderr) for line in lines), file=sys.stderr)
 
 
 def fail(message: str) -> NoReturn:

@@ -113,10 +113,9 @@ def build_transform(entries: Sequence[Any], key: str) -> Compose:
             raise UserError(f"{key}: fails on an image: {describe(error)}") from None
     width, height = sizes.pop()
     if sizes or width != height:
-        raise UserError(
-            f"{key}: the list does not end in images of one size, but makes some of "
-            f"{width}x{height} px; end it with random_resized_crop or center_crop: {{size: 224}}"
-        )
+        wrong = f"does not end in images of one size, but makes some of {width}x{height} px"
+        cure = "end it with random_resized_crop or center_crop: {size: 224}"
+        raise UserError(f"{key}: {wrong}; {cure}")
     return Compose(transforms, width)
 
 

@@ -72,8 +72,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     val = load_index(val_split, key="data.val")
     train = load_index(train_split, key="data.train")
     for here, there, name, other in ((train, val, "train", "val"), (val, train, "val", "train")):
-        extra = sorted(set(here.classes) - set(there.classes))
-        if extra:  # the same label would mean different classes
+        if extra := sorted({*here.classes} - {*there.classes}):  # a label would mean two classes
             wrong = f"has no class {', '.join(extra[:5])}, which {name} has ({len(extra)} in all)"
             raise UserError(f"data.{other}={there.root}: {wrong}; give both the same classes")
     return train, val

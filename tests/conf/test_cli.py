@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from subprocess import PIPE
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -65,13 +66,15 @@ def test_section_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert found == [1, 1, 0]
 
 
-def test_a_log_record_is_a_line_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_record_is_a_line_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     record = logging.makeLogRecord({"levelname": "WARNING", "msg": "20 words: " + 10 * "a b "})
     assert cli.Labelled().format(record) == "warning   20 words: " + 10 * "a b "
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "40")
     first, second = cli.Labelled().format(record).splitlines()
     assert first.startswith("\33[K\33[1mwarning   \33[0m20") and second.startswith(10 * " " + "a")
+    cli.complain("--a: is wrong;\n--b: too")
+    assert capsys.readouterr().err.endswith("--a: is wrong;\n--b: too\n")
 
 
 def test_a_reader_that_stops(tmp_path: Path) -> None:

@@ -127,9 +127,7 @@ def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(
 @pytest.mark.parametrize(
     ("group", "sizes"), [(1, [1] * 10), (4, [4, 4, 2]), (10, [10]), (99, [10])]
 )
-def test_a_group_shares_its_draws_and_the_last_one_may_be_smaller(
-    group: int, sizes: list[int]
-) -> None:
+def test_a_group_shares_its_draws_and_the_last_may_be_smaller(group: int, sizes: list[int]) -> None:
     transform = one("mixup_or_cutmix", switch_p=0, group=group)
     _, targets = transform(torch.zeros(10, 1, 1, 1), torch.eye(10), part(total=10))
     assert targets.diagonal().unique_consecutive(return_counts=True)[1].tolist() == sizes

@@ -28,9 +28,7 @@ def test_decoding_waits_until_pixels_are_needed() -> None:
 
 @pytest.mark.parametrize("decoder", INSTALLED)
 @pytest.mark.parametrize("kind", ["jpeg ends in its scan", "jpeg lacks its end marker"])
-def test_a_truncated_file_is_refused_also_for_a_region_that_is_there(
-    decoder: str, kind: str
-) -> None:
+def test_a_truncated_file_is_refused_also_for_a_region_of_it(decoder: str, kind: str) -> None:
     with pytest.raises(decode.UnreadableError, match="truncated"):
         opened(KINDS[kind][0](), decoder).cropped((0, 0, 30, 8)).pixels()
 
