@@ -235,10 +235,11 @@ def _advice(name: str, value: str = "") -> str:
     meant = [known for known, last in near.items() if last in close]
     if value:
         meant = [f"{k if value in group_names(k) else NAME_KEYS.get(k, k)}={value}" for k in meant]
-    if meant:
+    flag = _for_flag("--" + re.sub("[._]", "-", typed), value)
+    if meant and not flag:
         return f"did you mean {' or '.join(meant)}?"
     listed = f"{section} has {', '.join(own.values())}" if own else "--help lists all keys"
-    return _for_flag(f"--{word}".replace("_", "-"), value) or listed
+    return flag or _for_flag(f"--{word}".replace("_", "-"), value) or listed
 
 
 def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
@@ -258,7 +259,7 @@ def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
         except OmegaConfBaseException:
             pass
         word = value if isinstance(value, str) else ""
-        more = SEVERAL if "," in word else ""
+        more = SEVERAL if "," in word else f"; {_for_flag(name, '')}".rstrip("; ")
         if word[:1] in ("[", "{") and word[-1] not in "]}":
             more = "; a space needs quotes around the word"
         raise UserError(f"{shown}: not allowed; give {allowed.says}{more}")
