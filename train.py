@@ -344,9 +344,8 @@ def build_state(config: Config, datasets: Datasets, compute: Compute, world: Wor
     if config.model.sync_bn and world.size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     models.freeze(model, config.model.freeze)
-    model = model.to(world.device)
-    if compute.channels_last:
-        model = model.to(memory_format=torch.channels_last)
+    layout = torch.channels_last if compute.channels_last else torch.preserve_format
+    model = model.to(world.device).to(memory_format=layout)
     if compute.rewrite is not None:
         import_object(compute.rewrite, "model.rewrite")(model, channels_last=compute.channels_last)
     decay = config.train.ema_decay

@@ -107,7 +107,7 @@ class Run(AbstractContextManager["Run"]):
         self.world.require_same({"checkpoint": str(self.resumed), **facts["identity"]})
         if self.resumed is not None:
             accept = self.config.checkpoint.accept_changes
-            changes = accepted_changes(self.resumed, self._stored, facts["identity"], accept=accept)
+            changes = accepted_changes(self.resumed, self._stored, facts, accept=accept)
             _load_state(state, self.resumed, self._stored)
             if self.is_first_start or changes.keys() & VALIDATED_ON:
                 # The best checkpoint is in another folder, or was validated on other images.
@@ -234,14 +234,14 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
 
 
 def accepted_changes(
-    path: Path, content: dict[str, Any], identity: dict[str, Any], *, accept: bool
+    path: Path, content: dict[str, Any], facts: dict[str, Any], *, accept: bool
 ) -> dict[str, str]:
     """Return how a checkpoint's identity differs from that of this start, name -> sentence.
 
     A key that only the checkpoint has is not listed: another key, which is listed, disables it.
     Raises UserError for changes that are not accepted.
     """
-    stored = content["identity"]
+    stored, identity = content["identity"], facts["identity"]
     changes = {
         name: f"{name}={show(stored.get(name))} (now {show(value)})"
         for name, value in sorted(identity.items(), key=lambda item: PLACES.get(item[0], 1))
@@ -253,7 +253,10 @@ def accepted_changes(
     reason = f"{fixed[0]} cannot change within a run" if fixed else "these keys affect the result"
     remedy = "give run.name=NAME to train elsewhere or checkpoint.resume=never to start over"
     remedy += ", or checkpoint.accept_changes=true to continue from this checkpoint" * (not fixed)
-    raise UserError(f"cannot resume {path}: {', '.join(changes.values())}; {reason}: {remedy}")
+    before, now = ({*each["plan"].get("classes", ())} for each in (content, facts))
+    told = [f"class {c} is {'new' if c in now else 'gone'}" for c in sorted(before ^ now)[:6]]
+    listed = ", ".join(told or changes.values())  # instead of hashes of the images
+    raise UserError(f"cannot resume {path}: {listed}; {reason}: {remedy}")
 
 
 def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:

@@ -45,9 +45,8 @@ def built(*overrides: str, world: World = ALONE) -> Built:
     compute = choose_compute(schedule.config, datasets, world.device, 0)
     state = train.build_state(schedule.config, datasets, compute, world)
     loss = train.build_loss(schedule.config, datasets, compute)
-    train_on_batch = train.build_step(schedule, compute, loss, state, world)
     batch = Batch.zeros(datasets.train.fields, world.device, schedule.batch_size)
-    return schedule, state, train_on_batch, batch
+    return schedule, state, train.build_step(schedule, compute, loss, state, world), batch
 
 
 def never() -> Iterator[Batch]:

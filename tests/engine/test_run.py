@@ -105,7 +105,8 @@ def check_refused(message: str, unchanged: Path, *arguments: Any) -> None:
 
 
 def compare(stored: dict[str, Any], now: dict[str, Any], *, accept: bool = False) -> dict[str, str]:
-    return accepted_changes(Path("step-7.pt"), {"identity": stored}, now, accept=accept)
+    content, facts = ({"identity": each, "plan": each} for each in (stored, now))
+    return accepted_changes(Path("step-7.pt"), content, facts, accept=accept)
 
 
 def test_changes_and_remedies_are_listed() -> None:
@@ -124,6 +125,8 @@ def test_changes_and_remedies_are_listed() -> None:
     many = dict.fromkeys([*"abcdefg", "optim.name"], 8)
     with pytest.raises(UserError, match=r": optim.name=8 \(now 9\), a=8 .*, g=8 \(now 9\); "):
         compare(many, dict.fromkeys(many, 9))
+    with pytest.raises(UserError, match=r"pt: class deer is gone, class moose is new; these keys"):
+        compare({"classes": ["cat", "deer"]}, {"classes": ["cat", "moose"]})
     for name in FIXED:  # tensors would not fit
         with pytest.raises(UserError, match=rf"; {name} cannot change within a run: ") as error:
             compare({"a": 1, name: 1}, {"a": 2, name: 2}, accept=True)
