@@ -199,8 +199,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
         folder: holds one folder per class; or what `find_storage` finds under this name.
         key: its config key, for messages.
     """
-    files = find_storage(folder)
-    if not files:
+    if not (files := find_storage(folder)):
         raise _missing_split(folder, key)
     root = files[0] if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()

@@ -48,7 +48,8 @@ STOP_SECONDS = 1.0
 POLL_SECONDS = 1e-3  # how late the end of a copy is noticed, while workers receive tasks
 EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
 CHECK = "run scripts/doctor.py --all with the same overrides to check every file"
-REMEDY = f"replace or remove it; {CHECK}; data.on_error=skip skips it if it is a training image"
+SKIP = "; data.on_error=skip skips unreadable training images"
+REMEDIES = [f"replace or remove it; {CHECK}{more}" for more in (SKIP, "")]  # of each ring
 MAX_TRIED = 100  # samples in place of an unreadable one
 # A worker reads ahead if, per sample, it waits this much longer for storage than for a core, as a
 # mean of about ten tasks. Reading in other threads costs 0.1 to 0.2 ms of a core per sample.
@@ -146,7 +147,7 @@ def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -
                 return Reply(error=message, trace=traceback.format_exc())
         else:
             none = f"none of its {len(unreadable) - 1} replacements can be read either; {CHECK}"
-            return Reply(error=f"{unreadable[0][1]}; {none if skips else REMEDY}")
+            return Reply(error=f"{unreadable[0][1]}; {none if skips else REMEDIES[task.ring]}")
         ring.samples.array[task.slot, row] = epoch, candidate  # last: the row is complete
         skipped += unreadable
     computing, waiting = time.thread_time() - computed, waited_for_core() - queued
