@@ -37,6 +37,7 @@ from PIL import Image, UnidentifiedImageError
 
 import train
 from conf.schema import Config, RunError, UserError, describe
+from conf.start import wrapped
 from engine.compute import Compute, choose_compute
 from engine.distributed import World, resolve_device
 from engine.log.plan import planned, setup_notes
@@ -345,22 +346,22 @@ def check(case: Case) -> Iterator[tuple[str, Row]]:
             yield name, warn(f"check failed with an error: {describe(error)}")
 
 
-def main() -> int:
+def main(case: Case) -> int:
     """Print each row, and below it the remedy and the details, on a terminal up to NAMED."""
-    # Each time the files are listed, it would warn of what `data` reports once.
-    logging.getLogger("pipeline.index").setLevel(logging.ERROR)
-    counts, width = Counter[str](), max(map(len, CHECKS))
-    for name, row in check(Case(CONFIG, None if OPTIONS.all else SAMPLE)):
+    counts, margin = Counter[str](), max(map(len, CHECKS)) + 8
+    for name, row in check(case):
         counts[row.status] += 1
-        print(f"{row.status:<4}  {name:<{width}}  {row.found}")
         most = NAMED if sys.stdout.isatty() else len(row.details)
         below = [f"-> {row.do}"] * bool(row.do) + list(row.details[:most])
         if len(row.details) > most:
             below.append(f"and {len(row.details) - most:,} more: redirect the output to list all")
-        print(*(f"{'':{width + 8}}{text}\n" for text in below), sep="", end="", flush=True)
+        found, *below = (wrapped(f"{'':{margin}}{text}", margin) for text in (row.found, *below))
+        print(f"{row.status:<6}{name:<{margin - 6}}{found[margin:]}", *below, sep="\n", flush=True)
     print(", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "fail")))
     return 1 if counts["fail"] else 0
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    # Each time the files are listed, it would warn of what `data` reports once.
+    logging.getLogger("pipeline.index").setLevel(logging.ERROR)
+    sys.exit(exit_status(partial(main, Case(CONFIG, None if OPTIONS.all else SAMPLE))))

@@ -182,8 +182,7 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
                 archive.members.clear()  # type: ignore[attr-defined]  # 1 kB each
             counts[result.outcome] += 1
             counts["bytes"] += result.size
-            if result.problem:
-                problem = " ".join(result.problem.split())
+            if problem := " ".join(result.problem.split()):
                 unreadable.append(f"{sample.split}/{member.name}\t{problem}")
     return counts, sorted(unreadable)
 

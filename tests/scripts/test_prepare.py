@@ -146,10 +146,9 @@ def shards() -> Files:
 
 def parquet(columns: dict[str, Any], *classes: str) -> bytes:
     """Return a file as Hugging Face writes it, with the names of the classes in its metadata."""
-    pyarrow = pytest.importorskip("pyarrow")
+    table = pytest.importorskip("pyarrow").table(columns)
     from pyarrow import parquet
 
-    table = pyarrow.table(columns)
     if classes:
         features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": classes}}
         metadata = json.dumps({"info": {"features": features}})

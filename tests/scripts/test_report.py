@@ -63,10 +63,9 @@ class Page:
 
 
 def made(*folders: Path, out: Path | None = None) -> Page:
-    path = out or folders[0] / "report.html"
     words = [*map(str, folders), *([] if out is None else ["--out", str(out)])]
     assert report.run(report.arguments(words)) == 0
-    return Page(path.read_text(encoding="utf-8"))
+    return Page((out or folders[0] / "report.html").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
