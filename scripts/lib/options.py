@@ -41,7 +41,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=Wrapped, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        message = re.sub("^the following .*: (.*)", r"\1: is missing; see --help", message)
+        example = [*re.findall("python scripts/.*", self.description or ""), "--help"][0]
+        message = re.sub("^the following .*: (.*)", rf"\1: is missing; write {example}", message)
         fail(message.removeprefix("argument "))
 
     def parse_known_args(self, *given: Any) -> tuple[Any, list[str]]:  # type: ignore[override]
@@ -94,8 +95,9 @@ def parse_paths(
     found = [word for word in words if word == "-" or os.path.lexists(word)]
     typed = [w for w in words if w not in found and (w in NAMES or re.match("$|[-+]|[^/]*=", w))]
     options.paths, options.overrides = [word for word in words if word not in typed], typed
+    flags = [place for place, w in enumerate(words) if w[:1] == "-" and w not in found]
     try:
-        read_overrides(typed)
+        read_overrides(words[flags[0] :] if flags else typed)  # a flag may have a value
     except (UserError, argparse.ArgumentError) as mistake:
         parser.error(str(mistake))
     if useless := next((word for word in typed if re.match(TRAINING, word)), ""):

@@ -92,10 +92,9 @@ class Trained:
         """
         model = self._model()
         models.fit_weights(model, self.weights, origin=str(self.path))
-        model = model.to(device)
         channels_last = self.channels_last(model, device)
-        if channels_last:
-            model = model.to(memory_format=torch.channels_last)
+        layout = torch.channels_last if channels_last else torch.preserve_format
+        model = model.to(device).to(memory_format=layout)
         rewritten = self.stored.get("plan", {}).get("rewrites_layers") is True
         rewrite = self.config.model.rewrite if rewritten and device.type == "cuda" else None
         if rewrite and choose_precision(self.config.train.precision, device) == "bf16":
