@@ -27,6 +27,7 @@ SPARE = 1.3  # workers that can supply this many times the rate do not limit it
 SHORT_EPOCH, SHORT_RUN = 20.0, 3.0  # seconds of steps; a shorter one gets no verdict
 # Mean bytes of a file from which on `prepare.py --side 352` is advised: its files have 45 kB.
 LARGE_FILES = 80_000
+DECODE = "input-bound by decode and augmentation"  # of the workers, measured as one
 ENGINES = "input-bound by the GPU's JPEG engines"
 
 
@@ -55,7 +56,7 @@ def remedies(cause: str, feed: Feed) -> list[str]:
     large, side = dataset.mean_bytes() > LARGE_FILES, 352 * feed.config.data.image_size // 224
     storage = cause == "input-bound by storage"
     core = cause in ("input-bound by CPU cores", "core-bound")
-    decode = core or cause in ("input-bound by decode", "input-bound by loading", ENGINES)
+    decode = core or cause in (DECODE, "input-bound by loading", ENGINES)
     files = decode or storage
     lower = "OMP_NUM_THREADS" if feed.pool.active < 2 else "loader.workers or OMP_NUM_THREADS"
     known = {  # remedy -> whether it helps
@@ -130,8 +131,7 @@ def input_cause(run: StepTimes) -> str:
         return ENGINES if run.device_decodes else "input-bound by the hand-off"
     if run.core_ms > run.cpu_ms:
         return "input-bound by CPU cores"
-    decodes = run.decoder != "none" or run.device_decodes
-    return "input-bound by decode" if decodes else "input-bound by loading"
+    return DECODE if run.decoder != "none" or run.device_decodes else "input-bound by loading"
 
 
 def lacks_core(run: StepTimes, ranks: Sequence[StepTimes]) -> bool:

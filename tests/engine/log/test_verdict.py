@@ -41,9 +41,9 @@ ONE_RANK: list[tuple[dict[str, Any], str]] = [
     ),
     (
         WAITS,
-        "input-bound by decode: the GPU waited 38.0% of the time for images; the step can process "
-        "6,694 img/s and got 4,150; per image, each worker (15) computes 3.6 ms, and waits 0.0 "
-        "ms for storage and 0.1 ms for a core.",
+        "input-bound by decode and augmentation: the GPU waited 38.0% of the time for images; the "
+        "step can process 6,694 img/s and got 4,150; per image, each worker (15) computes 3.6 ms, "
+        "and waits 0.0 ms for storage and 0.1 ms for a core.",
     ),
     ({**WAITS, "rate": 2500, "workers": 0}, "by decode ... the training process computes 3.6"),
     ({"data_wait": 0.3, "copy": 0.95}, "copy-bound: ... copying a batch takes 1.2 ms"),
@@ -74,7 +74,7 @@ SEVERAL: list[tuple[list[StepTimes], str]] = [
     # The rank that the others wait for is judged.
     (
         ranks_of({"cpu_ms": 9.0}, {"data_wait": 0.4, "cpu_ms": 29.0}),
-        "input-bound by decode: the GPU waited 40.0% ... each worker (30) computes 29.0",
+        "by decode and augmentation: the GPU waited 40.0% ... each worker (30) computes 29.0",
     ),
     (
         ranks_of(*[{}] * 4, step_rate=300.0),
@@ -144,7 +144,7 @@ def test_means_are_over_time(feed: Feed, judged: list[StepTimes]) -> None:
 
 
 AUTO = "set loader.workers=auto and loader.decoder=auto in a new run"
-STORAGE, DECODE = "input-bound by storage", "input-bound by decode"
+STORAGE, DECODE = "input-bound by storage", "input-bound by decode and augmentation"
 RE_ENCODE, CORES = "re-encode the images once with scripts/prepare.py --side 50", "use a machine"
 
 
