@@ -250,13 +250,12 @@ def accepted_changes(
     fixed = [name for name in changes if name in FIXED]
     if not changes or (accept and not fixed):
         return changes
-    reason = f"{fixed[0]} cannot change within a run" if fixed else "these keys affect the result"
-    remedy = "give run.name=NAME to train elsewhere or checkpoint.resume=never to start over"
-    remedy += ", or checkpoint.accept_changes=true to continue from this checkpoint" * (not fixed)
+    why = f"{fixed[0]} cannot change within a run" if fixed else "these keys affect the result"
+    cure = "give run.name=NAME to train elsewhere or checkpoint.resume=never to start over"
+    cure += ", or checkpoint.accept_changes=true to continue from this checkpoint" * (not fixed)
     before, now = ({*each["plan"].get("classes", ())} for each in (content, facts))
     told = [f"class {c} is {'new' if c in now else 'gone'}" for c in sorted(before ^ now)[:6]]
-    listed = ", ".join(told or changes.values())  # instead of hashes of the images
-    raise UserError(f"cannot resume {path}: {listed}; {reason}: {remedy}")
+    raise UserError(f"cannot resume {path}: {', '.join(told or changes.values())}; {why}: {cure}")
 
 
 def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:

@@ -114,8 +114,9 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
     for name, images in classes.items():
         folder = f"{origin}: class folder {os.fsdecode(name)}"
         if not images:
-            kinds = b", ".join(EXTENSIONS[:4]).decode()
-            raise UserError(f"{folder} holds no images ({kinds}, ...); fill it or remove it")
+            own = {p: why for p, why in others.items() if p.startswith(base + b"/" + name + b"/")}
+            cure = count_left_out(own) or "fill it or remove it"
+            raise UserError(f"{folder} holds no images (.jpg, .png, ...); {cure}")
         if os.fsdecode(name).lower() in SPLITS and all(path.count(b"/") > 1 for path in images):
             raise UserError(f"{folder} holds folders of images only, as a split; move it away")
     others |= {os.path.join(base, name): LOOSE for name in filter(is_image, loose)}

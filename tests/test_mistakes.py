@@ -58,6 +58,7 @@ DATA: dict[str, Callable[[Path], object]] = {
     "no-dots": lambda root: shutil.rmtree(root / "val" / "dots"),
     "empty": lambda root: [shutil.rmtree(path) for path in root.iterdir()],
     "run": lambda root: (root / "overrides.yaml").write_text("['data.root=a b', 'run.name=${c}']"),
+    "iphone": lambda root: [p.rename(f"{p}.heic") for p in (root / "val" / "dots").iterdir()],
     "no-images": lambda root: [path.unlink() for path in (root / "val" / "checks").iterdir()],
 }
 
