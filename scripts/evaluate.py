@@ -225,12 +225,10 @@ def outputs_of(
                 names += tuple(name for name in outputs if name not in names)
             return names, [outputs.index(name) for name in names]
     if known and (trained.stored or len(classes) != len(known)):
-        unknown = sorted(set(classes) - set(known))
-        raise UserError(
-            f"{where} {len(classes)} classes, of which the model does not know "
-            f"{', '.join(unknown[:3])} (it knows {', '.join(known[:3])}, ...); give the data it "
-            "was trained for, or --classes FILE"
-        )
+        unknown = ", ".join(sorted(set(classes) - set(known))[:3])
+        wrong = f"{len(classes)} classes, of which the model does not know {unknown}"
+        cure = "give the data it was trained for, or --classes FILE"
+        raise UserError(f"{where} {wrong} (it knows {', '.join(known[:3])}, ...); {cure}")
     cure = "give --classes FILE with the names of the model's classes, one per line"
     if len(classes) != len(every):
         sizes = f"{len(classes)} classes, the model has {len(every)} classes"

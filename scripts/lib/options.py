@@ -77,7 +77,8 @@ def near_runs(missing: str) -> str:
     """`; did you mean` up to three runs whose folders are like a missing one, or nothing."""
     folders = Path(missing).parent, Path("runs")
     runs = {str(held.parent) for folder in folders for held in folder.glob("*/config.yaml")}
-    return did_you_mean(missing, sorted(runs), count=3, least=0.75)
+    word = missing if "/" in missing else f"runs/{missing}"
+    return did_you_mean(word, sorted(runs - {os.path.normpath(missing)}), count=3, least=0.75)
 
 
 def parse_paths(
@@ -105,7 +106,9 @@ def parse_paths(
     if missing := next((path for path in options.paths[:1] if not os.path.lexists(path)), ""):
         near = near_runs(missing) or f"; give {CHECKPOINT}"
         parser.error(f"{missing}: there is no such run directory or file{near}")
-    if not options.paths or (len(options.paths) > 1 and not several):
-        wrong = f"{len(options.paths)} are given, not one" if options.paths else "is missing"
-        parser.error(f"CHECKPOINT: {wrong}; give {CHECKPOINT}; see --help")
+    if not options.paths:
+        parser.error(f"CHECKPOINT: is missing; give {CHECKPOINT}; see --help")
+    if (more := options.paths[1:]) and not several:
+        cure = f"did you mean data.root={more[0]}?" if os.path.isdir(more[0]) else "see --help"
+        parser.error(f"{more[0]}: only one path, the checkpoint, is taken; {cure}")
     return options

@@ -11,9 +11,7 @@ def rows(sampler: TrainSampler, steps: range) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("num_samples", "batch_size"), [(37, 8), (5, 16), (7, 7)])
-def test_every_sample_once_an_epoch_though_batches_straddle(
-    num_samples: int, batch_size: int
-) -> None:
+def test_every_sample_once_an_epoch_if_batches_straddle(num_samples: int, batch_size: int) -> None:
     steps = range(6 * num_samples // batch_size)
     stream = rows(TrainSampler(num_samples=num_samples, batch_size=batch_size, seed=1), steps)
     assert len(stream) == len(steps) * batch_size  # no short batch

@@ -21,11 +21,13 @@ def test_mistakes(
 ) -> None:
     """They are one line, the status is 2, and no file is made."""
     monkeypatch.chdir(tmp_path)
+    (run := tmp_path / "runs" / "first").mkdir(parents=True)
+    (run / "config.yaml").touch()
     monkeypatch.setattr(export, "find_spec", lambda name: True if name == "onnx" else None)
     with pytest.raises(SystemExit, match="2"):
         import_module(f"scripts.{script}").arguments(words.split())
     said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert message in said and said.count("\n") == 1 and len(list(tmp_path.rglob("*"))) == 3
 
 
 def test_help_is_wrapped_for_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
