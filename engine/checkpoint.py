@@ -107,7 +107,7 @@ def find_checkpoint(path: str | Path) -> Path:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = [*files(folder), *folder.glob("best.pt")]
     if not found:
-        raise UserError(f"{path}: holds no checkpoints; give a file or the folder of a run")
+        raise UserError(f"{path}: holds no checkpoints; a run has one after an epoch; give another")
     return found[-1]
 
 
