@@ -159,7 +159,7 @@ def after_colon(name: str) -> str:
 MAX_EPOCHS = 1e6  # more is a typo, and the number of steps would lose precision as a float
 TEXT = Check(lambda value: True, "a name or a path")
 NOT_EMPTY = Check(bool, TEXT.says)
-LIST = Check(lambda value: True, "a list, in brackets")
+LIST = Check(lambda value: True, "a list such as [conv1,bn1,layer1]")
 TRANSFORMS = Check(LIST.allows, "a list such as [{resize: {size: 256}}, horizontal_flip]")
 BOOL = Check(lambda value: type(value) is bool, "true or false")
 NULL = Check(lambda value: value is None, "null")
