@@ -125,7 +125,7 @@ def duration(seconds: float) -> str:
 
 
 def complain(message: str, *, once: bool = False) -> None:
-    """Print one line on stderr, even if a path in it contains a line break; `once` per node."""
+    """Print a message on stderr, in one line unless it is a terminal; `once` per node."""
     if not (once and os.environ.get("LOCAL_RANK", "0") != "0"):
         lines = f"{Path(sys.argv[0]).name}: {message}".splitlines()
         end = "\n" if sys.stderr.isatty() else " "
