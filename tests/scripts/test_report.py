@@ -272,6 +272,9 @@ def test_a_sweep_has_a_chart_of_its_key(tmp_path: Path) -> None:
     )
     assert not any(page.best) and page.lines[0] == "M0.0 120.0L180.0 31.5L360.0 67.5"
     assert "optim.lr=0.3: 75.00 %" in page.said and page.boxes == ["c1", "c2", "c3"]
+    rows = [{"val": [{"top1": top1, "images": 9}]} for top1 in (80.0, 82.0, 77.7, 77.3)]
+    one, two, three, four = (report.Run(tmp_path, rows=row) for row in rows)
+    assert report.near_best([("", [one, two]), ("3", [three]), ("4", [four])]) == ["3"]
 
 
 def test_damaged_files_and_no_runs(copied: Path, tmp_path: Path) -> None:
