@@ -121,7 +121,7 @@ class Run:
         batch_size = number_in(config.get("loader.batch_size"), 0)
         for row in self.rows["train"][:1] if best and batch_size else ():
             images = f"{row['step'] * batch_size / row['epoch']:,.0f} for training"
-            cells["images"] = f"{images}, {show(best.get('images'))} for validation"
+            cells["images"] = f"{images}, {number_in(best.get('images')):,.0f} for validation"
         if rate := number_in(summary.get("images_per_second"), 0):
             cells["images/s"] = rounded(rate, "images/s")
         if "seconds" in summary:
@@ -238,15 +238,15 @@ def reliability(calibration: dict[str, list[Any]]) -> dict[str, Any]:
     return {"title": "accuracy by confidence", "axis": "confidence, %", "note": note, **drawn}
 
 
-def changed_classes(runs: Sequence[Run]) -> list[list[str]]:
-    """Return name and recall of the classes that differ most between two runs; [] if unknown."""
+def changed_classes(runs: Sequence[Run]) -> list[tuple[Any, Any]]:
+    """Return rows of the classes whose top1 differs most between two runs; [] if it is unknown."""
     tables = [run.evaluations[0][2].get("per_class", []) for run in runs if run.evaluations]
     if len(runs) != 2 or len(tables) < 2:
         return []
     first, second = ({row["class"]: row for row in table} for table in tables)
-    tops = [(first[k]["name"], first[k]["top1"], second[k]["top1"]) for k in first if k in second]
-    tops = sorted((t for t in tops if math.isfinite(t[2] - t[1])), key=lambda t: -abs(t[2] - t[1]))
-    return [[n, rounded(a, "top"), rounded(b, "top"), f"{b - a:+.2f}"] for n, a, b in tops[:LISTED]]
+    pairs = [(first[key], second[key]) for key in first if key in second]
+    known = [pair for pair in pairs if math.isfinite(pair[0]["top1"] - pair[1]["top1"])]
+    return sorted(known, key=lambda pair: -abs(pair[0]["top1"] - pair[1]["top1"]))[:LISTED]
 
 
 def read_text(path: Path) -> str:
@@ -319,17 +319,16 @@ def charts(series: Sequence[Series]) -> list[dict[str, Any]]:
 def series_of(runs: Sequence[Run], keys: Sequence[str]) -> tuple[list[str], list[Series]]:
     """Return the keys by which the runs differ, and what is drawn as one curve, the best first.
 
-    Runs that differ in nothing but REPEATS are one series. `keys`: those of the table. Labels are
-    the values of these keys; where they differ in several, and no run is repeated, numbers.
+    Runs that differ in nothing but REPEATS are one series. `keys`: those of the table. Labels have
+    the value of the key by which they differ; if there are several, they are numbers.
     """
     every = [key for key, *_ in differences(runs) if key not in REPEATS]
     own, groups = [key for key in every if key in keys], grouped(runs, every)
     varied = own if len(grouped(runs, own)) == len(groups) else every  # the others follow from own
-    if len(groups) == len(runs) and len(own) != 1:
-        return varied, [(f"{i}", of) for i, of in enumerate(groups, 1)]
-    return varied, [
-        (", ".join(f"{k}={show(of[0].config.get(k))}" for k in own), of) for of in groups
-    ]
+    if len(own) != 1:
+        kind = "group " * (len(groups) < len(runs))
+        return varied, [(f"{kind}{i}", of) for i, of in enumerate(groups, 1)]
+    return varied, [(f"{own[0]}={show(of[0].config.get(own[0]))}", of) for of in groups]
 
 
 def grouped(runs: Sequence[Run], keys: Iterable[str]) -> list[list[Run]]:
@@ -387,7 +386,8 @@ def against(keys: Sequence[str], series: Sequence[Series]) -> list[Any]:
     about = [{"label": t, "split": "", "colour": i} for t, i in zip(curves, colours, strict=False)]
     drawn = [(a, np.array(sorted(curves[str(a["label"])]))) for a in about]
     chart = {"title": f"best {finished[0][0].best()[0]} by {axis}", "group": 0, "axis": axis}
-    chart["note"] = "not to scale; band: the standard deviation, or the standard error of one run"
+    error = "deviation" if any(of[1:] for of in finished) else "error"
+    chart["note"] = f"the values of the axis are evenly spaced; band: the standard {error}"
     chart |= draw(drawn, math.inf, NARROWEST[0])
     return [chart | {"x": [(WIDTH * i / (len(places) - 1), n) for i, n in enumerate(places)]}]
 
@@ -464,6 +464,7 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     rest = [r for r in rest if r[1:] != best[1:] and len({*r[1:]} - {UNKNOWN}) >= min(2, len(runs))]
     rest.sort(key=lambda row: len(runs) > 1 and row[0] not in keys)  # behind the best value
     varied, series = series_of(runs, keys)
+    own = [key for key in varied if key in keys]
     validated = [run for run in runs if run.best()[2]]
     repeated = len(series) < len(runs) and validated
     colour = {run.folder: i for i, (_, of) in enumerate(series, 1) for run in of}
