@@ -339,11 +339,18 @@ def grouped(runs: Sequence[Run], keys: Iterable[str]) -> list[list[Run]]:
     return sorted(groups.values(), key=lambda of: -fmean(run.best()[1] for run in of))
 
 
-def mean_of(runs: Sequence[Run]) -> tuple[float, float]:
-    """Return the mean best value and its standard deviation; of one run, the standard error."""
+def mean_of(runs: Sequence[Run]) -> tuple[float, float, float]:
+    """Return the mean best value, its standard deviation (of one run, error) and standard error.
+
+    The error of one run is that of an accuracy of its images; that of folds is not below it.
+    """
     name, _, row = runs[0].best()
     values = [number_in(run.best()[2].get(name)) for run in runs]
-    return fmean(values), float(np.std(values, ddof=1)) if values[1:] else standard_error(row, name)
+    folds = len({str(run.config.get("data.val_fold")) for run in runs})
+    both = {name: fmean(values), "images": number_in(row.get("images"), math.inf) * folds}
+    error = standard_error(both, name) if folds == len(runs) else 0.0
+    deviation = float(np.std(values, ddof=1)) if values[1:] else error
+    return both[name], deviation, max(deviation / len(runs) ** 0.5, error)
 
 
 def near_best(series: Sequence[Series]) -> list[str]:
@@ -354,9 +361,9 @@ def near_best(series: Sequence[Series]) -> list[str]:
     """
     means = [(label, *mean_of(runs), len(runs)) for label, runs in series]
     freedom = sum(count - 1 for *_, count in means)
-    spread = sum(error**2 * (count - 1) for *_, error, count in means if count > 1)
-    near, (_, best, _, runs) = [], means[0]
-    for label, mean, error, count in means[1:]:
+    spread = sum(deviation**2 * (count - 1) for _, _, deviation, _, count in means)
+    near, (_, best, *_, runs) = [], means[0]
+    for label, mean, _, error, count in means[1:]:
         of_one = spread / freedom if freedom else error**2
         near += [label] * (abs(best - mean) < 2 * (of_one * (1 / runs + 1 / count)) ** 0.5)
     return near
@@ -378,7 +385,7 @@ def against(keys: Sequence[str], series: Sequence[Series]) -> list[Any]:
     curves = defaultdict[str, list[tuple[float, ...]]](list)
     for runs in finished:
         others = [f"{k}={show(runs[0].config.get(k))}" for k in keys if k != axis]
-        (mean, error), place = mean_of(runs), places.index(runs[0].config[axis])
+        (mean, error, _), place = mean_of(runs), places.index(runs[0].config[axis])
         curves["".join(others)].append((place, mean, mean - error, mean + error, mean))
     if max(map(len, curves.values()), default=0) < 3:
         return []
@@ -386,8 +393,7 @@ def against(keys: Sequence[str], series: Sequence[Series]) -> list[Any]:
     about = [{"label": t, "split": "", "colour": i} for t, i in zip(curves, colours, strict=False)]
     drawn = [(a, np.array(sorted(curves[str(a["label"])]))) for a in about]
     chart = {"title": f"best {finished[0][0].best()[0]} by {axis}", "group": 0, "axis": axis}
-    error = "deviation" if any(of[1:] for of in finished) else "error"
-    chart["note"] = f"the values of the axis are evenly spaced; band: the standard {error}"
+    chart["note"] = "evenly spaced values; band: the standard deviation, or of one run the error"
     chart |= draw(drawn, math.inf, NARROWEST[0])
     return [chart | {"x": [(WIDTH * i / (len(places) - 1), n) for i, n in enumerate(places)]}]
 
