@@ -217,9 +217,8 @@ def training_loss(
         The mean loss, float32 []; and named values to log, float32 [], means over the batch.
     """
     labels = batch["label"]
-    targets = batch.fields.get(TARGET, labels)
     logits = network(batch["image"]).float()
-    return criterion(logits, targets), classifier_means(logits, labels)
+    return criterion(logits, batch.fields.get(TARGET, labels)), classifier_means(logits, labels)
 
 
 def validation_values(network: nn.Module, batch: Batch) -> Values:
@@ -325,7 +324,7 @@ def build_parts(
     with compute.autocast():
         example = Batch.zeros(datasets.train.fields, world.device)
         (dry_run,) = evaluate([state.model], validation_values, [example], world)
-    BestBy.of(config.train.best_by).check(dry_run.names())
+    BestBy.of(config.train.best_by).check(dry_run.rows)
     world.on_all_ranks(datasets.create_files)  # such as synthetic images, which a dataset draws
     return datasets, schedule, compute, loss_fn, state
 
@@ -350,9 +349,8 @@ def build_state(config: Config, datasets: Datasets, compute: Compute, world: Wor
         import_object(compute.rewrite, "model.rewrite")(model, channels_last=compute.channels_last)
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
-    optimizer = build_optimizer(model, config.optim)
     scaler = torch.amp.GradScaler(world.device.type, enabled=compute.precision == "fp16")
-    return TrainState(model, optimizer, ema, scaler=scaler)
+    return TrainState(model, build_optimizer(model, config.optim), ema, scaler=scaler)
 
 
 def main(config: Config) -> int:

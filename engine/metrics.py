@@ -7,7 +7,7 @@ split; log.values names more such entries.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -112,9 +112,9 @@ class BestBy:
             raise UserError(f"train.best_by={text}: {better} is better; {give}{best_by.name}")
         return best_by
 
-    def check(self, names: Sequence[str]) -> None:
-        """Refuse a value that is not among those of a validation."""
-        if self.name not in names:
+    def check(self, rows: Mapping[str, Tensor]) -> None:
+        """Refuse a value that is not among those of a validation with these rows."""
+        if self.name not in (names := value_functions(rows)):
             given = f"train.best_by={'-' if self.lower_is_better else ''}{self.name}"
             cure = f"give one of {', '.join(names)}, with - in front if lower is better"
             cure += did_you_mean("top1" if "acc" in self.name else self.name, names)

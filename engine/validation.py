@@ -26,10 +26,6 @@ class Validation(NamedTuple):
     images: int  # number of samples
     rows: Rows  # the values of all samples, on the CPU
 
-    def names(self) -> list[str]:
-        """Return the names of `values`."""
-        return [*value_functions(self.rows)]
-
     def values(self) -> dict[str, float]:
         """Return the means of the rows, and what `Metric.compute` gives for them."""
         return {name: float(compute()) for name, compute in value_functions(self.rows).items()}

@@ -24,7 +24,7 @@ from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import TIME, Tracker
 from engine.log.verdict import SHORT_EPOCH, SHORT_RUN, judge
-from engine.metrics import BestBy, Meter
+from engine.metrics import BestBy, Meter, value_functions
 from engine.run import Run
 from engine.schedule import Due, Schedule
 from engine.state import TrainState, params_sha256
@@ -157,7 +157,7 @@ class RunLog:
         """Report a validation. `row`: the values of its result, and those of the raw model."""
         seconds = time.monotonic() - self._pause_began
         row = row | {"split": "val", "images": result.images, "seconds": seconds}
-        names, epochs = result.names(), self.config.train.epochs
+        names, epochs = value_functions(result.rows), self.config.train.epochs
         self.tracker.print(val_line(row, names, self.best_by, epochs, best=best))
         self._write(row | self._notify(lambda observer: observer.validated(row, result.rows)))
 
