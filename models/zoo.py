@@ -67,13 +67,11 @@ def build(
     except Exception as error:  # whatever a constructor or a download raises
         reason = (str(error).splitlines() or [""])[0]
         if pretrained:
-            file = "them"
-            if not name.startswith("timm/"):
-                from torchvision import models as vision
+            from torchvision import models as vision
 
-                file = vision.get_model_weights(name).DEFAULT.url
+            file = "of timm" if "/" in name else vision.get_model_weights(name).DEFAULT.url
             failed = f"the weights of {name} cannot be loaded ({type(error).__name__}: {reason})"
-            cure = f"copy {file} to this machine and give model.weights=FILE, or leave the key out"
+            cure = f"give model.weights=FILE ({file}); see Without internet in docs/quickstart.md"
             raise UserError(f"model.weights=pretrained: {failed}; {cure}") from None
         if not isinstance(error, AssertionError | OSError) and not args and in_channels == RGB:
             raise

@@ -60,7 +60,7 @@ def test_weights_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A proxy refuses every connection."""
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    with pytest.raises(UserError, match=r"copy https://\S+/models/resnet18-f37072fd\.pth to "):
+    with pytest.raises(UserError, match=r"FILE \(https://\S+/resnet18-f37072fd\.pth\); see "):
         models.build("resnet18", num_classes=2, image_size=32, pretrained=True)
 
 
