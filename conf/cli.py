@@ -120,7 +120,7 @@ def exit_status(
     None for other errors. Returns 2 after a mistake of the user, 1 after an error of the system or
     a RunError, 130 after Ctrl-C. Other errors are raised.
     """
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # set by conf/start.py
+    if (before := signal.getsignal(signal.SIGINT)) == signal.SIG_DFL:  # set by conf/start.py
         signal.signal(signal.SIGINT, on_empty_line(signal.default_int_handler))
     try:
         return main() or 0
@@ -139,6 +139,8 @@ def exit_status(
         return 1
     except KeyboardInterrupt:
         return 130
+    finally:  # no traceback of what runs at the exit
+        signal.signal(signal.SIGINT, before)
 
 
 def help_text(script: str, purpose: str, topic: str = "") -> str:
