@@ -11,11 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from glob import glob
 from shutil import get_terminal_size
 from typing import NoReturn
 
-from conf.compose import BASE_YAML, MULTIRUN, SECTIONS, dotted, from_overrides, to_yaml
+from conf.compose import BASE_YAML, SECTIONS, dotted, from_overrides, to_yaml
 from conf.named import import_object
 from conf.schema import (
     FIELDS,
@@ -27,6 +26,7 @@ from conf.schema import (
     config_values,
     did_you_mean,
     group_names,
+    near_paths,
     sentences,
     show,
     with_advice,
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
             topic = next((word for word in overrides if "=" not in word), "")
             _show(help_text(script, (purpose or script).splitlines()[0], topic) + "\n")
         if options.multirun:
-            sys.exit(import_object(MULTIRUN, "-m")(overrides, script, options))
+            sys.exit(import_object(BASE_YAML.get("multirun", ""), "-m")(overrides, script, options))
         config = from_overrides(overrides)
         if options.cfg is not None:
             more = f"# train.prepare sets more at the start: see the top of {config.recipe}.yaml\n"
@@ -70,17 +70,15 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
 
 
 def require_root(config: Config) -> None:
-    """Raise UserError if data.root, which has no default, is missing or leads nowhere."""
+    """Raise UserError if data.root, which has no default, is missing, or one rank finds nothing."""
     if config.data.source != "folder":
         return
     if not (root := config.data.root):
         holds = "train/<class>/* and val/<class>/*, or with data.val_fraction=0.2 <class>/*"
         raise UserError(f"data.root is missing: give the folder with {holds}; or try `make demo`")
-    folder, name = os.path.split(os.path.abspath(os.path.expanduser(root)))
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # several ranks refuse it together, later
-    if alone and not os.path.exists(f"{folder}/{name}"):
-        close = did_you_mean(name, map(os.path.basename, glob(f"{folder}/*")))
-        raise UserError(f"data.root={root}: there is no such folder or file in {folder}{close}")
+    path = os.path.abspath(os.path.expanduser(root))
+    if os.environ.get("WORLD_SIZE", "1") == "1" and not os.path.exists(path):
+        raise UserError(f"data.root={root}: there is no {path}{near_paths(root)}")
 
 
 def announce() -> None:

@@ -380,6 +380,5 @@ def _run_name(recipe: str, config: Config, words: Mapping[str, str], kept: Colle
 BASE_YAML = read_yaml(FOLDER / "config.yaml")
 DEFAULT_RECIPE: str = next(each["recipe"] for each in BASE_YAML["defaults"] if "recipe" in each)
 DEFAULT_NAMES = object_names_in(list(dotted(BASE_YAML).values()))  # code that a fork may lack
-MULTIRUN = str(BASE_YAML.get("multirun"))  # the program behind -m
 DEFAULTS: DictConfig = OmegaConf.structured(Config)
 _set(DEFAULTS, dotted(BASE_YAML), "conf/config.yaml: ")

@@ -12,8 +12,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
+from glob import glob
 from itertools import pairwise
 from operator import attrgetter
+from os.path import basename
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,7 +150,7 @@ def _is_fold(value: Any) -> bool:
 
 def last_name(path: str | None) -> str | None:
     """Return the last part of a path, for the name of a run."""
-    return path and os.path.basename(os.path.abspath(os.path.expanduser(path)))
+    return path and basename(os.path.abspath(os.path.expanduser(path)))
 
 
 def after_colon(name: str) -> str:
@@ -511,15 +513,22 @@ def check(config: Config) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str], *, count: int = 1, least: float = 0.6) -> str:
-    """`; did you mean a, b?` for up to `count` of the known names, or nothing.
+    """`; did you mean a, b?` for up to `count` of the known names (of paths, the last parts).
 
     They begin with the word; else they have a similarity of `least`; else they end with the word.
     """
-    names, word = {name.lower(): name for name in known}, word.lower()
+    names, word = {basename(name).lower(): name for name in known}, basename(word).lower()
     begin = [name for name in names if word[1:] and name.startswith(word)]
     close = difflib.get_close_matches(word, begin or names, count, 0 if begin else least)
     close = close or [name for name in names if word[1:] and name.endswith(word)][:count]
     return f"; did you mean {', '.join(map(names.__getitem__, close))}?" if close else ""
+
+
+def near_paths(missing: str, *more: str) -> str:
+    """`; did you mean` up to three paths beside a missing one or in `more`, or nothing."""
+    path = os.path.normpath(os.path.expanduser(missing))
+    found = {p for f in (os.path.dirname(path), *more) for p in glob(os.path.join(f, "*"))}
+    return did_you_mean(path, sorted(found - {path}), count=3)
 
 
 def show(value: Any) -> str:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from conf.schema import UserError
+from conf.schema import UserError, near_paths
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,8 @@ def read_file(path: Path, *, origin: str, give: str = ANY_FILE) -> Any:
         reason = getattr(error, "strerror", None) or error
     except Exception:  # torch.load raises many types, with texts of many lines
         reason = OTHERS.get(path.suffix.lower(), "damaged, not by torch.save, or it would run code")
-    raise UserError(f"{origin}: cannot be read ({reason}); give {give}")
+    near = "" if path.exists() else near_paths(str(path), "runs")
+    raise UserError(f"{origin}: cannot be read ({reason}){near or f'; give {give}'}")
 
 
 def weights_in(content: Any, *, origin: str) -> Weights:

@@ -227,15 +227,16 @@ def _missing_split(folder: str | os.PathLike[str], key: str) -> UserError:
     beside = sorted(each.name for each in path.parent.glob("[!.]*"))
     if any(listing.is_image(os.fsencode(name)) for name in beside[:5]):
         listing.list_folder(os.fsencode(path.parent), f"data.root={path.parent}", {})  # raises it
+    beside = [e for e in beside if e.endswith((".tar", ".csv")) or (path.parent / e).is_dir()]
     if not beside:
-        return UserError(f"{key}={folder}: {path.parent} is empty; give the folder of the images")
+        return UserError(f"{key}={folder}: {path.parent} holds no folders; give that of the images")
     given = f"{key}={folder}: there is no such folder"
     cure = f"give {'data.val_fraction=0.2 to hold out 20 %, or ' * (key == 'data.val')}{key}=FOLDER"
     if f"data.{path.name}" == key:  # the default, which was hardly typed
         given = f"data.root={Path(folder).parent}: has no {path.name}"
     elif key != "data.root":
         cure = f"give another {key}, or {key}=. for all if these are the classes"
-    given += f"; {path.parent} holds {', '.join(beside[:5])}: {cure}"
+    given += f"; {path.parent} holds {', '.join(beside[:5])}{', ...' * (len(beside) > 5)}: {cure}"
     return UserError(f"{given}{did_you_mean(path.name, beside)}")
 
 

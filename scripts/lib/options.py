@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from conf.schema import NAMES, Config, UserError, did_you_mean
+from conf.schema import NAMES, Config, UserError, did_you_mean, near_paths
 from conf.start import fail, set_up_process, wrapped
 
 CHECKPOINT = "the folder of a run (runs/NAME), a checkpoint, or a file with weights"
@@ -74,11 +74,8 @@ def checkpoint_parser(description: str | None, arguments: str) -> Parser:
 
 
 def near_runs(missing: str) -> str:
-    """`; did you mean` up to three runs whose folders are like a missing one, or nothing."""
-    folders = Path(missing).parent, Path("runs")
-    runs = {str(held.parent) for folder in folders for held in folder.glob("*/config.yaml")}
-    word = missing if "/" in missing else f"runs/{missing}"
-    return did_you_mean(word, sorted(runs - {os.path.normpath(missing)}), count=3, least=0.75)
+    """`; did you mean` up to three paths that are like the missing one of a run, or nothing."""
+    return near_paths(missing, "runs")
 
 
 def parse_paths(
@@ -104,10 +101,14 @@ def parse_paths(
     if useless := next((word for word in typed if re.match(TRAINING, word)), ""):
         parser.error(f"{useless}: has no effect on a trained model; leave it out")
     if missing := next((path for path in options.paths[:1] if not os.path.lexists(path)), ""):
-        near = near_runs(missing) or f"; give {CHECKPOINT}"
+        runs = [path for path in options.paths if os.path.isfile(f"{path}/config.yaml")]
+        first = f"; the run comes first: {runs[0]} {missing}" if runs else ""
+        near = first or near_runs(missing) or f"; give {CHECKPOINT}"
         parser.error(f"{missing}: there is no such run directory or file{near}")
     if not options.paths:
         parser.error(f"CHECKPOINT: is missing; give {CHECKPOINT}; see --help")
+    if runs := sorted(Path(options.paths[0]).glob("*/checkpoints/best.pt"), key=os.path.getmtime):
+        parser.error(f"{options.paths[0]}: holds runs; give one, such as {runs[-1].parents[1]}")
     if (more := options.paths[1:]) and not several:
         cure = f"did you mean data.root={more[0]}?" if os.path.isdir(more[0]) else "see --help"
         parser.error(f"{more[0]}: only one path, the checkpoint, is taken; {cure}")
