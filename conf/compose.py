@@ -214,11 +214,13 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def _for_flag(flag: str, value: str) -> str:
-    """Return what docs/flags.csv says about a flag of another program, or nothing."""
+    """Return what docs/flags.csv says about a flag of another program or its value, or nothing."""
     path = FOLDER.parent / "docs" / "flags.csv"
     rows = csv.reader(path.read_text("utf-8").splitlines() if path.exists() else [])
     answers = {each: answer for flags, answer in rows for each in flags.split()}
-    return answers.get(flag, answers.get(flag[:1], "")).replace("{}", value or "...")
+    kind, value = re.sub(r"^\d*\.?\d+$", "NUMBER", value.lower()), value or "..."
+    found = next((answers[k] for k in (f"{flag}={kind}", flag, flag[:1]) if k in answers), "")
+    return found.replace("{lower}", value.lower()).replace("{}", value)
 
 
 def _advice(name: str, value: str = "") -> str:
@@ -235,11 +237,10 @@ def _advice(name: str, value: str = "") -> str:
     meant = [known for known, last in near.items() if last in close]
     if value:
         meant = [f"{k if value in group_names(k) else NAME_KEYS.get(k, k)}={value}" for k in meant]
-    flag = _for_flag("--" + re.sub("[._]", "-", typed), value)
-    if meant and not flag:
-        return f"did you mean {' or '.join(meant)}?"
+    guess = f"did you mean {' or '.join(meant)}?" if meant else ""
     listed = f"{section} has {', '.join(own.values())}" if own else "--help lists all keys"
-    return flag or _for_flag(f"--{word}".replace("_", "-"), value) or listed
+    flag, last = (_for_flag("--" + re.sub("[._]", "-", each), value) for each in (typed, word))
+    return flag or guess or last or listed
 
 
 def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
@@ -247,7 +248,8 @@ def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
     for name, value in values.items():
         shown = f"{origin}{name}={show(value)}"
         if name not in FIELDS:
-            cure = "indent its `key: value` lines" if origin and name in SECTIONS else _advice(name)
+            indented = origin and name in SECTIONS
+            cure = "indent its `key: value` lines" if indented else _advice(name, show(value))
             raise UserError(f"{shown}: there is no key {name}; {cure}")
         section, _, last = name.partition(".")
         allowed = FIELDS[name].metadata["check"]
