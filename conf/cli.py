@@ -78,7 +78,7 @@ def require_root(config: Config) -> None:
         raise UserError(f"data.root is missing: give the folder with {holds}; or try `make demo`")
     path = os.path.abspath(os.path.expanduser(root))
     if os.environ.get("WORLD_SIZE", "1") == "1" and not os.path.exists(path):
-        raise UserError(f"data.root={root}: there is no {path}{near_paths(root)}")
+        raise UserError(f"data.root={root}: there is no folder or file {path}{near_paths(root)}")
 
 
 def announce() -> None:
