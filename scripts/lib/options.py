@@ -101,7 +101,7 @@ def parse_paths(
     if useless := next((word for word in typed if re.match(TRAINING, word)), ""):
         parser.error(f"{useless}: has no effect on a trained model; leave it out")
     if missing := next((path for path in options.paths[:1] if not os.path.lexists(path)), ""):
-        runs = [path for path in options.paths if os.path.isfile(f"{path}/config.yaml")]
+        runs = [path for path in options.paths if os.path.isdir(f"{path}/checkpoints")]
         first = f"; the run comes first: {runs[0]} {missing}" if runs else ""
         near = first or near_runs(missing) or f"; give {CHECKPOINT}"
         parser.error(f"{missing}: there is no such run directory or file{near}")

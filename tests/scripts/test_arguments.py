@@ -21,13 +21,13 @@ def test_mistakes(
 ) -> None:
     """They are one line, the status is 2, and no file is made."""
     monkeypatch.chdir(tmp_path)
-    (run := tmp_path / "runs" / "first").mkdir(parents=True)
-    (run / "config.yaml").touch()
+    (folder := tmp_path / "runs" / "first" / "checkpoints").mkdir(parents=True)
+    (folder / "best.pt").touch()
     monkeypatch.setattr(export, "find_spec", lambda name: True if name == "onnx" else None)
     with pytest.raises(SystemExit, match="2"):
         import_module(f"scripts.{script}").arguments(words.split())
     said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1 and len(list(tmp_path.rglob("*"))) == 3
+    assert message in said and said.count("\n") == 1 and len(list(tmp_path.rglob("*"))) == 4
 
 
 def test_help_is_wrapped_for_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
