@@ -285,7 +285,7 @@ def test_damaged_files_and_no_runs(copied: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"^{copied}: a damaged file, remove it: "):
             report.read_runs(copied)
         (copied / name).write_text("" if name == "metrics.jsonl" else '{"verdict": []}')
-    with pytest.raises(UserError, match=r"/gone: no such folder; did you mean .*/first"):
-        report.read_runs(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"/fist: no such folder; did you mean .*/first"):
+        report.read_runs(tmp_path / "fist")
     with pytest.raises(UserError, match=r": no metrics.jsonl or summary.json in it or below; gi"):
         report.read_runs(ROOT / "conf")  # its config.yaml is not that of a run
