@@ -75,6 +75,7 @@ MACHINE = re.compile("gpu_|memory_|host_|images_per_second|mfu|.*(_fraction|_ms)
 MORE = re.compile("top5|macro_|ece$|auc$|.*_raw$")  # their charts are folded, too
 DAMAGED = (ValueError, TypeError, LookupError, AttributeError)  # what a wrong content raises
 NUMBERS = {"images", "top1", "precision", "f1", "confidence", "loss"}  # columns of CSV files
+Series = tuple[str, list["Run"]]  # a label, and what is drawn as one curve
 WIDTH, HEIGHT = 360, 150  # of a chart in SVG units, without its labels
 
 
@@ -139,9 +140,6 @@ class Run:
         return cells
 
 
-Series = tuple[str, list[Run]]  # a label, and what is drawn as one curve
-
-
 def standard_error(row: dict[str, Any], name: str) -> float:
     """Return that of an accuracy in percent, from the number of images; 0 for other values."""
     value, images = number_in(row.get(name), 0), number_in(row.get("images"), math.inf)
@@ -182,8 +180,7 @@ def read_run(folder: Path) -> Run:
     run.name = str(run.config.get("run.name") or folder.resolve().name)
     run.summary = json.loads(read_text(folder / "summary.json") or "{}")
     run.status = str(run.summary.get("status", run.status))
-    if run.status == "interrupted":
-        run.status += f" after step {run.summary.get('step')}; the same command resumes"
+    run.status += "; the same command resumes" * (run.status == "interrupted")
     if run.summary.get("history"):  # config.yaml has only the last values
         run.status += "; config changed"
     judged = json.loads(read_text(folder / "verdict.json") or "{}")  # of a run that goes on
@@ -228,7 +225,8 @@ def reliability(calibration: dict[str, list[Any]]) -> dict[str, Any]:
     columns = (calibration[name] for name in ("confidence", "accuracy", "images"))
     points = []
     for x, y, n in zip(*columns, strict=True):
-        if n:  # Wilson's interval (1927) of one standard error: also if all are right
+        if n and n >= min(5, max(calibration["images"])):  # fewer tell nothing
+            # Wilson's interval (1927) of one standard error, which is not 0 if all are right
             centre, error = (n * y + 50) / (n + 1), (n * y * (100 - y) + 2500) ** 0.5 / (n + 1)
             points.append((x, y, centre - error, centre + error, y))
     even = np.array([(x, x, x, x, x) for x in (0.0, 100.0)])
@@ -308,7 +306,7 @@ def charts(series: Sequence[Series]) -> list[dict[str, Any]]:
         if series[3:] and any(a["split"] == "val" and len(curve) > 1 for a, curve in curves):
             curves = [pair for pair in curves if pair[0]["split"] != "train"]  # too many to tell
         if any(curve[:, 1:].any() for _, curve in curves):
-            folded = 2 if MACHINE.match(key) else int(MORE.match(key) is not None)
+            folded = 2 if MACHINE.match(key) else int(bool(MORE.match(key)))
             group = 0 if key == by else folded  # see report.html
             tops = [curve[:, 3].max() for _, curve in curves]
             limit = DIVERGED * median_low(tops) if runs[1:] and "loss" in key else math.inf
@@ -393,7 +391,8 @@ def against(keys: Sequence[str], series: Sequence[Series]) -> list[Any]:
     about = [{"label": t, "split": "", "colour": i} for t, i in zip(curves, colours, strict=False)]
     drawn = [(a, np.array(sorted(curves[str(a["label"])]))) for a in about]
     chart = {"title": f"best {finished[0][0].best()[0]} by {axis}", "group": 0, "axis": axis}
-    chart["note"] = "evenly spaced values; band: the standard deviation, or of one run the error"
+    band = "deviation" if any(of[1:] for of in finished) else "error"
+    chart["note"] = f"evenly spaced values; band: the standard {band}"
     chart |= draw(drawn, math.inf, NARROWEST[0])
     return [chart | {"x": [(WIDTH * i / (len(places) - 1), n) for i, n in enumerate(places)]}]
 
@@ -488,12 +487,11 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
 def run(options: argparse.Namespace) -> int:
     # Each run once, also if its folder is given twice.
     by_folder = {run.folder.resolve(): run for folder in options.runs for run in read_runs(folder)}
-    runs = list(by_folder.values())
     out = options.out or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}; make it")
     out.unlink(missing_ok=True)  # the run of a stranger may hold a link of this name
-    out.write_text(build(runs, out, options.runs), encoding="utf-8")
+    out.write_text(build([*by_folder.values()], out, options.runs), encoding="utf-8")
     print(f"written to {out}")
     return 0
 

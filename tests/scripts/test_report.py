@@ -209,9 +209,9 @@ def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
     rows.append(val | {"step": 100, "epoch": 1, "gap": 5.0, "top1": 3.0, **reference})
     rows.append(val | {"step": 200, "epoch": 2, "top1": 2.0})
     words = {"status": "interrupted", "seconds": 5, "warning": {"line": "warning   the loss"}}
-    words |= {"step": 7, "history": [1], "images_per_second": 0.0, "verdict": []}
+    words |= {"history": [1], "images_per_second": 0.0, "verdict": []}
     page = made(synthetic(tmp_path / "run", rows, **words))
-    status = "interrupted after step 7; the same command resumes; config changed; warning: the loss"
+    status = "interrupted; the same command resumes; config changed; warning: the loss"
     facts = ["3.00 % ± 1.7 after epoch 1 of –", "2.00 % ± 1.4 after epoch 2 of –"]
     facts += [status, "0:05"]
     assert [*page.facts[0].values()] == facts
