@@ -217,8 +217,9 @@ def training_loss(
         The mean loss, float32 []; and named values to log, float32 [], means over the batch.
     """
     labels = batch["label"]
+    targets = batch.fields.get(TARGET, labels)
     logits = network(batch["image"]).float()
-    return criterion(logits, batch.fields.get(TARGET, labels)), classifier_means(logits, labels)
+    return criterion(logits, targets), classifier_means(logits, labels)
 
 
 def validation_values(network: nn.Module, batch: Batch) -> Values:

@@ -248,8 +248,7 @@ def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
     for name, value in values.items():
         shown = f"{origin}{name}={show(value)}"
         if name not in FIELDS:
-            indented = origin and name in SECTIONS
-            cure = "indent its `key: value` lines" if indented else _advice(name, show(value))
+            cure = "indent its lines" if origin and name in SECTIONS else _advice(name, show(value))
             raise UserError(f"{shown}: there is no key {name}; {cure}")
         section, _, last = name.partition(".")
         allowed = FIELDS[name].metadata["check"]
