@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.lib.options import Parser, near_runs
+from scripts.lib.options import Parser
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -51,7 +51,7 @@ from jinja2 import Template
 
 from conf import cli
 from conf.compose import dotted, read_yaml
-from conf.schema import UserError, describe, override_keys, show
+from conf.schema import UserError, describe, near_paths, override_keys, show
 from conf.start import duration
 
 FILES = ("metrics.jsonl", "summary.json")  # a run directory has at least one of them
@@ -161,7 +161,9 @@ def read_runs(folder: Path) -> list[Run]:
         folders = [Path(os.path.normpath(folder / line)) for line in lines]
     if not folders:
         wrong = f"no {' or '.join(FILES)} in it or below" if folder.is_dir() else "no such folder"
-        raise UserError(f"{folder}: {wrong}{near_runs(str(folder)) or '; give a run directory'}")
+        raise UserError(
+            f"{folder}: {wrong}{near_paths(str(folder), 'runs') or '; give a run directory'}"
+        )
     runs = []
     for path in folders:
         try:

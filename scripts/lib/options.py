@@ -73,11 +73,6 @@ def checkpoint_parser(description: str | None, arguments: str) -> Parser:
     return parser
 
 
-def near_runs(missing: str) -> str:
-    """`; did you mean` up to three paths that are like the missing one of a run, or nothing."""
-    return near_paths(missing, "runs")
-
-
 def parse_paths(
     parser: Parser, words: Sequence[str] | None = None, *, several: bool = False
 ) -> argparse.Namespace:
@@ -103,7 +98,7 @@ def parse_paths(
     if missing := next((path for path in options.paths[:1] if not os.path.lexists(path)), ""):
         runs = [path for path in options.paths if os.path.isdir(f"{path}/checkpoints")]
         first = f"; the run comes first: {runs[0]} {missing}" if runs else ""
-        near = first or near_runs(missing) or f"; give {CHECKPOINT}"
+        near = first or near_paths(missing, "runs") or f"; give {CHECKPOINT}"
         parser.error(f"{missing}: there is no such run directory or file{near}")
     if not options.paths:
         parser.error(f"CHECKPOINT: is missing; give {CHECKPOINT}; see --help")
