@@ -239,14 +239,17 @@ def reliability(calibration: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def changed_classes(runs: Sequence[Run]) -> list[tuple[Any, Any]]:
-    """Return rows of the classes whose top1 differs most between two runs; [] if it is unknown."""
+    """Return rows of the classes whose top1 differs most, by two standard errors, in two runs."""
     tables = [run.evaluations[0][2].get("per_class", []) for run in runs if run.evaluations]
     if len(runs) != 2 or len(tables) < 2:
         return []
     first, second = ({row["class"]: row for row in table} for table in tables)
     pairs = [(first[key], second[key]) for key in first if key in second]
-    known = [pair for pair in pairs if math.isfinite(pair[0]["top1"] - pair[1]["top1"])]
-    return sorted(known, key=lambda pair: -abs(pair[0]["top1"] - pair[1]["top1"]))[:LISTED]
+    errors = [math.hypot(*(standard_error(row, "top1") for row in pair)) for pair in pairs]
+    far = [
+        p for p, e in zip(pairs, errors, strict=True) if abs(p[0]["top1"] - p[1]["top1"]) > 2 * e
+    ]
+    return sorted(far, key=lambda pair: -abs(pair[0]["top1"] - pair[1]["top1"]))[:LISTED]
 
 
 def read_text(path: Path) -> str:
@@ -308,7 +311,8 @@ def charts(series: Sequence[Series]) -> list[dict[str, Any]]:
         if series[3:] and any(a["split"] == "val" and len(curve) > 1 for a, curve in curves):
             curves = [pair for pair in curves if pair[0]["split"] != "train"]  # too many to tell
         if any(curve[:, 1:].any() for _, curve in curves):
-            folded = 2 if MACHINE.match(key) else int(bool(MORE.match(key)))
+            more = MORE.match(key) or (key == "lr" and series[2:])  # beside the chart of a key
+            folded = 2 if MACHINE.match(key) else int(bool(more))
             group = 0 if key == by else folded  # see report.html
             tops = [curve[:, 3].max() for _, curve in curves]
             limit = DIVERGED * median_low(tops) if runs[1:] and "loss" in key else math.inf
@@ -424,7 +428,6 @@ def draw(curves: Sequence[Any], limit: float, narrowest: float) -> dict[str, Any
     ticks_x = ticks(0.0, end, narrowest)
     ticks_x = ticks_x[ticks_x <= end]
     ticks_y = ticks(points[:, 2].min(), min(points[:, 3].max(), limit), narrowest)[::-1]
-
     low, high = ticks_y[-1], ticks_y[0]
 
     def path(x: np.ndarray, y: np.ndarray) -> str:

@@ -262,11 +262,11 @@ def test_a_sweep_has_a_chart_of_its_key(tmp_path: Path) -> None:
         config.write_text(json.dumps({"optim": {"lr": lr}, "train": {"seed": seed}}))
     page = made(*tmp_path.glob("*,1"), out=tmp_path / "seed1.html")
     assert page.titles == ["best top1 by optim.lr"] and page.lines[0].count(" ") == 3
-    assert "two standard errors of the difference: optim.lr=0.1." in " ".join(page.said)
+    assert "over the images (not over seeds): optim.lr=0.1." in " ".join(page.said)
     page = made(tmp_path)  # the mean of two runs is below the best value of another
     means = [["optim.lr=0.1", "99.00 % ± 0.99", "–", "1"]]
     means += [["optim.lr=0.3", "75.00 % ± 25.00", "35.36 %", "2"]]
-    assert page.means[1:3] == means and "difference: optim.lr=0.3, optim.lr=0.03." in " ".join(
+    assert page.means[1:3] == means and "the runs: optim.lr=0.3, optim.lr=0.03." in " ".join(
         page.said
     )
     assert not any(page.best) and page.lines[0] == "M0.0 120.0L180.0 31.5L360.0 67.5"
