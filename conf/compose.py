@@ -220,7 +220,7 @@ def _for_flag(flag: str, value: str) -> str:
     answers = {each: answer for flags, answer in rows for each in flags.split()}
     kind, value = re.sub(r"^\d*\.?\d+$", "NUMBER", value.lower()), value or "..."
     found = next((answers[k] for k in (f"{flag}={kind}", flag, flag[:1]) if k in answers), "")
-    return found.replace("{lower}", value.lower()).replace("{}", value)
+    return found.replace("{lower}", value.lower()).replace("{}", shlex.quote(value))
 
 
 def _advice(name: str, value: str = "") -> str:

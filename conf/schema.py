@@ -528,7 +528,7 @@ def near_paths(missing: str, *more: str) -> str:
     """`; did you mean` up to three paths beside a missing one or in `more`, or nothing."""
     path = os.path.normpath(os.path.expanduser(missing))
     found = {p for f in (os.path.dirname(path), *more) for p in glob(os.path.join(f, "*"))}
-    return did_you_mean(path, sorted(found - {path}), count=3)
+    return did_you_mean(path, sorted(found - {path}), count=3, least=0.75)
 
 
 def show(value: Any) -> str:

@@ -118,7 +118,7 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
             cure = count_left_out(own) or "fill it or remove it"
             raise UserError(f"{folder} holds no images (.jpg, .png, ...); {cure}")
         if os.fsdecode(name).lower() in SPLITS and all(path.count(b"/") > 1 for path in images):
-            raise UserError(f"{folder} holds folders of images only, as a split; move it away")
+            raise UserError(f"{folder} holds folders of images only; give data.train and data.val")
     others |= {os.path.join(base, name): LOOSE for name in filter(is_image, loose)}
     return classes, listed
 
