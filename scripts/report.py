@@ -192,7 +192,7 @@ def read_run(folder: Path) -> Run:
             row = json.loads(line)
             run.rows[row["split"]].append(row)
     if run.rows["train"] and (row := run.rows["train"][-1]).get("loss", 0.0) is None:
-        run.status += f"; the loss was not finite at step {row['step']}"
+        run.status += f"; the loss was not finite at step {row['step']}: lower optim.lr"
     read_evaluations(run)
     return run
 
