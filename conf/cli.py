@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str | None) -> Conf
 
 
 def require_root(config: Config) -> None:
-    """Raise UserError if data.root, which has no default, is missing, or one rank finds nothing."""
+    """Raise UserError if data.root is missing or leads nowhere; several ranks find that later."""
     if config.data.source != "folder":
         return
     if not (root := config.data.root):

@@ -60,13 +60,13 @@ class Predictions:
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Write CSV files and the worst images; return what evaluation.json gets."""
-        pairs = [{**self.named(i, j), "images": images} for i, j, images in self.confusions()]
+        pairs = [{**self.named(i, j), "images": images} for i, j, images in self.confusions]
         worst = []
         for row in self.worst(max(WORST_LISTED, len(self.labels) // 50)):
             values = {"confidence": float(self.confidences[row]), "loss": float(self.losses[row])}
             named = self.named(self.labels[row], self.predictions[row])
             worst.append({"path": self.dataset.name(row), **named, **values})
-        tables = {"per_class": self.per_class(), "confusion": pairs, "worst": worst}
+        tables = {"per_class": self.per_class, "confusion": pairs, "worst": worst}
         for name, rows in tables.items():
             text = io.StringIO()
             table = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
@@ -95,18 +95,17 @@ class Predictions:
             found[name] = [total / count if count else None for total, count in sums]
         return found
 
+    @cached_property
     def confusions(self) -> list[tuple[int, int, int]]:
-        """Return (label, prediction, images) of every pair, the most frequent first."""
+        """(label, prediction, images) of every pair, the most frequent first."""
         classes = len(self.classes)
         pairs, images = np.unique(self.labels * classes + self.predictions, return_counts=True)
         rows = zip(pairs.tolist(), images.tolist(), strict=True)
         return sorted(((*divmod(pair, classes), n) for pair, n in rows), key=lambda row: -row[2])
 
+    @cached_property
     def per_class(self) -> list[dict[str, Any]]:
-        """Return images, top1 (the recall), top5, mean loss, precision and F1 of every class.
-
-        All but the loss are in percent; None where there is no image, or no prediction.
-        """
+        """The rows of per_class.csv: percent, but for the loss; None without images or guesses."""
         size, columns = len(self.classes), self.values.items()
         images, predictions = np.bincount(self.labels, minlength=size), self.predictions
         guesses: list[int] = np.bincount(predictions, minlength=size).tolist()
@@ -137,11 +136,11 @@ class Predictions:
 
     def draw(self) -> dict[str, Image.Image]:
         """Draw the worst images, the confusions and the classes: TensorBoard's tag -> picture."""
-        per_class, names = self.per_class(), self.names
+        per_class, names = self.per_class, self.names
         accuracy = [(row["name"], row["top1"], row["images"]) for row in per_class if row["images"]]
         accuracy.sort(key=lambda bar: bar[1])
         confused = []
-        for label, other, count in self.confusions():
+        for label, other, count in self.confusions:
             if label != other:
                 total = per_class[label]["images"]
                 confused.append((f"{names[label]} -> {names[other]}", 100 * count / total, total))

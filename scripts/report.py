@@ -151,8 +151,18 @@ def number_in(value: Any, default: float = math.nan) -> float:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else default
 
 
-def read_runs(folder: Path) -> list[Run]:
-    """Read a run directory, or the runs in a folder. Raises UserError if it is neither."""
+def read_runs(*given: Path) -> list[Run]:
+    """Read run directories, or the runs in folders, each once. Raises UserError for others."""
+    runs = {}
+    for path in (path for folder in given for path in run_folders(folder)):
+        try:
+            runs[path.resolve()] = read_run(path)
+        except DAMAGED as error:
+            raise UserError(f"{path}: a damaged file, remove it: {describe(error)}") from None
+    return list(runs.values())
+
+
+def run_folders(folder: Path) -> list[Path]:
     folders = [folder]
     if not any((folder / name).is_file() for name in FILES):
         folders = sorted({path.parent for name in FILES for path in folder.glob(f"*/{name}")})
@@ -164,13 +174,7 @@ def read_runs(folder: Path) -> list[Run]:
         raise UserError(
             f"{folder}: {wrong}{near_paths(str(folder), 'runs') or '; give a run directory'}"
         )
-    runs = []
-    for path in folders:
-        try:
-            runs.append(read_run(path))
-        except DAMAGED as error:
-            raise UserError(f"{path}: a damaged file, remove it: {describe(error)}") from None
-    return runs
+    return folders
 
 
 def read_run(folder: Path) -> Run:
@@ -311,7 +315,7 @@ def charts(series: Sequence[Series]) -> list[dict[str, Any]]:
         if series[3:] and any(a["split"] == "val" and len(curve) > 1 for a, curve in curves):
             curves = [pair for pair in curves if pair[0]["split"] != "train"]  # too many to tell
         if any(curve[:, 1:].any() for _, curve in curves):
-            more = MORE.match(key) or (key == "lr" and series[2:])  # beside the chart of a key
+            more = MORE.match(key) or (key == "lr" and series[2:])  # a row has three charts
             folded = 2 if MACHINE.match(key) else int(bool(more))
             group = 0 if key == by else folded  # see report.html
             tops = [curve[:, 3].max() for _, curve in curves]
@@ -320,19 +324,19 @@ def charts(series: Sequence[Series]) -> list[dict[str, Any]]:
     return found
 
 
-def series_of(runs: Sequence[Run], keys: Sequence[str]) -> tuple[list[str], list[Series]]:
+def series_of(runs: Sequence[Run], keys: list[str]) -> tuple[list[str], list[str], list[Series]]:
     """Return the keys by which the runs differ, and what is drawn as one curve, the best first.
 
-    Runs that differ in nothing but REPEATS are one series. `keys`: those of the table. Labels have
-    the value of the key by which they differ; if there are several, they are numbers.
+    First those of `keys`, of the table. Runs that differ in nothing but REPEATS are one series. Its
+    label has the value of the key by which they differ; if there are several, it is a number.
     """
     every = [key for key, *_ in differences(runs) if key not in REPEATS]
     own, groups = [key for key in every if key in keys], grouped(runs, every)
     varied = own if len(grouped(runs, own)) == len(groups) else every  # the others follow from own
     if len(own) != 1:
         kind = "group " * (len(groups) < len(runs))
-        return varied, [(f"{kind}{i}", of) for i, of in enumerate(groups, 1)]
-    return varied, [(f"{own[0]}={show(of[0].config.get(own[0]))}", of) for of in groups]
+        return own, varied, [(f"{kind}{i}", of) for i, of in enumerate(groups, 1)]
+    return own, varied, [(f"{own[0]}={show(of[0].config.get(own[0]))}", of) for of in groups]
 
 
 def grouped(runs: Sequence[Run], keys: Iterable[str]) -> list[list[Run]]:
@@ -473,8 +477,7 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     common = [row[:2] for row in rest if {*row[1:]} == {row[1]} != {UNKNOWN} and runs[1:]]
     rest = [r for r in rest if r[1:] != best[1:] and len({*r[1:]} - {UNKNOWN}) >= min(2, len(runs))]
     rest.sort(key=lambda row: len(runs) > 1 and row[0] not in keys)  # behind the best value
-    varied, series = series_of(runs, keys)
-    own = [key for key in varied if key in keys]
+    own, varied, series = series_of(runs, keys)
     validated = [run for run in runs if run.best()[2]]
     repeated = len(series) < len(runs) and validated
     colour = {run.folder: i for i, (_, of) in enumerate(series, 1) for run in of}
@@ -490,13 +493,12 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    # Each run once, also if its folder is given twice.
-    by_folder = {run.folder.resolve(): run for folder in options.runs for run in read_runs(folder)}
+    runs = read_runs(*options.runs)
     out = options.out or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}; make it")
     out.unlink(missing_ok=True)  # the run of a stranger may hold a link of this name
-    out.write_text(build([*by_folder.values()], out, options.runs), encoding="utf-8")
+    out.write_text(build(runs, out, options.runs), encoding="utf-8")
     print(f"written to {out}")
     return 0
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conf.schema import UserError
 from conf.start import duration
-from engine.checkpoint import file_name, provenance
+from engine.checkpoint import file_name
 from engine.compute import Compute
 from engine.files import write_json
 from engine.log.console import header, outcome, train_line, val_line
@@ -220,7 +220,7 @@ class RunLog:
             "seconds_to_first_step": self._began - started,
             "images_per_second": mean_of(settled).rate * self.world.size if settled else 0.0,
             "device": self.compute.name,
-            "made_by": provenance(),
+            "made_by": run.facts["made_by"],
             "workers": self.feed.pool.active,
             "verdict": judge([] if newest[0] else settled, SHORT_RUN, self.world, self.feed),
             "unreadable_images": len(set[int]().union(*unreadable)),

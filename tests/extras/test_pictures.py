@@ -49,10 +49,10 @@ def recorded(logits: Tensor, labels: Tensor, dataset: Any = None) -> Predictions
 
 def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
     found = recorded(logits, labels)
-    pairs = found.confusions()
+    pairs = found.confusions
     counts = [count for _, _, count in pairs]
     assert counts == sorted(counts, reverse=True)
-    for label, row in enumerate(found.per_class()):
+    for label, row in enumerate(found.per_class):
         own, guessed = labels.numpy() == label, found.predictions == label
         for prediction in range(CLASSES):
             count = (own & (found.predictions == prediction)).sum()
@@ -72,7 +72,7 @@ def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
 def test_nan_is_no_hit() -> None:
     """argmax returns class 0 for NaN; top1 counts no hit, and neither does a class."""
     found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long))
-    row, other = found.per_class()[:2]
+    row, other = found.per_class[:2]
     assert row["top1"] == row["precision"] == 0 and other["precision"] is other["f1"] is None
     assert found.calibration()["accuracy"][:2] == [0, None] and not found.confidences.any()
 
@@ -93,8 +93,8 @@ def test_pictures(logits: Tensor, labels: Tensor, monkeypatch: pytest.MonkeyPatc
     sheet = np.asarray(drawn["val/worst"])
     for i, index in enumerate(loaded):
         assert (sheet[100 + i // 4 * 254, 100 + i % 4 * 200] == index % 256).all()
-    assert drawn["val/per_class"] == sorted(row["top1"] for row in found.per_class())
-    wrong = [pair for pair in found.confusions() if pair[0] != pair[1]]
+    assert drawn["val/per_class"] == sorted(row["top1"] for row in found.per_class)
+    wrong = [pair for pair in found.confusions if pair[0] != pair[1]]
     images = np.bincount(labels, minlength=CLASSES)
     expected = [100 * count / images[label] for label, _, count in wrong[:25]]
     assert drawn["val/confusion"] == pytest.approx(expected)
