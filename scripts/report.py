@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from conf.start import PACKAGES, duration
 from scripts.lib.options import Parser
 
 
@@ -27,6 +28,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    PACKAGES["plotly"] = "plotly"  # a training does not need it
     OPTIONS = arguments()
 
 import csv
@@ -34,6 +36,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shlex
 import time
 from base64 import b64encode  # noqa: F401 - report.html uses it
@@ -52,7 +55,6 @@ from jinja2 import Template
 from conf import cli
 from conf.compose import dotted, read_yaml
 from conf.schema import UserError, describe, near_paths, override_keys, show
-from conf.start import duration
 
 FILES = ("metrics.jsonl", "summary.json")  # a run directory has at least one of them
 SPLITS = ("val", "train")
@@ -62,12 +64,11 @@ UNKNOWN = "–"
 FORMS = {("top", "macro_", "ece", "auc"): "{:.2f} %", ("loss",): "{:.5g}", ("images",): "{:,.0f}"}
 LISTED = 20  # classes or confusions; of at most as many classes, a table has all confusions
 BUCKETS = 250  # most points of a curve; of a longer one, each is the mean of equally many
-MOST = 10  # curves of a chart: as many as there are colours
-NARROWEST = (0.05, 0.05, 0.2)  # of each group: a smaller range of the values is noise
+MOST, COLOURS = 30, 10  # curves of a chart, whose colours repeat
 DIVERGED = 5  # times the median of the curves' maxima: losses above it hide the other runs
-# Runs that differ in one of these have other validation images, or another best value
 REPEATS = {"train.seed", "data.val_fold"}  # keys of which a mean is shown
 SHOWN = ("data.root", "data.image_size", "model.name", "loader.batch_size", "optim.lr")
+# Runs that differ in one of these have other validation images, or another best value
 VALIDATION = {"train.best_by", "data.root", "data.val", "data.val_fraction", "data.val_fold"}
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
 # Names of values that measure the machine; all others measure the training.
@@ -76,7 +77,6 @@ MORE = re.compile("top5|macro_|ece$|auc$|.*_raw$")  # their charts are folded, t
 DAMAGED = (ValueError, TypeError, LookupError, AttributeError)  # what a wrong content raises
 NUMBERS = {"images", "top1", "precision", "f1", "confidence", "loss"}  # columns of CSV files
 Series = tuple[str, list["Run"]]  # a label, and what is drawn as one curve
-WIDTH, HEIGHT = 360, 150  # of a chart in SVG units, without its labels
 
 
 @dataclass
@@ -171,9 +171,8 @@ def run_folders(folder: Path) -> list[Path]:
         folders = [Path(os.path.normpath(folder / line)) for line in lines]
     if not folders:
         wrong = f"no {' or '.join(FILES)} in it or below" if folder.is_dir() else "no such folder"
-        raise UserError(
-            f"{folder}: {wrong}{near_paths(str(folder), 'runs') or '; give a run directory'}"
-        )
+        near = near_paths(str(folder), "runs") or "; give a run directory"
+        raise UserError(f"{folder}: {wrong}{near}")
     return folders
 
 
@@ -236,24 +235,26 @@ def reliability(calibration: dict[str, list[Any]]) -> dict[str, Any]:
             centre, error = (n * y + 50) / (n + 1), (n * y * (100 - y) + 2500) ** 0.5 / (n + 1)
             points.append((x, y, centre - error, centre + error, y))
     even = np.array([(x, x, x, x, x) for x in (0.0, 100.0)])
-    about = [{"label": t, "split": "", "colour": c} for t, c in (("found", 1), ("perfect", 0))]
-    drawn = draw([*zip(about, (np.array(points), even), strict=True)], math.inf, NARROWEST[0])
+    about = [{"label": t, "split": "", "run": c} for t, c in (("found", 1), ("perfect", 0))]
+    drawn = plot([*zip(about, (np.array(points), even), strict=True)], "top1")
     note = "whether a confidence of 80 % is right in 80 % of cases; band: a standard error"
     return {"title": "accuracy by confidence", "axis": "confidence, %", "note": note, **drawn}
 
 
-def changed_classes(runs: Sequence[Run]) -> list[tuple[Any, Any]]:
-    """Return rows of the classes whose top1 differs most, by two standard errors, in two runs."""
+def changed_classes(runs: Sequence[Run]) -> list[tuple[Any, Any, float, float]]:
+    """Return the rows of two runs for a class, the difference in top1 and its standard error.
+
+    Of the classes with the largest differences, above two standard errors.
+    """
     tables = [run.evaluations[0][2].get("per_class", []) for run in runs if run.evaluations]
     if len(runs) != 2 or len(tables) < 2:
         return []
     first, second = ({row["class"]: row for row in table} for table in tables)
-    pairs = [(first[key], second[key]) for key in first if key in second]
-    errors = [math.hypot(*(standard_error(row, "top1") for row in pair)) for pair in pairs]
-    far = [
-        p for p, e in zip(pairs, errors, strict=True) if abs(p[0]["top1"] - p[1]["top1"]) > 2 * e
-    ]
-    return sorted(far, key=lambda pair: -abs(pair[0]["top1"] - pair[1]["top1"]))[:LISTED]
+    found = []
+    for a, b in [(first[key], second[key]) for key in first if key in second]:
+        gap, error = b["top1"] - a["top1"], math.hypot(*(standard_error(r, "top1") for r in (a, b)))
+        found += [(a, b, gap, error)] * (abs(gap) > 2 * error)
+    return sorted(found, key=lambda row: -abs(row[2]))[:LISTED]
 
 
 def read_text(path: Path) -> str:
@@ -299,17 +300,14 @@ def charts(series: Sequence[Series]) -> list[dict[str, Any]]:
     if all(math.isclose(r["macro_recall"], r["top1"]) for r in rows if "macro_recall" in r):
         keys.pop("macro_recall", None)  # the classes have equally many images
     drawn_with = {form.format(key) for key in keys for form in ("{}_min", "{}_max", "reference_{}")}
-    numbered = enumerate(series, 1)
-    drawn = [(of, s, label, i) for i, (label, of) in numbered for s in (*SPLITS, "best")]
-    if len(series) == 1:  # "best" is a curve of one point, the large dot
+    drawn = [(of, split, label, i) for i, (label, of) in enumerate(series, 1) for split in SPLITS]
+    if len(series) == 1:
         drawn = [(runs, split, label, i) for i, (split, label) in enumerate(LABELS.items(), 1)]
-        drawn.append((runs, "best", *drawn[0][2:]))
-    drawn = [curve for curve in drawn if curve[1] != "best" or len(curve[0]) == 1]
     found = []
     for key in sorted(keys.keys() - drawn_with, key=[by, "loss", "lr", *keys].index):
         curves = [
-            ({"label": label, "split": split, "colour": colour}, curve)
-            for of, split, label, colour in drawn
+            ({"label": label, "split": split, "run": number, "of": of}, curve)
+            for of, split, label, number in drawn
             if len(curve := curve_of(of, split, key))
         ]
         if series[3:] and any(a["split"] == "val" and len(curve) > 1 for a, curve in curves):
@@ -319,8 +317,10 @@ def charts(series: Sequence[Series]) -> list[dict[str, Any]]:
             folded = 2 if MACHINE.match(key) else int(bool(more))
             group = 0 if key == by else folded  # see report.html
             tops = [curve[:, 3].max() for _, curve in curves]
-            limit = DIVERGED * median_low(tops) if runs[1:] and "loss" in key else math.inf
-            found.append({"title": key, "group": group, **draw(curves, limit, NARROWEST[group])})
+            limit = DIVERGED * median_low(tops) if runs[1:] and "loss" in key else 1e99
+            least = 0.2 if group == 2 else 0.05  # a smaller range of the values is noise
+            chart = plot(curves, key, len(series) > 1, least, limit)
+            found.append({"title": key, "group": group, **chart})
     return found
 
 
@@ -397,14 +397,15 @@ def against(keys: Sequence[str], series: Sequence[Series]) -> list[Any]:
         curves["".join(others)].append((place, mean, mean - error, mean + error, mean))
     if max(map(len, curves.values()), default=0) < 3:
         return []
-    colours = range(MOST, 0, -1) if "" not in curves else (0,)  # not those of the first runs
-    about = [{"label": t, "split": "", "colour": i} for t, i in zip(curves, colours, strict=False)]
-    drawn = [(a, np.array(sorted(curves[str(a["label"])]))) for a in about]
-    chart = {"title": f"best {finished[0][0].best()[0]} by {axis}", "group": 0, "axis": axis}
+    free = range(COLOURS, 0, -1) if "" not in curves else (0,)  # not those of the first runs
+    named = zip(curves.items(), free, strict=False)
+    drawn = [({"label": t, "split": "", "run": i}, np.array(sorted(c))) for (t, c), i in named]
+    by = finished[0][0].best()[0]
+    chart = {"title": f"best {by} by {axis}", "group": 0, "axis": axis}
     band = "deviation" if any(of[1:] for of in finished) else "error"
     chart["note"] = f"evenly spaced values; band: the standard {band}"
-    chart |= draw(drawn, math.inf, NARROWEST[0])
-    return [chart | {"x": [(WIDTH * i / (len(places) - 1), n) for i, n in enumerate(places)]}]
+    chart |= plot(drawn, by)
+    return [chart | {"x": {"tickvals": [*range(len(places))], "ticktext": [*map(show, places)]}}]
 
 
 def curve_of(runs: Sequence[Run], split: str, key: str) -> np.ndarray:
@@ -412,7 +413,7 @@ def curve_of(runs: Sequence[Run], split: str, key: str) -> np.ndarray:
     name = f"reference_{key}" if split == "reference" else key
     columns, rows = ("epoch", name, f"{name}_min", f"{name}_max"), []
     for run in runs:
-        rows += {"reference": run.rows["val"], "best": [run.best()[2]], **run.rows}[split]
+        rows += {"reference": run.rows["val"], **run.rows}[split]
     points = np.array([[number_in(row.get(c)) for c in columns] for row in rows]).reshape(-1, 4)
     points[:, 1:] *= 100 if key.endswith("_fraction") else 1  # percent, as on the console
     points = points[np.isfinite(points[:, :2]).all(1)]
@@ -425,43 +426,38 @@ def curve_of(runs: Sequence[Run], split: str, key: str) -> np.ndarray:
     return np.array([(*point, value) for point, value in zip(found, last, strict=True)])
 
 
-def draw(curves: Sequence[Any], limit: float, narrowest: float) -> dict[str, Any]:
-    """Return the curves as SVG paths, cut off near a limit, and the ticks as (coordinate, text)."""
-    points = np.concatenate([curve for _, curve in curves])
-    end = points[:, 0].max() or 1.0
-    ticks_x = ticks(0.0, end, narrowest)
-    ticks_x = ticks_x[ticks_x <= end]
-    ticks_y = ticks(points[:, 2].min(), min(points[:, 3].max(), limit), narrowest)[::-1]
-    low, high = ticks_y[-1], ticks_y[0]
+def plot(
+    curves: Sequence[Any], name: str, dashed: bool = False, least: float = 0, limit: float = 1e99
+) -> dict[str, Any]:
+    """Return a chart with the traces of curves for Plotly, and what report.html makes axes of.
 
-    def path(x: np.ndarray, y: np.ndarray) -> str:
-        places = np.stack([WIDTH * x / end, HEIGHT * (high - y.clip(max=high)) / (high - low)], 1)
-        return "M" + "L".join(f"{a} {b}" for a, b in places.round(1).tolist())
-
-    drawn = []
+    `name`: of the values. `dashed`: whether curves of the training are. The axis of the values ends
+    at `limit`, and its range is at least `least` times the largest of them.
+    """
+    traces = []
     for about, curve in curves:
-        x, y, bottom, top, last = curve.T
-        edge = path(np.append(x, x[::-1]), np.append(top, bottom[::-1])) + "Z"
-        band = edge if (bottom < top).any() else ""
-        line = path(x, y)
-        dots = [*zip(line[1:].split("L"), x, y, strict=True)]
-        drawn.append({**about, "line": line, "dots": dots, "band": band, "last": last[-1]})
+        is_val, is_dashed = about["split"] == "val", dashed and about["split"] == "train"
+        x, y, bottom, top, _ = ([float(f"{v:.7g}") for v in column] for column in curve.T)
+        alone = is_val and len(about["of"]) == 1  # its best validation has a large dot
+        large = number_in(about["of"][0].best()[2].get("epoch")) if alone else math.nan
+        sizes = [10 if abs(at - large) < 1e-5 else 5 * (len(x) < 31) for at in x]
+        trace = {"name": about["label"] + ", training" * is_dashed, "meta": about["run"]}
+        trace |= {"x": x, "y": y, "mode": "lines+markers", "hovertemplate": "%{y:.5~g}"}
+        trace |= {"line": {"dash": "dash" if is_dashed else "solid"}, "cliponaxis": False}
+        traces.append(trace | {"marker": {"size": sizes, "opacity": 1, "line": {"width": 0}}})
+        if bottom != top:
+            edge = {"x": x + x[::-1], "y": top + bottom[::-1], "mode": "lines", "fill": "toself"}
+            style = {"line": {"width": 0}, "opacity": 0.4, "marker": {}}
+            traces.append({"meta": about["run"], "hoverinfo": "skip", **edge, **style})
+    is_percentage = "%" in rounded(0.0, name) or name.endswith("_fraction")
     return {
-        "curves": drawn,
-        "cut_off": points[:, 3].max() > limit,
-        "x": [(round(WIDTH * tick / end, 1), tick) for tick in ticks_x],
-        "y": [(round(HEIGHT * (high - tick) / (high - low), 1), tick) for tick in ticks_y],
+        "curves": [{**about, "last": curve[-1, 4]} for about, curve in curves],
+        "cut_off": max(curve[:, 3].max() for _, curve in curves) > limit,
         "has_line": any(len(curve) > 1 for _, curve in curves),
+        "traces": traces[::-1],  # the first one, the best, is drawn last
+        "y": {"minallowed": 0, "maxallowed": 100} if is_percentage else {},
+        "limits": [least, limit],
     }
-
-
-def ticks(low: float, high: float, narrowest: float) -> np.ndarray:
-    """Return the ticks of an axis, 1, 2 or 5 times a power of ten apart; its ends are ticks."""
-    room = narrowest * max(abs(low), abs(high)) or 1.0
-    low, high = min(low, (low + high - room) / 2), max(high, (low + high + room) / 2)
-    power = 10.0 ** math.floor(math.log10((high - low) / 5))
-    step = next(power * factor for factor in (1, 2, 5, 10) if 5 * power * factor >= high - low)
-    return np.arange(math.floor(low / step), math.ceil(high / step) + 1) * step
 
 
 def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
@@ -486,15 +482,19 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     table = [*zip(["run", *names], best, *rest, strict=True)]
     folded = [row for row in rows if row[0] not in keys]
     drawn = against(varied, series) + charts(series[:MOST])
+    from plotly.offline import get_plotlyjs  # noqa: F401 - 4 MB of JavaScript, for report.html
+
     lib = Path(__file__).parent / "lib"
     about, template = read_yaml(lib / "values.yaml"), (lib / "report.html").read_text("utf-8")
     page = Template(template, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    nonce = secrets.token_hex()  # no other script runs, even if a name were not escaped
     return page.render(globals() | locals())  # it uses the names of this function and this file
 
 
 def run(options: argparse.Namespace) -> int:
     runs = read_runs(*options.runs)
-    out = options.out or (options.runs[0] if len(options.runs) == 1 else Path()) / "report.html"
+    out = options.out or (options.runs[0] if len(options.runs) == 1 else Path())
+    out /= "report.html" * out.is_dir()
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}; make it")
     out.unlink(missing_ok=True)  # the run of a stranger may hold a link of this name

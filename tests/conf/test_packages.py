@@ -28,15 +28,16 @@ def test_outside_the_environment(program: str, tmp_path: Path) -> None:
     done = run(program, tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     names = "hydra-core, pillow, numpy, omegaconf, safetensors, torch, torchvision"
+    names += ", plotly" * program.endswith("report.py")
     assert done.stderr.startswith(f"{Path(program).name}: {names}: not installed for {PYTHON}; ")
     assert done.stderr.endswith("`pip install -r requirements.txt`\n")
 
 
 def test_packages_are_the_required_ones() -> None:
-    """All except jinja2, which torch needs, and tensorboard: a run warns and goes on without it."""
+    """Except jinja2, which torch needs, and tensorboard and plotly, which a run does not need."""
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     assert [line for line in lines if line[0] != "#"] == required
     required = [re.split("[>=]", line)[0] for line in required]
-    assert set(start.PACKAGES.values()) == set(required) - {"jinja2", "tensorboard"}
+    assert set(start.PACKAGES.values()) == set(required) - {"jinja2", "plotly", "tensorboard"}
     assert all(importlib.util.find_spec(name) for name in start.PACKAGES)
