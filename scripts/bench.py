@@ -20,7 +20,6 @@ if __name__ == "__main__":
     parser = Parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of bench.json")
     OPTIONS, CONFIG = parser.read_config()
 
 import time
@@ -33,17 +32,14 @@ from typing import Any
 import torch
 
 import train
-from conf import cli, schema
+from conf import schema
 from conf.schema import Config
-from engine.checkpoint import provenance
 from engine.distributed import World, join_world
-from engine.files import write_json
 from engine.log.verdict import judge
 from engine.memory import fit_memory
 from engine.metrics import Meter
 from pipeline.batch import Batch
 from pipeline.feed import Feed, open_feed
-from pipeline.machine import cores
 from scripts.lib.trained import exit_status
 
 WINDOWS = 5
@@ -136,20 +132,9 @@ def measure_steps(parts: Any, world: World, seconds: float) -> list[Stage]:
 
 
 def main() -> int:
-    stages = [*run(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds)]
-    for name, rates, note in stages:
+    for name, rates, note in run(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds):
         spread = f"({min(rates):,.0f}-{max(rates):,.0f})"
         print(f"{name:<12} {median(rates):>10,.0f} images/s  {spread}  {note}")
-    record = {
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "cores": cores(),
-        "made_by": provenance(),
-        "config": cli.to_yaml(CONFIG),
-        "stages": [{"name": n, "rate": median(r), "rates": r, "note": t} for n, r, t in stages],
-    }
-    OPTIONS.out.mkdir(parents=True, exist_ok=True)
-    write_json(OPTIONS.out / "bench.json", record)
-    print(f"written to {OPTIONS.out}/bench.json")
     return 0
 
 

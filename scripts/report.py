@@ -97,6 +97,10 @@ class Run:
     # Of the best checkpoint: folder, evaluation.json, and the rows of each CSV file by its name
     evaluations: list[tuple[Path, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
+    @property
+    def short_name(self) -> str:
+        return "" if "," in self.name else self.name  # the columns have its keys
+
     def best(self) -> tuple[str, float, dict[str, Any]]:
         """Return the name in train.best_by, a score (higher is better), and the best validation."""
         by = str(self.config.get("train.best_by") or "top1")
@@ -328,15 +332,17 @@ def series_of(runs: Sequence[Run], keys: list[str]) -> tuple[list[str], list[str
     """Return the keys by which the runs differ, and what is drawn as one curve, the best first.
 
     First those of `keys`, of the table. Runs that differ in nothing but REPEATS are one series. Its
-    label has the value of the key by which they differ; if there are several, it is a number.
+    label has the number and the name of a run, or the value of the only key by which they differ.
     """
     every = [key for key, *_ in differences(runs) if key not in REPEATS]
     own, groups = [key for key in every if key in keys], grouped(runs, every)
     varied = own if len(grouped(runs, own)) == len(groups) else every  # the others follow from own
-    if len(own) != 1:
-        kind = "group " * (len(groups) < len(runs))
-        return own, varied, [(f"{kind}{i}", of) for i, of in enumerate(groups, 1)]
-    return own, varied, [(f"{own[0]}={show(of[0].config.get(own[0]))}", of) for of in groups]
+    series, alone = [], len(groups) == len(runs)
+    for i, of in enumerate(groups, 1):
+        value = f"{own[0]}={show(of[0].config.get(own[0]))}" if len(own) == 1 else ""
+        one = f"{i} {of[0].short_name or value}".strip()
+        series.append((one if alone else value or f"group {i}", of))
+    return own, varied, series
 
 
 def grouped(runs: Sequence[Run], keys: Iterable[str]) -> list[list[Run]]:
@@ -434,7 +440,7 @@ def plot(
     `name`: of the values. `dashed`: whether curves of the training are. The axis of the values ends
     at `limit`, and its range is at least `least` times the largest of them.
     """
-    traces = []
+    traces, is_percentage = [], "%" in rounded(0.0, name) or name.endswith("_fraction")
     for about, curve in curves:
         is_val, is_dashed = about["split"] == "val", dashed and about["split"] == "train"
         x, y, bottom, top, _ = ([float(f"{v:.7g}") for v in column] for column in curve.T)
@@ -442,14 +448,14 @@ def plot(
         large = number_in(about["of"][0].best()[2].get("epoch")) if alone else math.nan
         sizes = [10 if abs(at - large) < 1e-5 else 5 * (len(x) < 31) for at in x]
         trace = {"name": about["label"] + ", training" * is_dashed, "meta": about["run"]}
-        trace |= {"x": x, "y": y, "mode": "lines+markers", "hovertemplate": "%{y:.5~g}"}
+        trace |= {"x": x, "y": y, "mode": "lines+markers"}
+        trace["hovertemplate"] = "%{y:.2f} %" if is_percentage else "%{y:.5~g}"
         trace |= {"line": {"dash": "dash" if is_dashed else "solid"}, "cliponaxis": False}
         traces.append(trace | {"marker": {"size": sizes, "opacity": 1, "line": {"width": 0}}})
         if bottom != top:
             edge = {"x": x + x[::-1], "y": top + bottom[::-1], "mode": "lines", "fill": "toself"}
             style = {"line": {"width": 0}, "opacity": 0.4, "marker": {}}
             traces.append({"meta": about["run"], "hoverinfo": "skip", **edge, **style})
-    is_percentage = "%" in rounded(0.0, name) or name.endswith("_fraction")
     return {
         "curves": [{**about, "last": curve[-1, 4]} for about, curve in curves],
         "cut_off": max(curve[:, 3].max() for _, curve in curves) > limit,
@@ -467,19 +473,19 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     ranked = sorted(rows, key=lambda r: (r[0] not in VALIDATION, -len({*r[1:]})))  # four at most
     short = [key for key, *texts in ranked if len(max(texts, key=len)) < 40]
     keys = [key for key in short if typed & {key, key.removesuffix(".name")}][:4] or [*SHOWN]
-    names = ["" if "," in run.name else run.name for run in runs]  # the columns have its keys
     shown = [*dict.fromkeys([*keys, *SHOWN])]
     best, *rest = compared([run.headline(shown, alone=not runs[1:]) for run in runs])
     common = [row[:2] for row in rest if {*row[1:]} == {row[1]} != {UNKNOWN} and runs[1:]]
     rest = [r for r in rest if r[1:] != best[1:] and len({*r[1:]} - {UNKNOWN}) >= min(2, len(runs))]
-    rest.sort(key=lambda row: len(runs) > 1 and row[0] not in keys)  # behind the best value
+    if runs[1:]:  # the keys that differ come first, the status last
+        rest.sort(key=lambda row: (row[0] not in keys) + (row[0] == "status"))
     own, varied, series = series_of(runs, keys)
     validated = [run for run in runs if run.best()[2]]
     repeated = len(series) < len(runs) and validated
     colour = {run.folder: i for i, (_, of) in enumerate(series, 1) for run in of}
     unlike = [key for key, *_ in differences(validated) if key in VALIDATION]
     winner = [mean_of(of)[0] for _, of in series[:2]] if validated else []
-    table = [*zip(["run", *names], best, *rest, strict=True)]
+    table = [*zip(["run", *(run.short_name for run in runs)], best, *rest, strict=True)]
     folded = [row for row in rows if row[0] not in keys]
     drawn = against(varied, series) + charts(series[:MOST])
     from plotly.offline import get_plotlyjs  # noqa: F401 - 4 MB of JavaScript, for report.html

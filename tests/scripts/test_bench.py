@@ -1,6 +1,6 @@
 """The stages on small JPEG files. No test depends on a rate."""
 
-import json
+import re
 import sys
 from pathlib import Path
 
@@ -9,14 +9,12 @@ from tests.helpers.ranks import Ranks
 from tests.helpers.small_run import SMALL
 
 
-def test_stages_on_a_cpu(ranks: Ranks, image_root: Path, tmp_path: Path) -> None:
-    words = [*SMALL, "loader.workers=1", f"data.root={image_root}"]
-    words += ["--out", str(tmp_path), "--seconds", "0.05"]
+def test_stages_on_a_cpu(ranks: Ranks, image_root: Path) -> None:
+    words = [*SMALL, "loader.workers=1", f"data.root={image_root}", "--seconds", "0.05"]
     done = ranks.run([sys.executable, bench.__file__, *words], 1)
     assert (done.returncode, done.stderr) == (0, "") and "\nverdict  " in done.stdout
-    record = json.loads((tmp_path / "bench.json").read_text())
-    assert [stage["name"] for stage in record["stages"]] == list(bench.STAGES)
-    assert "batch_size: 8" in record["config"] and record["cores"] >= 1
-    for line, stage in zip(done.stdout.splitlines(), record["stages"], strict=False):
-        assert line.split()[:3] == [stage["name"], f"{stage['rate']:,.0f}", "images/s"]
-        assert len(stage["rates"]) == bench.WINDOWS and min(stage["rates"]) > 0 and stage["note"]
+    rows = re.findall(r"(?m)^(\w+) +([\d,]+) images/s  \(([\d,]+)-([\d,]+)\)  \S", done.stdout)
+    assert [name for name, *_ in rows] == list(bench.STAGES) and "batch 8" in done.stdout
+    for _, *rates in rows:
+        middle, low, high = (int(rate.replace(",", "")) for rate in rates)
+        assert 0 < low <= middle <= high
