@@ -85,7 +85,7 @@ class Run:
 
     folder: Path
     name: str = ""
-    status: str = "not finished"
+    status: str = "not finished: it still trains, or the same command resumes it"
     config_text: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
     command: str = ""

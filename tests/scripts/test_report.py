@@ -144,7 +144,7 @@ def test_a_run_that_has_not_ended(copied: Path, runs: Path, tmp_path: Path) -> N
     (copied / "metrics.jsonl").write_text((copied / "metrics.jsonl").read_text()[:-30])
     (copied / "verdict.json").write_text(json.dumps({"epoch": 2.0, "verdict": ["input-bound."]}))
     page = made(copied)
-    assert page.facts[0]["status"] == "not finished" and "input-bound." in page.said
+    assert page.facts[0]["status"].startswith("not finished: it s") and "input-bound." in page.said
     assert page.facts[0]["started"][:8] == "2001-09-"
     assert page.facts[0]["best top1"].endswith("1.1 of 2") and not (tmp_path / "outside").exists()
     (copied / "metrics.jsonl").write_text("")  # it has only begun
