@@ -19,7 +19,6 @@ from conf.named import import_object
 from conf.schema import (
     FIELDS,
     GROUPS,
-    RESULT,
     Config,
     RunError,
     UserError,
@@ -157,8 +156,7 @@ def help_text(script: str, purpose: str, topic: str = "") -> str:
     narrow, texts = sys.stdout.isatty() and get_terminal_size().columns < 100, sentences()
     for name, value in (config_values(Config()) | dotted(BASE_YAML)).items():
         if topic in ("", name, *name.split(".")):
-            mark = "*" if FIELDS[name].metadata["affects"] == RESULT else " "
-            key = f"{mark} {name}={show(value)}"
+            key = f"{'*' if FIELDS[name].metadata['affects'] else ' '} {name}={show(value)}"
             below = wrapped(key, 4), wrapped(f"      {texts[name]}", 6)
             keys += below if narrow else [wrapped(f"{key:<44} {texts[name]}", 45)]
     usage = f"usage: python {script} [group=choice ...] [key=value ...] [options] | --help SECTION"

@@ -58,8 +58,7 @@ def class_weights(
         counts = datasets.train.class_counts(len(classes))
         if chosen == "sampled":
             return None
-        balanced = [sum(counts) / (len(classes) * max(1, n)) for n in counts]
-        return torch.tensor(balanced, device=device)
+        return torch.tensor([sum(counts) / (len(counts) * (n or 1)) for n in counts], device=device)
     weights = {str(name): float(weight) for name, weight in chosen.items()}
     if unknown := [name for name in weights if name not in classes]:
         near = did_you_mean(unknown[0], classes) or f"; give some of {', '.join(classes[:10])}"

@@ -100,12 +100,8 @@ class Schedule:
         validate = step > 0 and (last or ended // every > before // every)
         # The last row has at least half of its steps: the mean of fewer would look like a change.
         logged = step % self.log_every == 0 and 2 * (self.stop_step - step) >= self.log_every
-        return Due(
-            log=last or logged,
-            epoch=ended > before,
-            validate=validate,
-            save=validate or step % self.config.checkpoint.every_steps == 0,
-        )
+        save = validate or step % self.config.checkpoint.every_steps == 0
+        return Due(log=last or logged, epoch=ended > before, validate=validate, save=save)
 
 
 def constant(schedule: Schedule, step: int) -> float:

@@ -46,8 +46,7 @@ class StopSignal(ExitStack):
 
     def poll(self) -> bool:
         """Update `number`; return whether training stops. Collective; does not wait for the GPU."""
-        if self.number == 0:
-            self.number = self.world.max(self.received)
+        self.number = self.number or self.world.max(self.received)
         return self.number != 0
 
     def interruptible(self, batches: Iterator[T]) -> Iterator[T]:

@@ -173,11 +173,6 @@ class VisionTransformer(nn.Module):
 
 def vit_s16(num_classes: int, image_size: int, in_channels: int = 3) -> nn.Module:
     """ViT-S/16: 22 M parameters."""
-    return VisionTransformer(
-        num_classes=num_classes,
-        image_size=image_size,
-        patch_embed=PatchEmbed(in_channels, 16, 384),
-        depth=12,
-        heads=6,
-        hidden=1536,
-    )
+    sizes = {"image_size": image_size, "depth": 12, "heads": 6, "hidden": 1536}
+    embed = PatchEmbed(in_channels, 16, 384)
+    return VisionTransformer(num_classes=num_classes, patch_embed=embed, **sizes)

@@ -147,11 +147,9 @@ def folder(
 
 def fake(data: DataConfig, train: Compose, val: Compose, options: Options) -> Splits:
     images, classes = data.fake_images, data.fake_classes
-    return (
-        FakeDataset(images, classes, train.image_size),
-        FakeDataset(images // 10, classes, val.image_size),
-        tuple(f"fake{i:04d}" for i in range(classes)),
-    )
+    names = tuple(f"fake{i:04d}" for i in range(classes))
+    train_split = FakeDataset(images, classes, train.image_size)
+    return train_split, FakeDataset(images // 10, classes, val.image_size), names
 
 
 # data.source -> function of (data, training and validation transform, options). It may also name

@@ -220,9 +220,8 @@ class FolderDataset(Dataset):
 
         Raises UnreadableError if it cannot be read.
         """
-        return decode.open_picture(
-            self.read(index), self.decoder, exif_orientation=self.exif_orientation
-        )
+        turned = self.exif_orientation
+        return decode.open_picture(self.read(index), self.decoder, exif_orientation=turned)
 
     def targets(self, index: int, picture: Picture) -> dict[str, Any]:
         """Return the fields of a sample other than its image, which may be decoded later.

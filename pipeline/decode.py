@@ -77,14 +77,11 @@ class JpegFile:
         if scale == 1:
             return resize(self.region(step.box, 1), size, step.interpolation)
         # The region's edges lie between pixels of the smaller image, so Pillow gets fractions.
-        outer = left // scale, top // scale, -(-right // scale), -(-bottom // scale)
-        small = Image.fromarray(np.ascontiguousarray(self.region(outer, scale)))
-        box = (
-            left / scale - outer[0],
-            top / scale - outer[1],
-            min(right / scale - outer[0], small.width),
-            min(bottom / scale - outer[1], small.height),
-        )
+        x, y = left // scale, top // scale
+        outer = self.region((x, y, -(-right // scale), -(-bottom // scale)), scale)
+        small = Image.fromarray(np.ascontiguousarray(outer))
+        end = min(right / scale - x, small.width), min(bottom / scale - y, small.height)
+        box = left / scale - x, top / scale - y, *end
         return np.asarray(small.resize(size, Image.Resampling[step.interpolation.upper()], box))
 
     def region(self, box: Box, scale: int) -> np.ndarray:
@@ -337,6 +334,5 @@ def resolve(name: str) -> str:
     """
     missing = region.load() if name != "pillow" else ""
     if name == "region" and isinstance(missing, str):
-        cure = f"{missing}, or use loader.decoder=auto"
-        raise UserError(f"loader.decoder=region: not installed; {cure}")
+        raise UserError(f"loader.decoder=region: not installed; {missing}, or loader.decoder=auto")
     return "pillow" if isinstance(missing, str) else "region"

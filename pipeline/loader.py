@@ -111,11 +111,10 @@ class Ring:
         """Average the newest tasks per image: the fields of `StepTimes` for a worker."""
         replies = list(self.replies)  # `load_in_process` may add one meanwhile, in another thread
         images = max(1, sum(reply.rows for reply in replies))
-        cpu_ms = 1e3 * sum(reply.cpu_seconds for reply in replies) / images
-        storage_ms = 1e3 * sum(reply.storage_seconds for reply in replies) / images
-        core_ms = 1e3 * sum(reply.core_seconds for reply in replies) / images
+        names = "cpu", "storage", "core"
+        seconds = {n: sum(getattr(reply, f"{n}_seconds") for reply in replies) for n in names}
         # The clocks of the thread and of the kernel may differ slightly.
-        return {"cpu_ms": cpu_ms, "storage_ms": max(0.0, storage_ms), "core_ms": core_ms}
+        return {f"{name}_ms": max(0.0, 1e3 * total / images) for name, total in seconds.items()}
 
 
 def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -> Reply:
@@ -417,12 +416,9 @@ class Loader:
                 following += 1
             step, tasks = self._queue.popleft()
             self.pool.wait(tasks)
-            slot = step % self.ring.slots
-            yield Batch(
-                {name: torch.from_numpy(m.array[slot]) for name, m in self.ring.memory.items()},
-                torch.from_numpy(self.ring.samples.array[slot]),
-                step,
-            )
+            slot, memory = step % self.ring.slots, self.ring.memory
+            fields = {name: torch.from_numpy(shared.array[slot]) for name, shared in memory.items()}
+            yield Batch(fields, torch.from_numpy(self.ring.samples.array[slot]), step)
 
     def keep_until(self, copied: Any, batch: Batch) -> None:
         """Let no worker write into a batch before the event of the copy out of it has completed."""

@@ -93,12 +93,9 @@ def _lock(arrays: Sequence[SharedArray], device: int) -> list[int]:
         address, size = shared.array.ctypes.data, shared.array.nbytes
         error = torch.cuda.cudart().cudaHostRegister(address, size, 0)
         if int(error) != 0:
-            logger.warning(
-                "%.1f MiB cannot be page-locked (%s), so batch buffers are ordinary memory and "
-                "copies to the GPU are slower; raise ulimit -l or the memory limit",
-                size / 2**20,
-                error,
-            )
+            text = "%.1f MiB cannot be page-locked (%s), so batch buffers are ordinary memory and "
+            text += "copies to the GPU are slower; raise ulimit -l or the memory limit"
+            logger.warning(text, size / 2**20, error)
             break
         locked.append(address)
     return locked

@@ -66,8 +66,7 @@ def run(config: Config, *, only: Sequence[str], seconds: float) -> Iterator[Stag
                 note = f"{feed.pool.active} workers, batch {config.loader.batch_size}"
                 yield "loader", windows(sizes, seconds), note
         if "step" in only or "train" in only:
-            steps = measure_steps(parts, world, seconds)
-            yield from (stage for stage in steps if stage[0] in only)
+            yield from (stage for stage in measure_steps(parts, world, seconds) if stage[0] in only)
 
 
 def windows(

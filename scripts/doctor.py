@@ -321,10 +321,8 @@ def disk(case: Case) -> Iterator[Row]:
 
 
 # Name -> check; later ones use earlier results
-CHECKS = {
-    check.__name__.replace("_", " "): check
-    for check in (data, readable, odd_files, duplicates, colours, plan, disk)
-}
+EVERY = data, readable, odd_files, duplicates, colours, plan, disk
+CHECKS = {each.__name__.replace("_", " "): each for each in EVERY}
 
 
 def check(case: Case) -> Iterator[tuple[str, Row]]:

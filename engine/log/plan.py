@@ -52,11 +52,9 @@ def print_plan(
 
 def planned(datasets: Datasets, schedule: Schedule, compute: Compute, left: int) -> Iterable[str]:
     """Yield lines about the images, the steps, of which some are left, the model and the device."""
-    config, classes = schedule.config, len(datasets.classes)
-    yield (
-        f"data      {schedule.images:,} training and {len(datasets.val):,} validation images, "
-        f"{classes} {'classes' if 'label' in datasets.train.fields else 'outputs'}"
-    )
+    config, kind = schedule.config, "classes" if "label" in datasets.train.fields else "outputs"
+    images = f"{schedule.images:,} training and {len(datasets.val):,} validation images"
+    yield f"data      {images}, {len(datasets.classes)} {kind}"
     steps = f"{schedule.stop_step:,} of {schedule.batch_size} images"
     if schedule.ranks > 1:
         steps += f" ({schedule.local_batch_size} on each of {schedule.ranks} ranks)"

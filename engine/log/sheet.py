@@ -48,7 +48,6 @@ def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dic
     captions = [""] * len(images)
     for name, column in batch.fields.items():
         for i, value in enumerate(column[: len(images)].tolist() if column.ndim == 1 else ()):
-            is_class = name == "label" and isinstance(value, int)
-            text = readable(classes[value]) if is_class else format_value(name, value)
-            captions[i] += f"{text}\n"
+            known = name == "label" and isinstance(value, int)
+            captions[i] += f"{readable(classes[value]) if known else format_value(name, value)}\n"
     return {"train/images": sheet(images, captions)}

@@ -65,8 +65,7 @@ class Tracker(ExitStack):
 
     def _open_rows(self, path: Path) -> Any:
         kept = []
-        text = path.read_text("utf-8", errors="replace") if path.is_file() else ""
-        for line in text.splitlines():
+        for line in (path.read_text("utf-8", "replace") if path.is_file() else "").splitlines():
             with suppress(ValueError):  # a killed process leaves an incomplete line
                 if json.loads(line)["step"] <= self._start_step:
                     kept.append(line)

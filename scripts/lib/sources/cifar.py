@@ -32,11 +32,8 @@ def cifar_samples(source: str, tree: Tree) -> list[Sample]:
 
     Raises UserError if there are both datasets, or a file is missing or damaged.
     """
-    copies = [
-        (folder, meta)
-        for folder, meta in map(os.path.split, tree)
-        if meta in VERSIONS and os.path.join(folder, VERSIONS[meta][-1]) in tree
-    ]
+    metas = [(folder, meta) for folder, meta in map(os.path.split, tree) if meta in VERSIONS]
+    copies = [(f, meta) for f, meta in metas if os.path.join(f, VERSIONS[meta][-1]) in tree]
     if not copies:
         return []
     if len(copies) > 1:

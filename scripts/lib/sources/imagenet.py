@@ -37,10 +37,9 @@ def val_samples(source: str, tree: Tree, images: Tree) -> list[Sample]:
     labels = val_labels(source, tree)
     if wrong := sorted(images.keys() ^ labels.keys()):
         problem = "has no label" if wrong[0] in images else "is missing"
-        raise UserError(
-            f"{source}: validation image {wrong[0]} {problem} ({len(wrong):,} in all); give all "
-            f"validation images and the file of labels that belongs to them ({LABELS})"
-        )
+        cure = f"give all validation images and the file of labels that belongs to them ({LABELS})"
+        given = f"{source}: validation image {wrong[0]}"
+        raise UserError(f"{given} {problem} ({len(wrong):,} in all); {cure}")
     return [Sample("val", labels[name], name, place) for name, place in images.items()]
 
 
