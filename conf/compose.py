@@ -187,30 +187,36 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         given = word or re.sub("^-.*|.*=.*", "", following)
         if text.startswith(("-", "~")):
             wrong.append(f"{text}: not an option; {_for_flag(name, given) or _advice(name, given)}")
-        elif not wrong and (not equals or given != word):
+        elif name and equals and given == word:
+            try:
+                typed[name] = _value(name, word, tried)
+            except UserError as mistake:
+                wrong.append(str(mistake))
+        elif not wrong:  # else it may be the value of a flag
             if os.path.isfile(file := f"{text}/overrides.yaml"):
                 typed_then = cast(list[str], OmegaConf.to_container(OmegaConf.load(file)))
                 raise UserError(f"{text}: is the folder of a run; write {shlex.join(typed_then)}")
             is_path = "/" in text or os.path.isdir(text)
             meant = f"did you mean data.root={text}?" if is_path else _advice(name, given)
             wrong.append(f"{text}: write key=value without spaces; {meant}")
-        if wrong:  # what follows may be the value of a flag
-            continue
-        if name in GROUPS:
-            typed[name] = _choice_file(name, word)
-            continue
-        value: Any = None if word == "null" else word
-        if name in FIELDS.keys() - TEXT_KEYS or word[:1] in ("'", '"', "[", "{"):
-            # The colon of module:name as a key in braces needs a backslash.
-            escaped = word if name in TEXT_KEYS else re.sub(r"(\w):(\w+\s*:)", r"\1\\:\2", word)
-            with suppress(HydraException):  # then it is text, which these keys do not take
-                override = OverridesParser.create().parse_override(f"{name}={escaped}")
-                value = word if override.is_sweep_override() else override.value()
-        _set(tried, {name: value})  # refuses a mistake before Hydra composes
-        typed[name] = value
     if wrong:
-        raise UserError(";\n".join(wrong))  # a terminal shows one per line
+        raise UserError(";\n".join(dict.fromkeys(wrong)))  # a terminal shows one per line
     return typed
+
+
+def _value(name: str, word: str, tried: DictConfig) -> Any:
+    """Read the value of a key, or the file of a group's choice; refuse a mistake with UserError."""
+    if name in GROUPS:
+        return _choice_file(name, word)
+    value: Any = None if word == "null" else word
+    if name in FIELDS.keys() - TEXT_KEYS or word[:1] in ("'", '"', "[", "{"):
+        # The colon of module:name as a key in braces needs a backslash.
+        escaped = word if name in TEXT_KEYS else re.sub(r"(\w):(\w+\s*:)", r"\1\\:\2", word)
+        with suppress(HydraException):  # then it is text, which these keys do not take
+            override = OverridesParser.create().parse_override(f"{name}={escaped}")
+            value = word if override.is_sweep_override() else override.value()
+    _set(tried, {name: value})  # before Hydra composes
+    return value
 
 
 def _for_flag(flag: str, value: str) -> str:

@@ -88,9 +88,9 @@ def parse_paths(
     found = [word for word in words if word == "-" or os.path.lexists(word)]
     typed = [w for w in words if w not in found and (w in NAMES or re.match("$|[-+]|[^/]*=", w))]
     options.paths, options.overrides = [word for word in words if word not in typed], typed
-    flags = [place for place, w in enumerate(words) if w[:1] == "-" and w not in found]
-    try:
-        read_overrides(words[flags[0] :] if flags else typed)  # a flag may have a value
+    flag = next((i for i, w in enumerate(words) if w[:1] == "-" and w in typed), len(words))
+    try:  # a flag may have a value
+        read_overrides(w for i, w in enumerate(words) if w in typed or (i > flag and "=" not in w))
     except (UserError, argparse.ArgumentError) as mistake:
         parser.error(str(mistake))
     if useless := next((word for word in typed if re.match(TRAINING, word)), ""):
