@@ -142,10 +142,15 @@ def _choice_file(group: str, choice: str) -> Path:
         raise UserError(f"{group}={choice}: there is no such file")
     if "," in choice:
         raise UserError(f"{group}={choice}: give one{SEVERAL}")
+    if answer := _for_flag(group, choice):
+        raise UserError(f"{group}={choice}: {answer}")
     word = choice if group == "data" or ":" in choice else choice.lower()
     key = NAME_KEYS.get(group) if word not in names else None
+    near = did_you_mean(choice, names)
+    if near and group == "optim" and word.isalnum():
+        word = "NAME"  # it was a typo
     other = f" For another one write {key}={word}" if key else ""
-    near = did_you_mean(choice, names) or f"; give {', '.join(names)} or a file PATH.yaml."
+    near = near or f"; give {', '.join(names)} or a file PATH.yaml."
     raise UserError(f"{group}={choice}: no such {group}{near}{other}")
 
 
@@ -225,6 +230,7 @@ def _for_flag(flag: str, value: str) -> str:
     rows = csv.reader(path.read_text("utf-8").splitlines() if path.exists() else [])
     answers = {each: answer for flags, answer in rows for each in flags.split()}
     kind, value = re.sub(r"^\d*\.?\d+$", "NUMBER", value.lower()), value or "..."
+    kind = re.sub(r".*\.(pt|pth|safetensors)$", "WEIGHTS", kind)
     found = next((answers[k] for k in (f"{flag}={kind}", flag, flag[:1]) if k in answers), "")
     return found.replace("{lower}", value.lower()).replace("{}", shlex.quote(value))
 
