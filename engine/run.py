@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from concurrent import futures
 from contextlib import AbstractContextManager, suppress
@@ -37,7 +38,10 @@ WEIGHTS = ("model.weights",)  # keys that name a file, whose content counts
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
 VALIDATED_ON |= {"data.exif_orientation"}
-PLACES = dict.fromkeys(FIXED, 0) | {"schedule.warmup_epochs": 2}  # it follows from other keys
+# Key -> pattern of others that follow from it; a refusal does not list them.
+FOLLOW = {f"{s}.name": rf"{s}\.(?!name)|parameters" for s in ("model", "optim", "schedule")}
+FOLLOW |= {"data.image_size": "data.val_size|augment.[tv]", "train.epochs": "schedule.warmup"}
+FOLLOW |= {"classes": r"data\.(train|val)$|classes|parameters"}
 BEGAN, WITH = "began at step ", " with "  # of a line in the history: `began at step 5 with PATH`
 
 
@@ -244,7 +248,7 @@ def accepted_changes(
     stored, identity = content["identity"], facts["identity"]
     changes = {
         name: f"{name}={show(stored.get(name))} (now {show(value)})"
-        for name, value in sorted(identity.items(), key=lambda item: PLACES.get(item[0], 1))
+        for name, value in sorted(identity.items(), key=lambda item: item[0] not in FIXED)
         if stored.get(name) != value
     }
     fixed = [name for name in changes if name in FIXED]
@@ -255,7 +259,9 @@ def accepted_changes(
     cure += ", or checkpoint.accept_changes=true to continue from this checkpoint" * (not fixed)
     before, now = ({*each["plan"].get("classes", ())} for each in (content, facts))
     told = [f"class {c} is {'new' if c in now else 'gone'}" for c in sorted(before ^ now)[:6]]
-    raise UserError(f"cannot resume {path}: {', '.join(told or changes.values())}; {why}: {cure}")
+    follow = [FOLLOW[key] for key in FOLLOW if key in changes or (told and key == "classes")]
+    told += [changes[name] for name in changes if not re.match("|".join(follow) or "$", name)]
+    raise UserError(f"cannot resume {path}: {', '.join(told)}; {why}: {cure}")
 
 
 def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:
