@@ -207,9 +207,9 @@ class DataConfig:
     """folder that holds train/<class>/* and val/<class>/* (with data.val_fraction <class>/*), or
     each split as train.tar, tar files train/*.tar, or train.csv (path,label)"""
     train: str = key("train", RESULT, TEXT, short=last_name)
-    """training split: a folder or file in data.root, or an absolute path"""
+    """training split: a folder or file in data.root, or an absolute path; train may be Training"""
     val: str = key("val", RESULT, TEXT, short=last_name)
-    """validation split: a folder or file in data.root, or an absolute path"""
+    """validation split: a folder or file in data.root, or an absolute path; val may be valid"""
     val_fraction: float = key(0.0, RESULT, number(0, 1, below=True), when=NO_FOLD)
     """fraction of the images of each class to validate on, if there is no validation split;
     data.root may then hold the class folders themselves"""

@@ -9,6 +9,7 @@ import numpy as np
 
 from conf.schema import DataConfig, UserError
 from pipeline.index import Index, find_storage, load_index
+from pipeline.listing import SPLITS
 
 
 class HeldOut(NamedTuple):
@@ -30,6 +31,18 @@ def held_out(data: DataConfig) -> HeldOut | None:
     return None
 
 
+def split_path(root: str | os.PathLike[str], name: str) -> Path:
+    """Return the path of a split; for a missing `train` or `val`, the only one that means it.
+
+    Such as training/ or Valid.tar; but a folder without folders is a class of images.
+    """
+    path = Path(root, name)
+    beside = [] if find_storage(path) else path.parent.glob("*")
+    named = [p for p in beside if SPLITS.get(p.stem.lower()) == path.name and find_storage(p)]
+    found = [p for p in named if p.is_file() or [*p.glob("[!.@]*/"), *p.glob("*.tar")]]
+    return found[0] if len(found) == 1 else path
+
+
 def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str) -> None:
     """Refuse an output folder inside a split: the next scan would take its folders for classes.
 
@@ -38,7 +51,7 @@ def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str)
     if data.root is None or data.source == "fake":
         return
     root, inner = Path(data.root).expanduser(), Path(output).resolve()
-    splits = [root / data.train, root / data.val]
+    splits = [split_path(root, data.train), split_path(root, data.val)]
     if held_out(data) and not find_storage(splits[0]):
         splits.append(root)  # data.root holds the class folders itself
     for folder in (split.resolve() for split in splits):
@@ -57,7 +70,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     if os.path.isfile(root) and not find_storage(root):
         remedy = "unpack a .zip or .tar.gz file first, and give the folder"
         raise UserError(f"data.root={data.root}: is not a folder, .tar or .csv file; {remedy}")
-    train_split, val_split = os.path.join(root, data.train), os.path.join(root, data.val)
+    train_split, val_split = (str(split_path(root, name)) for name in (data.train, data.val))
     if held := held_out(data):
         if find_storage(val_split) or data.val != "val":
             raise UserError(f"{held.origin}: excludes {val_split}; leave the key out, or move it")
@@ -66,7 +79,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
         return train, val
     if not find_storage(val_split):  # perhaps one level higher or deeper
         for folder in (Path(os.path.abspath(root)).parent, *sorted(Path(root).glob("*"))):
-            if all(find_storage(folder / name) for name in (data.train, data.val)):
+            if all(find_storage(split_path(folder, name)) for name in (data.train, data.val)):
                 raise UserError(f"data.root={root}: holds no {data.val}; give data.root={folder}")
     # First data.val: evaluate.py gives it for both splits, and the error names this key.
     val = load_index(val_split, key="data.val")

@@ -51,9 +51,9 @@ def leave_a_file(root: Path) -> None:
 DATA: dict[str, Callable[[Path], object]] = {
     "images": lambda root: None,
     "flat": flatten,
-    "no-train": lambda root: shutil.rmtree(root / "train"),
+    "no-train": lambda root: (root / "train").rename(root / "Test"),
     "a-split": lambda root: (root / "val").rename(root / "train" / "Test"),
-    "validation": lambda root: (root / "val").rename(root / "validation"),
+    "roboflow": lambda root: (root / "val").rename(root / "Valid"),
     "only-a-file": leave_a_file,
     "no-dots": lambda root: shutil.rmtree(root / "val" / "dots"),
     "empty": lambda root: [shutil.rmtree(path) for path in root.iterdir()],
@@ -102,14 +102,11 @@ def test_a_mistake_is_one_line(
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("command", "status", "says"),
-    [
-        ("--help >&-", 0, ""),
-        ("--help >/dev/full", 1, "No space left on device"),
-        ("data.root=none >&- 2>&-", 2, ""),
-    ],
-)
+OUTPUTS = [("--help >&-", 0, ""), ("--help >/dev/full", 1, "No space left on device")]
+OUTPUTS += [("data.root=none >&- 2>&-", 2, "")]
+
+
+@pytest.mark.parametrize(("command", "status", "says"), OUTPUTS)
 def test_an_output_that_is_closed_or_full(
     command: str, status: int, says: str, tmp_path: Path
 ) -> None:

@@ -64,8 +64,8 @@ def test_the_same_images_are_held_out_of_every_storage(
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     (tmp_path / "a" / "train").symlink_to(image_root / "train")
-    as_tar(image_root / "train", tmp_path / "b" / "train.tar")
-    shutil.copy(tmp_path / "b" / "train.tar", tmp_path / "images.tar")
+    as_tar(image_root / "train", tmp_path / "b" / "Training.tar")
+    shutil.copy(tmp_path / "b" / "Training.tar", tmp_path / "images.tar")
     as_tar(image_root / "train", tmp_path / "train.tar")  # next to the folder
     for root in ("a", "b", "images.tar", "train"):
         found.append(splits(tmp_path / root, val_fraction=0.25))
