@@ -138,7 +138,7 @@ def load(path: Path, *, verified: bool = False) -> dict[str, Any]:
 
     Raises UserError if it cannot be read or is something else, CheckpointError for wrong sums.
     """
-    give = "the folder of a run or a step-*.pt, or leave checkpoint.resume out"
+    give = "the folder of a run, a step-*.pt, never (start over) or auto (the default)"
     content: dict[str, Any] = read_file(path, origin=str(path), give=give)
     if not is_ours(content):
         raise UserError(f"{path}: not a checkpoint of this program; give {give}")
