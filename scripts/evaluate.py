@@ -231,8 +231,7 @@ def outputs_of(
         raise UserError(f"{where} {wrong} (it knows {', '.join(known[:3])}, ...); {cure}")
     cure = "give --classes FILE with the names of the model's classes, one per line"
     if len(classes) != len(every):
-        sizes = f"{len(classes)} classes, the model has {len(every)} classes"
-        raise UserError(f"{where} {sizes}; {cure}")
+        raise UserError(f"{where} {len(classes)} classes, the model has {len(every)}; {cure}")
     if sorted_as_text(classes):
         order = f"folders whose names are numbers, in the order {', '.join(classes[:3])}, ..."
         of_model = "and the model may have them in the order of numbers"

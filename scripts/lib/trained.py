@@ -20,7 +20,7 @@ import models
 from conf import cli
 from conf.compose import from_checkpoint, from_overrides
 from conf.named import import_object
-from conf.schema import Config, ModelConfig, UserError, override_keys
+from conf.schema import Config, ModelConfig, UserError, override_keys, show
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
 from engine.memory import explain_limit
@@ -102,13 +102,9 @@ class Trained:
         return model.eval()
 
     def _model(self) -> nn.Module:
-        return models.build(
-            self.config.model.name,
-            num_classes=self.num_classes,
-            image_size=self.image_size,
-            in_channels=self.image_shape[-3],
-            args=self.config.model.args,
-        )
+        model, channels = self.config.model, self.image_shape[-3]
+        sizes: Any = {"image_size": self.image_size, "in_channels": channels}
+        return models.build(model.name, num_classes=self.num_classes, args=model.args, **sizes)
 
 
 def exit_status(command: Callable[[], int]) -> int:
@@ -163,6 +159,9 @@ def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:
     if "data.image_size" in override_keys(overrides):
         raise UserError("data.image_size: is fixed by the checkpoint; write data.val_size")
     stored = content["config"]
+    if fixed := {"model", "model.args", "model.name"} & override_keys(overrides):
+        has = " ".join(f"{key}={show(stored[key])}" for key in ("model.name", "model.args"))
+        raise UserError(f"{min(fixed)}: is fixed by the checkpoint, which has {has}; leave it out")
     values = {key: value for key, value in stored.items() if not OTHERS.match(key)}
     # The share of one rank, which fits into the memory of one device.
     values["loader.batch_size"] = stored["loader.batch_size"] // stored.get("ranks", 1)
@@ -233,6 +232,5 @@ def sizes_in(
     layers = ((n, m.weight) for n, m in model.named_modules() if isinstance(m, nn.Conv2d))
     name, built = next(layers, ("", torch.empty(0)))
     stored = weights.get(f"{name}.weight", built)
-    if stored.ndim == 4:  # in proportion, because a stem may see blocks of pixels
-        return RGB * stored.shape[1] // built.shape[1], sizes[0]
-    return RGB, sizes[0]
+    # In proportion, because a stem may see blocks of pixels.
+    return RGB * stored.shape[1] // built.shape[1] if stored.ndim == 4 else RGB, sizes[0]

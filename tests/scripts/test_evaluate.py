@@ -159,7 +159,7 @@ def test_published_weights_on_some_of_the_classes(
         out = capsys.readouterr().out
         assert out.count("\n") == lines == 4 + ("only 7 classes with images" in out)
     (tmp_path / "val" / IMAGENET[5]).rename(tmp_path / "val" / "n00000000")
-    with pytest.raises(UserError, match="7 classes, the model has 1000 classes; give --classes"):
+    with pytest.raises(UserError, match="7 classes, the model has 1000; give --classes"):
         published_on(published, tmp_path)
 
 
@@ -255,7 +255,7 @@ def test_file_of_another_project(
     other = published_on(tmp_path / "weights.pth", image_root)
     assert other.values == found.values and other.classes == CLASSES
     assert (other.trained.stored, evaluate.name_of(other.trained)) == ({}, "weights.pth")
-    with pytest.raises(UserError, match="the model has 5 classes; give --classes FILE"):
+    with pytest.raises(UserError, match="the model has 5; give --classes FILE"):
         outputs_of(replace(other.trained, num_classes=5), found.datasets)
     numbers = replace(found.datasets, classes=("01", "02", "10"))
     assert outputs_of(other.trained, numbers) == (numbers.classes, [0, 1, 2])

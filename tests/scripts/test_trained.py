@@ -70,18 +70,18 @@ def test_files_that_are_refused(tmp_path: Path, weights: Weights) -> None:
 
 @pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/best.pt"])
 def test_checkpoint(folder: Path, name: str) -> None:
-    found = open_trained(folder / name)
+    config = (found := open_trained(folder / name)).config
     state = checkpoint.load(found.path)["state"]
     assert same(found.weights, state["ema"]) and found.averaged
     assert (found.classes, found.num_classes, found.image_size) == (CLASSES, 3, 32)
     assert (found.name, found.stored["step"]) == (f"{folder.name},{found.path.stem}", state["step"])
-    config = found.config
     assert config.model.name == "resnet_tiny" and config.data.val_size == 32
     assert config.augment.val == [{"resize": {"size": 32}}, {"center_crop": {"size": 32}}]
     # The choices for another machine are not used.
     assert (config.loader.workers, config.train.device) == ("auto", "auto")
-    with pytest.raises(UserError, match=r"^data\.image_size: .* write data\.val_size$"):
-        open_trained(folder, ["data.image_size=40"])
+    for key, cure in {"data.image_size": "write", "model": "name=resnet_tiny .*; leave"}.items():
+        with pytest.raises(UserError, match=f"^{key}: is fixed by the checkpoint.*{cure}"):
+            open_trained(folder, [f"{key}=40"])
 
 
 def test_damaged_checkpoint(folder: Path, tmp_path: Path) -> None:
