@@ -43,6 +43,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     if not options.paths:
         command = shlex.join(["python", "scripts/predict.py", options.checkpoint, "PHOTO.jpg"])
         parser.error(f"PATH: is missing; give a checkpoint, then images or folders: {command}")
+    forms = {".csv": "csv", ".json": "jsonl", ".jsonl": "jsonl", ".txt": "table"}
+    if form := forms.get(options.out.suffix):
+        parser.error(f"--out {options.out}: is for masks; write --format {form} > {options.out}")
     if options.top is not None and options.top < 1:
         parser.error(f"--top {options.top}: give 1 or more")
     return options
