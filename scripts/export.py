@@ -17,6 +17,7 @@ The output file is written, or replaced, only if it agrees with eager PyTorch on
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,7 +42,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     options = parse_paths(parser, words)
     to, packages = options.to, FORMATS.get(options.to)
     if packages is None:
-        parser.error(f"--to: is missing; give {' or '.join(FORMATS)}")
+        command = shlex.join(["python", "scripts/export.py", *options.paths, "--to", "onnx"])
+        parser.error(f"--to: is missing; write {command} (or {', '.join([*FORMATS][1:])})")
     if missing := [name for name in packages if find_spec(name) is None]:
         parser.error(f"--to {to}: needs {', '.join(missing)}; `pip install {' '.join(packages)}`")
     if options.preprocessing and to in ("safetensors", "hub"):
@@ -62,7 +64,6 @@ import logging
 import math
 import os
 import re
-import shlex
 import tempfile
 import warnings
 from dataclasses import dataclass, replace
@@ -219,10 +220,9 @@ def save(job: Job, model: nn.Module, path: Path) -> None:
             torch.export.save(program, buffer, extra_files=dict(job.texts()))
             path.write_bytes(buffer.getbuffer())
             return
-        names: Any = {"input_names": ["images"], "output_names": ["logits"]}
-        exported = torch.onnx.export(
-            graph, (example,), dynamo=True, verbose=False, dynamic_shapes=shapes, **names
-        )
+        more: Any = {"input_names": ["images"], "output_names": ["logits"], "verbose": False}
+        more |= {"dynamo": True, "dynamic_shapes": shapes}
+        exported = torch.onnx.export(graph, (example,), **more)
         assert exported is not None
         exported.model.metadata_props.update(job.texts())
         exported.save(path, external_data=False)

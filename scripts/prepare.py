@@ -33,6 +33,7 @@ complete, a tar file is written anew. prepare.json has the settings and the tota
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,10 +48,15 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a folder or a file")
-    add("--to", required=True, help="output folder: new, empty, or started by the same command")
+    add("--to", help="output folder: new, empty, or started by the same command")
     add("--format", default="folder", choices=("folder", "tar"), help="folder or tar")
     add("--side", type=int, help="longest short side in pixels (any)")
-    options = parser.parse_args(words)
+    options, more = parser.parse_known_args(words)
+    if more and (options.to or more[0].startswith("-")):
+        parser.error(f"{more[0]}: is not taken; see --help")
+    if options.to is None:
+        command = shlex.join([options.source, "--to", *more, "FOLDER"][:3])
+        parser.error(f"--to: is missing; write python scripts/prepare.py {command}")
     if options.side is not None and not 8 <= options.side <= 8192:
         parser.error(f"--side {options.side}: give 8 to 8192")
     return options
@@ -62,7 +68,6 @@ if __name__ == "__main__":
 import io
 import json
 import os
-import shlex
 import tarfile
 import time
 import warnings
