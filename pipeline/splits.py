@@ -44,13 +44,17 @@ def split_path(root: str | os.PathLike[str], name: str) -> Path:
 
 
 def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str) -> None:
-    """Refuse an output folder inside a split: the next scan would take its folders for classes.
+    """Refuse an output folder that cannot be written, or inside a split, where folders are classes.
 
     The folder need not exist. `origin`: what the user gave, for the message.
     """
+    inner = Path(output).resolve()
+    above = next(path for path in (inner, *inner.parents) if os.path.lexists(path))
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"{origin}: {above} is no folder that can be written; give another")
     if data.root is None or data.source == "fake":
         return
-    root, inner = Path(data.root).expanduser(), Path(output).resolve()
+    root = Path(data.root).expanduser()
     splits = [split_path(root, data.train), split_path(root, data.val)]
     if held_out(data) and not find_storage(splits[0]):
         splits.append(root)  # data.root holds the class folders itself

@@ -311,8 +311,10 @@ def run(options: argparse.Namespace) -> int:
     trained = replace(trained, config=replace(trained.config, model=model))
     name = trained.name if trained.stored else trained.path.stem
     out = options.out or Path(f"{name.replace(',', '-')}.{options.to}")
-    if out.exists() and (options.to == "hub" or out.samefile(trained.path)):
+    if out.is_dir() or (out.exists() and (options.to == "hub" or out.samefile(trained.path))):
         raise UserError(f"--out {out}: is there already; give another name")
+    if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
+        raise UserError(f"--out {out}: {out.parent} is no folder that can be written; give another")
     if options.to == "hub" and not model.name.startswith("timm/"):
         raise UserError(f"--to hub: is for models timm/NAME, not {model.name}; give safetensors")
     size = build_transform(trained.config.augment.val, "augment.val").image_size

@@ -100,8 +100,11 @@ def test_command_line(
     assert export.explicit(entry) == {"resize": {"size": 256, "interpolation": "bilinear"}}
     assert export.explicit("horizontal_flip") == "horizontal_flip"
     assert own.averaged and all(torch.equal(again.weights[k], own.weights[k]) for k in own.weights)
-    with pytest.raises(UserError, match=r"^--to hub: is for models timm/NAME, not resnet_tiny; "):
-        export.run(export.arguments([str(folder), "--to", "hub", *HERE]))
+    refused = {"hub": "--to hub: is for models timm/NAME, not resnet_tiny; "}
+    refused |= {"pt2 --out no/a.pt2": "--out no/a.pt2: no is no folder that can be written"}
+    for words, wrong in refused.items():
+        with pytest.raises(UserError, match=f"^{wrong}"):
+            export.run(export.arguments([str(folder), "--to", *words.split(), *HERE]))
 
 
 def test_a_folder_for_timm(trained: Trained, tmp_path: Path) -> None:
