@@ -138,7 +138,6 @@ class VisionTransformer(nn.Module):
 
     def __init__(
         self,
-        *,
         num_classes: int,
         image_size: int,
         patch_embed: PatchEmbed,
@@ -173,6 +172,5 @@ class VisionTransformer(nn.Module):
 
 def vit_s16(num_classes: int, image_size: int, in_channels: int = 3) -> nn.Module:
     """ViT-S/16: 22 M parameters."""
-    sizes = {"image_size": image_size, "depth": 12, "heads": 6, "hidden": 1536}
     embed = PatchEmbed(in_channels, 16, 384)
-    return VisionTransformer(num_classes=num_classes, patch_embed=embed, **sizes)
+    return VisionTransformer(num_classes, image_size, embed, depth=12, heads=6, hidden=1536)

@@ -121,10 +121,12 @@ def open_feed(
         # for storage, and need no core then.
         active, started = datasets.train.workers_in(modes[0], num_cores), num_cores
         max_workers = max(started, 2 * active if measured else 0)
-    of_world = dict[str, Any](batch_size=loader.batch_size, rank=world.rank, world_size=world.size)
+    of_world = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
     labels = datasets.train.labels if config.train.class_weights == "sampled" else None
-    order: dict[str, Any] = {"seed": config.train.seed, "repeats": data.repeats, "labels": labels}
-    train_sampler = TrainSampler(num_samples=len(datasets.train), **order, **of_world)
+    count, seed = len(datasets.train), config.train.seed
+    train_sampler = TrainSampler(
+        num_samples=count, seed=seed, repeats=data.repeats, labels=labels, **of_world
+    )
     val_samples = val_batches(num_samples=len(datasets.val), **of_world)
     highest = datasets.val.fields[IMAGE].highest  # in an evaluation, `train` is a stand-in
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
