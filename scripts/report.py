@@ -58,7 +58,7 @@ from conf.schema import UserError, describe, near_paths, override_keys, show
 
 FILES = ("metrics.jsonl", "summary.json")  # a run directory has at least one of them
 SPLITS = ("val", "train")
-LABELS = {"val": "validation", "train": "training", "reference": "earlier runs of the recipe"}
+LABELS = {"val": "validation", "train": "training", "reference": "earlier runs (band: 3 sigma)"}
 UNKNOWN = "–"
 # Beginnings of the names of values -> how the console formats them
 FORMS = {("top", "macro_", "ece", "auc"): "{:.2f} %", ("loss",): "{:.5g}", ("images",): "{:,.0f}"}
@@ -85,7 +85,7 @@ class Run:
 
     folder: Path
     name: str = ""
-    status: str = "not finished: it still trains, or the same command resumes it"
+    status: str = "still in training, or killed: then the same command resumes it"
     config_text: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
     command: str = ""
@@ -120,14 +120,16 @@ class Run:
             error = f" ± {error:.1f}" if (error := standard_error(row, name)) else ""
             cells[f"{label} {name}"] = f"{rounded(number_in(row.get(name)), name)}{error} {when}"
         # What an observer adds to the summary may have a line, such as a warning.
-        lines = [v["line"] for v in summary.values() if isinstance(v, dict) and "line" in v]
+        added = [value for value in summary.values() if alone and isinstance(value, dict)]
+        lines = [value["line"] for value in added if "line" in value]
         cells["status"] = "; ".join([self.status, *(": ".join(x.split(None, 1)) for x in lines)])
         cells |= {key: show(config[key]) for key in keys if key in config}
         batch_size = number_in(config.get("loader.batch_size"), 0)
         for row in self.rows["train"][:1] if best and batch_size else ():
-            images = f"{row['step'] * batch_size / row['epoch']:,.0f} for training"
-            cells["images"] = f"{images}, {number_in(best.get('images')):,.0f} for validation"
-        if rate := number_in(summary.get("images_per_second"), 0):
+            images = f"{row['step'] * batch_size / row['epoch']:,.0f}"
+            cells["images, train + val"] = f"{images} + {number_in(best.get('images')):,.0f}"
+        newest = self.rows["train"][-1] if self.rows["train"] else {}
+        if rate := number_in({**newest, **summary}.get("images_per_second"), 0):
             cells["images/s"] = rounded(rate, "images/s")
         if "seconds" in summary:
             took, again = number_in(summary["seconds"], 0), len([*self.folder.glob("events.*")]) > 1
@@ -323,7 +325,8 @@ def charts(series: Sequence[Series]) -> list[dict[str, Any]]:
             tops = [curve[:, 3].max() for _, curve in curves]
             limit = DIVERGED * median_low(tops) if runs[1:] and "loss" in key else 1e99
             least = 0.2 if group == 2 else 0.05  # a smaller range of the values is noise
-            chart = plot(curves, key, len(series) > 1, least, limit)
+            dashed = len(series) > 1 and curves[0][0]["split"] == "val"  # validations come first
+            chart = plot(curves, key, dashed, least, limit)
             found.append({"title": key, "group": group, **chart})
     return found
 
@@ -411,7 +414,7 @@ def against(keys: Sequence[str], series: Sequence[Series]) -> list[Any]:
     band = "deviation" if any(of[1:] for of in finished) else "error"
     chart["note"] = f"evenly spaced values; band: the standard {band}"
     chart |= plot(drawn, by)
-    return [chart | {"x": {"tickvals": [*range(len(places))], "ticktext": [*map(show, places)]}}]
+    return [chart | {"x": {"type": "category", "categoryarray": [*map(show, places)]}}]
 
 
 def curve_of(runs: Sequence[Run], split: str, key: str) -> np.ndarray:

@@ -144,7 +144,7 @@ def test_a_run_that_has_not_ended(copied: Path, runs: Path, tmp_path: Path) -> N
     (copied / "metrics.jsonl").write_text((copied / "metrics.jsonl").read_text()[:-30])
     (copied / "verdict.json").write_text(json.dumps({"epoch": 2.0, "verdict": ["input-bound."]}))
     page = made(copied)
-    assert page.facts[0]["status"].startswith("not finished: it s") and "input-bound." in page.said
+    assert page.facts[0]["status"].startswith("still in training") and "input-bound." in page.said
     assert page.facts[0]["started"][:8] == "2001-09-"
     assert page.facts[0]["best top1"].endswith("1.1 of 2") and not (tmp_path / "outside").exists()
     (copied / "metrics.jsonl").write_text("")  # it has only begun
@@ -268,7 +268,7 @@ def test_a_sweep_has_a_chart_of_its_key(tmp_path: Path) -> None:
     assert page.means[1:3] == means
     assert "Not clearly worse than optim.lr=0.1: optim.lr=0.3, optim.lr=0.03" in page.said
     assert not any(page.best) and page.lines[0] == [(0, 40), (1, 99), (2, 75)]
-    assert page.charts["best top1 by optim.lr"][2]["ticktext"] == ["0.03", "0.1", "0.3"]
+    assert page.charts["best top1 by optim.lr"][2]["categoryarray"] == ["0.03", "0.1", "0.3"]
     assert "optim.lr=0.3: 75.00 %" in page.said and page.boxes == ["c1", "c2", "c3"]
     rows = [{"val": [{"top1": top1, "images": 9}]} for top1 in (80.0, 82.0, 77.7, 77.3)]
     runs = [report.Run(tmp_path, rows=r, config={"data.val_fold": i}) for i, r in enumerate(rows)]
