@@ -137,7 +137,7 @@ def _choice_file(group: str, choice: str) -> Path:
     if choice in names:
         return FOLDER / group / f"{choice}.yaml"
     if path.suffix == ".yaml" and path.is_file():
-        return path.absolute()
+        return Path(os.path.abspath(path))
     if path.suffix == ".yaml":
         raise UserError(f"{group}={choice}: there is no such file")
     if "," in choice:
@@ -146,11 +146,8 @@ def _choice_file(group: str, choice: str) -> Path:
         raise UserError(f"{group}={choice}: {answer}")
     word = choice if group == "data" or ":" in choice else choice.lower()
     key = NAME_KEYS.get(group) if word not in names else None
-    near = did_you_mean(choice, names)
-    if near and group == "optim" and word.isalnum():
-        word = "NAME"  # it was a typo
     other = f" For another one write {key}={word}" if key else ""
-    near = near or f"; give {', '.join(names)} or a file PATH.yaml."
+    near = did_you_mean(choice, names) or f"; give {', '.join(names)} or a file PATH.yaml."
     raise UserError(f"{group}={choice}: no such {group}{near}{other}")
 
 
@@ -260,7 +257,7 @@ def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
     for name, value in values.items():
         shown = f"{origin}{name}={show(value)}"
         if name not in FIELDS:
-            cure = "indent its lines" if origin and name in SECTIONS else _advice(name, show(value))
+            cure = "indent its keys" if origin and name in SECTIONS else _advice(name, show(value))
             raise UserError(f"{shown}: there is no key {name}; {cure}")
         section, _, last = name.partition(".")
         allowed = FIELDS[name].metadata["check"]
@@ -292,6 +289,7 @@ def _recipe(file: Path) -> dict[str, Any]:
         except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
             reason = " ".join(str(error).splitlines()[:2]).strip()
             reason = reason.replace("use 'override ", "use 'override /")  # a recipe is in a group
+            reason = re.sub(r"^In .* 'recipe/(\w+)/(.*?)'.*", r"write `- override /\1: \2`", reason)
             reason = re.sub("^maximum recursion.*", "its defaults name it; write `- NAME`", reason)
             raise UserError(f"{file}: {reason}; correct it") from None
     return dotted(composed)

@@ -246,11 +246,12 @@ def accepted_changes(
     Raises UserError for changes that are not accepted.
     """
     stored, identity = content["identity"], facts["identity"]
-    changes = {
-        name: f"{name}={show(stored.get(name))} (now {show(value)})"
-        for name, value in sorted(identity.items(), key=lambda item: item[0] not in FIXED)
-        if stored.get(name) != value
-    }
+
+    def changed(before: Any, now: Any, names: Any) -> dict[str, str]:
+        differ = [name for name in names if before.get(name) != now.get(name)]
+        return {n: f"{n}={show(before.get(n))} (now {show(now.get(n))})" for n in differ}
+
+    changes = changed(stored, identity, sorted(identity, key=lambda name: name not in FIXED))
     fixed = [name for name in changes if name in FIXED]
     if not changes or (accept and not fixed):
         return changes
@@ -259,6 +260,8 @@ def accepted_changes(
     cure += ", or checkpoint.accept_changes=true to continue from this checkpoint" * (not fixed)
     before, now = ({*each["plan"].get("classes", ())} for each in (content, facts))
     told = [f"class {c} is {'new' if c in now else 'gone'}" for c in sorted(before ^ now)[:6]]
+    if changes.keys() & {"data.train", "data.val"}:
+        told += changed(content["config"], facts["config"], CHOOSE_SAMPLES).values()
     follow = [FOLLOW[key] for key in FOLLOW if key in changes or (told and key == "classes")]
     told += [changes[name] for name in changes if not re.match("|".join(follow) or "$", name)]
     raise UserError(f"cannot resume {path}: {', '.join(told)}; {why}: {cure}")

@@ -110,7 +110,7 @@ class Expectation(Observer):
         found: dict[str, Any] = {"expectation": None}
         row, guess = self._last, math.log(len(self.log.datasets.classes))
         loss = min(row.get("loss", 0.0), self.log.row.get("loss", 0.0))
-        if "top1" in row and row.get("epoch", 0) >= 1 and not loss < guess:
+        if "top1" in row and (row.get("epoch", 0) >= 1 or math.isnan(loss)) and not loss < guess:
             text = f"the loss is not below {guess:.2f}, that of a guess: check optim.lr and labels"
             found["warning"] = {"line": f"warning   {text} (docs/faq.md)"}
         if self._final is None or row.get("step") != self._schedule.steps:  # of an earlier epoch

@@ -90,7 +90,7 @@ def _function(name: str, pretrained: bool) -> Callable[..., nn.Module]:
         return OURS.get(name) or import_object(name, "model.name")
     if name not in available():  # which imports torchvision
         hint = did_you_mean(name, available(), count=3) or ";"
-        hint += f" timm/<name> works if timm is installed; our own are {', '.join(OURS)}"
+        hint += f" for a model of timm write timm/{name}; our own are {', '.join(OURS)}"
         raise UserError(f"model.name={name}: no such model{hint}")
     return partial(_build_torchvision, name, pretrained)
 

@@ -256,7 +256,7 @@ def build_transforms(entries: Sequence[Any], table: dict[str, Any], *, key: str)
     for name, parameters in (split_entry(entry, key) for entry in entries):
         make = import_object(name, key) if is_object_name(name) else table.get(name)
         if make is None:
-            choice = did_you_mean(name, table) or f"; choose from {', '.join(table)}"
+            choice = did_you_mean(name.split(".")[-1], table) or f"; choose from {', '.join(table)}"
             raise UserError(f"{key}: there is no transform {name}{choice}")
         try:
             transform = make(**parameters)

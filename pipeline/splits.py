@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conf.schema import DataConfig, UserError
+from conf.schema import DataConfig, UserError, did_you_mean
 from pipeline.index import Index, find_storage, load_index
 from pipeline.listing import SPLITS
 
@@ -44,17 +44,13 @@ def split_path(root: str | os.PathLike[str], name: str) -> Path:
 
 
 def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str) -> None:
-    """Refuse an output folder that cannot be written, or inside a split, where folders are classes.
+    """Refuse an output folder inside a split: the next scan would take its folders for classes.
 
     The folder need not exist. `origin`: what the user gave, for the message.
     """
-    inner = Path(output).resolve()
-    above = next(path for path in (inner, *inner.parents) if os.path.lexists(path))
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise UserError(f"{origin}: {above} is no folder that can be written; give another")
     if data.root is None or data.source == "fake":
         return
-    root = Path(data.root).expanduser()
+    root, inner = Path(data.root).expanduser(), Path(output).resolve()
     splits = [split_path(root, data.train), split_path(root, data.val)]
     if held_out(data) and not find_storage(splits[0]):
         splits.append(root)  # data.root holds the class folders itself
@@ -77,8 +73,9 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     train_split, val_split = (str(split_path(root, name)) for name in (data.train, data.val))
     if held := held_out(data):
         if find_storage(val_split) or data.val != "val":
-            raise UserError(f"{held.origin}: excludes {val_split}; leave the key out, or move it")
-        index = load_index(train_split if find_storage(train_split) else root, key="data.root")
+            raise UserError(f"{held.origin}: excludes data.val={val_split}; give one, or move it")
+        key = "data.train" if data.train != "train" or find_storage(train_split) else "data.root"
+        index = load_index(train_split if key == "data.train" else root, key=key)
         train, val = map(index.rows, hold_out(index, held))
         return train, val
     if not find_storage(val_split):  # perhaps one level higher or deeper
@@ -91,7 +88,8 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     for here, there, name, other in ((train, val, "train", "val"), (val, train, "val", "train")):
         if extra := sorted({*here.classes} - {*there.classes}):  # a label would mean two classes
             wrong = f"has no class {', '.join(extra[:5])}, which {name} has ({len(extra)} in all)"
-            raise UserError(f"data.{other}={there.root}: {wrong}; give both the same classes")
+            near = did_you_mean(extra[0], {*there.classes} - {*here.classes})
+            raise UserError(f"data.{other}={there.root}: {wrong}; give both the same classes{near}")
     return train, val
 
 

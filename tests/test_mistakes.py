@@ -55,7 +55,7 @@ DATA: dict[str, Callable[[Path], object]] = {
     "a-split": lambda root: (root / "val").rename(root / "train" / "Test"),
     "roboflow": lambda root: (root / "val").rename(root / "Valid"),
     "only-a-file": leave_a_file,
-    "no-dots": lambda root: shutil.rmtree(root / "val" / "dots"),
+    "no-dots": lambda root: (root / "val" / "dots").rename(root / "val" / "dot"),
     "empty": lambda root: [shutil.rmtree(path) for path in root.iterdir()],
     "run": lambda root: (root / "overrides.yaml").write_text("['data.root=a b', 'run.name=${c}']"),
     "iphone": lambda root: [p.rename(f"{p}.heic") for p in (root / "val" / "dots").iterdir()],

@@ -105,7 +105,7 @@ def check_refused(message: str, unchanged: Path, *arguments: Any) -> None:
 
 
 def compare(stored: dict[str, Any], now: dict[str, Any], *, accept: bool = False) -> dict[str, str]:
-    content, facts = ({"identity": each, "plan": each} for each in (stored, now))
+    content, facts = (dict.fromkeys(("identity", "plan", "config"), each) for each in (stored, now))
     return accepted_changes(Path("step-7.pt"), content, facts, accept=accept)
 
 
@@ -122,8 +122,9 @@ def test_changes_and_remedies_are_listed() -> None:
         "this checkpoint"
     )
     assert list(compare(stored, now, accept=True)) == ["data.val", "optim.lr", "optim.momentum"]
-    many = dict.fromkeys([*"abcd", "data.image_size", "augment.val", "optim.name", "optim.lr"], 8)
-    with pytest.raises(UserError, match=r": optim.name=8 .*, a=8 .*, data.image_size=8 \S+ 9\); "):
+    names = "a data.image_size augment.val optim.name optim.lr data.val data.val_fraction"
+    many, order = dict.fromkeys(names.split(), 8), "data.val=.*fraction=.*optim.name=.*, a=.*size="
+    with pytest.raises(UserError, match=rf"t.pt: {order}8 \S+ 9\), data.val_fraction=8 \S+ 9\); "):
         compare(many, dict.fromkeys(many, 9))
     with pytest.raises(UserError, match=r"deer is gone, class moose is new, a=1 \(now 2\); these"):
         compare({"classes": ["cat", "deer"], "a": 1}, {"classes": ["cat", "moose"], "a": 2})
