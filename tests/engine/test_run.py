@@ -124,7 +124,7 @@ def test_changes_and_remedies_are_listed() -> None:
     assert list(compare(stored, now, accept=True)) == ["data.val", "optim.lr", "optim.momentum"]
     names = "a data.image_size augment.val optim.name optim.lr data.val data.val_fraction"
     many, order = dict.fromkeys(names.split(), 8), "data.val=.*fraction=.*optim.name=.*, a=.*size="
-    with pytest.raises(UserError, match=rf"t.pt: {order}8 \S+ 9\), data.val_fraction=8 \S+ 9\); "):
+    with pytest.raises(UserError, match=rf"pt: {order}8 \S+ 9\), data.val_fraction=8 \S+ 9\); "):
         compare(many, dict.fromkeys(many, 9))
     with pytest.raises(UserError, match=r"deer is gone, class moose is new, a=1 \(now 2\); these"):
         compare({"classes": ["cat", "deer"], "a": 1}, {"classes": ["cat", "moose"], "a": 2})
