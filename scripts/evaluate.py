@@ -21,16 +21,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf.schema import UserError, describe, override_keys
-from scripts.lib.options import checkpoint_parser, parse_paths
+from scripts.lib.options import OUT, Parser, parse_paths
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = checkpoint_parser(__doc__, "[options] [key=value ...]")
+    parser = Parser(__doc__, "[options] [key=value ...]")
     add = parser.add_argument
     add("--flip", action="store_true", help="average the outputs for an image and its mirror image")
     add("--all-outputs", action="store_true", help="also those of classes without images compete")
     add("--real", type=Path, metavar="FILE", help="ReaL labels: a list per image, by file name")
-    add("--out", type=Path, metavar="DIR", help="output folder")
+    add(*OUT, type=Path, metavar="DIR", help="output folder")
     return parse_paths(parser, words)
 
 

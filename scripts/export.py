@@ -27,17 +27,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf.schema import RunError, UserError, describe, override_keys
-from scripts.lib.options import checkpoint_parser, parse_paths
+from scripts.lib.options import OUT, Parser, parse_paths
 
 # format -> packages that it needs, besides torch
 FORMATS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "safetensors": (), "hub": ()}
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = checkpoint_parser(__doc__, "--to FORMAT [options] [key=value ...]")
+    parser = Parser(__doc__, "--to FORMAT [options] [key=value ...]")
     add = parser.add_argument
     add("--to", choices=FORMATS, help="format of the file; required")
-    add("--out", type=Path, metavar="FILE", help="output file (the checkpoint's name, here)")
+    add(*OUT, type=Path, metavar="FILE", help="output file (the checkpoint's name, here)")
     add("--preprocessing", action="store_true", help="normalise inside the graph; uint8 input")
     options = parse_paths(parser, words)
     to, packages = options.to, FORMATS.get(options.to)

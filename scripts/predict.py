@@ -25,24 +25,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.lib.options import checkpoint_parser, parse_paths
+from scripts.lib.options import OUT, Parser, is_model, parse_paths
 
 FORMATS = ("table", "jsonl", "csv")
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line: the options, `checkpoint`, `paths` and `overrides`."""
-    parser = checkpoint_parser(__doc__, "PATH... [options] [key=value ...]")
+    parser = Parser(__doc__, "PATH... [options] [key=value ...]")
     add = parser.add_argument
     add("--format", choices=FORMATS, help="output (table on a terminal, else jsonl)")
     add("--top", type=int, metavar="K", help="classes per image, at most all (5, or what fits)")
-    add("--out", type=Path, default=Path("predictions"), help="folder of masks (predictions/)")
+    add(*OUT, type=Path, default=Path("predictions"), help="folder of masks (predictions/)")
     add("--features", action="store_true", help="add the input of the last layer")
     options = parse_paths(parser, words, several=True)
-    options.checkpoint, *options.paths = options.paths
+    model, *options.paths = options.checkpoint, *_ = options.paths
     if not options.paths:
-        command = shlex.join(["python", "scripts/predict.py", options.checkpoint, "PHOTO.jpg"])
-        parser.error(f"PATH: is missing; give a checkpoint, then images or folders: {command}")
+        both = [model, "PHOTO.jpg"] if is_model(model) else ["runs/NAME", model]
+        parser.error(f"PATH: the model comes first: python scripts/predict.py {shlex.join(both)}")
     forms = {".csv": "csv", ".json": "jsonl", ".jsonl": "jsonl", ".txt": "table"}
     if form := forms.get(options.out.suffix):
         parser.error(f"--out {options.out}: is for masks; write --format {form} > {options.out}")

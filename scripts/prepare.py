@@ -41,22 +41,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf.schema import UserError, describe
-from scripts.lib.options import Parser
+from scripts.lib.options import OUT, Parser
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a folder or a file")
-    add("--to", help="output folder: new, empty, or started by the same command")
+    add("--to", *OUT, type=Path, required=True, help="output folder: new, empty, or begun before")
     add("--format", default="folder", choices=("folder", "tar"), help="folder or tar")
     add("--side", type=int, help="longest short side in pixels (any)")
-    options, more = parser.parse_known_args(words)
-    if more and (options.to or more[0].startswith("-")):
-        parser.error(f"{more[0]}: is not taken; see --help")
-    if options.to is None:
-        command = shlex.join([options.source, "--to", *more, "FOLDER"][:3])
-        parser.error(f"--to: is missing; write python scripts/prepare.py {command}")
+    options = parser.parse_args(words)
     if options.side is not None and not 8 <= options.side <= 8192:
         parser.error(f"--side {options.side}: give 8 to 8192")
     return options
@@ -131,7 +126,7 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
 
     Raises OSError if it cannot be written.
     """
-    target = Path(options.to, sample.split, sample.label, sample.name)
+    target = options.to / sample.split / sample.label / sample.name
     if options.format == "folder":
         target.parent.mkdir(parents=True, exist_ok=True)
         # A power failure can leave a file of 0 bytes.
@@ -148,22 +143,15 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
     outcome = "copied" if output is data else "encoded"
     if options.format == "tar":
         return Result(outcome, output, len(output))
-    if output is data and linked_to(sample.place, target):
-        return Result("linked")
+    if output is data and isinstance(sample.place, Place) and sample.place.size == WHOLE:
+        with suppress(OSError):  # another file system
+            target.unlink(missing_ok=True)
+            target.hardlink_to(os.path.realpath(sample.place.file))
+            return Result("linked")
     temporary = Path(f"{target}.tmp")
     temporary.write_bytes(output)
     temporary.replace(target)
     return Result(outcome, size=len(output))
-
-
-def linked_to(place: object, target: Path) -> bool:
-    """Make a hard link to a whole file; return False if the file systems do not allow it."""
-    if isinstance(place, Place) and place.size == WHOLE:
-        with suppress(OSError):
-            target.unlink(missing_ok=True)
-            target.hardlink_to(os.path.realpath(place.file))
-            return True
-    return False
 
 
 def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counter[str], list[str]]:
@@ -174,7 +162,7 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
     with ExitStack() as stack:
         for split in sorted({sample.split for sample in samples}):
             if options.format == "tar":
-                file = stack.enter_context(replacing(Path(options.to, f"{split}.tar")))
+                file = stack.enter_context(replacing(options.to / f"{split}.tar"))
                 archives[split] = stack.enter_context(tarfile.open(file, "w"))
         done = in_threads(max(THREADS, machine.cores()), partial(convert, options), samples)
         done = with_progress(done, len(samples), "images")
@@ -224,14 +212,13 @@ def run(options: argparse.Namespace) -> int:
     samples, notes = recognise(options.source)
     images = dict(sorted(Counter(sample.split for sample in samples).items()))
     settings = {"source": outer, "format": options.format, "side": options.side, "images": images}
-    to = Path(options.to)
-    start(to, settings)
+    start(options.to, settings)
     counts, unreadable = write_all(options, samples)
-    listed = to / UNREADABLE
+    listed = options.to / UNREADABLE
     listed.unlink(missing_ok=True)
     if unreadable:
         replace_file(listed, "\n".join([*unreadable, ""]))
-    overrides = [f"data.root={to}", *["data.val_fraction=0.2"] * ("val" not in images)]
+    overrides = [f"data.root={options.to}", *["data.val_fraction=0.2"] * ("val" not in images)]
     report = {
         "settings": settings,
         "classes": len({sample.label for sample in samples}),
@@ -240,7 +227,7 @@ def run(options: argparse.Namespace) -> int:
         "seconds": round(time.monotonic() - began, 3),
         "train_with": shlex.join(["python", "train.py", *overrides]),
     }
-    write_json(to / MARKER, report)
+    write_json(options.to / MARKER, report)
     print(
         f"{report['classes']:,} classes, {images.get('train', 0):,} training, "
         f"{images.get('val', 0):,} validation images",
@@ -254,10 +241,5 @@ def run(options: argparse.Namespace) -> int:
     return 1 if unreadable else 0
 
 
-def explain(error: BaseException) -> str | None:
-    text = f"{type(error).__name__}: {error}; run the same command again to resume"
-    return text if isinstance(error, OSError) else None
-
-
 if __name__ == "__main__":
-    sys.exit(cli.exit_status(partial(run, OPTIONS), limits=explain))
+    sys.exit(cli.exit_status(partial(run, OPTIONS)))

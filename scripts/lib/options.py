@@ -3,7 +3,9 @@
 import argparse
 import os
 import re
-from collections.abc import Sequence
+import shlex
+import sys
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +19,7 @@ file of torchvision, timm or pytorch/examples (.pth, .pt, .safetensors), for whi
 is required. The moving average of the weights is used if the file holds one.
 Accepts train.py's key=value overrides; a checkpoint brings the config of its run.
 docs/trained.md describes the results. Exit status: 0 finished, 1 failed, 2 wrong arguments."""
+OUT = ("--out", "-o", "--output")
 # Keys of a training. The others of `train` count for a trained model, too.
 TRAINING = r"\+*(optim|schedule|checkpoint|run|augment\.[bt]|train\.(?!device|micro|prec|det|seed))"
 
@@ -29,6 +32,12 @@ class Wrapped(argparse.RawDescriptionHelpFormatter):
         return "\n\n".join(part if "\n " in f"\n{part}" else wrapped(part) for part in parts)
 
 
+def is_model(path: str) -> bool:
+    """Return whether a path is that of a run, of its checkpoints, or of a file with weights."""
+    ending = r"(?![-\w.]+=).*(\.(pt|pth|pth\.tar|bin|ckpt|safetensors)|checkpoints/?)"
+    return re.fullmatch(ending, path) is not None or os.path.isdir(f"{path}/checkpoints")
+
+
 class Parser(argparse.ArgumentParser):
     """The options of a script; the words that it leaves are overrides or paths.
 
@@ -36,27 +45,41 @@ class Parser(argparse.ArgumentParser):
     abbreviated: an override or a path would be taken for one. A mistake is one line.
     """
 
-    def __init__(self, description: str | None) -> None:
+    def __init__(self, description: str | None, arguments: str = "") -> None:
         set_up_process()
         super().__init__(description=description, formatter_class=Wrapped, allow_abbrev=False)
+        if arguments:  # what follows a trained model
+            self.usage, self.epilog = f"python scripts/%(prog)s CHECKPOINT {arguments}", ABOUT
+            self.add_argument("--classes", type=Path, metavar="FILE", help="a class name per line")
 
     def error(self, message: str) -> NoReturn:
-        example = [*re.findall("python scripts/.*", self.description or ""), "--help"][0]
+        if left := message.partition("unrecognized arguments: ")[2].split():
+            self.check(sys.argv[1:], [w for w in left if w[:1] == "-"], r"\w+[.=]")
+            message = f"{left[0]}: is not taken; see --help"
+        example = [*re.findall("python scripts/[^>]*?$", self.description or "", re.M), "--help"][0]
         message = re.sub("^the following .*: (.*)", rf"\1: is missing; write {example}", message)
+        message = re.sub(r": invalid (\w+)(?: value)?: '(.*?)'", r" \2: not a valid \1", message)
         fail(message.removeprefix("argument "))
 
     def parse_known_args(self, *given: Any) -> tuple[Any, list[str]]:  # type: ignore[override]
         options, words = super().parse_known_args(*given)
         for word in words:
-            near = did_you_mean(word.partition("=")[0], self._option_string_actions, least=0.7)
-            if near and word.startswith("-"):
+            known = [name for name in self._option_string_actions if name[:3] == word[:3]]
+            if near := did_you_mean(word.partition("=")[0], known, least=0.7):
                 self.error(f"{word}: not an option{near}")
         return options, words
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            near = did_you_mean(value, action.choices) or f"; give {', '.join(action.choices)}"
-            self.error(f"{action.option_strings[0]} {value}: not allowed{near}")
+    def check(self, words: Sequence[str], typed: Container[str], useless: str = TRAINING) -> None:
+        """End the program if one of `typed` is wrong. Keys like `useless` are for train.py."""
+        from conf.compose import read_overrides
+
+        flag = next((i for i, w in enumerate(words) if w[:1] == "-" and w in typed), len(words))
+        values = [w for w in words[flag:] if not re.match("-|.*=", w)]
+        try:
+            read_overrides(w for w in words if w in typed or w in values)
+        except (UserError, argparse.ArgumentError) as mistake:
+            text = re.sub(rf"write (?='?{useless})", "when you train, write ", str(mistake))
+            self.error(text.replace("--help lists all keys", "see --help"))
 
     def read_config(self) -> tuple[argparse.Namespace, Config]:
         from conf import cli
@@ -65,40 +88,37 @@ class Parser(argparse.ArgumentParser):
         return options, cli.parse(words, script=self.prog, purpose=self.description)
 
 
-def checkpoint_parser(description: str | None, arguments: str) -> Parser:
-    """Return the parser of a script that opens trained models, with --classes."""
-    parser = Parser(description)
-    parser.usage, parser.epilog = f"python scripts/%(prog)s CHECKPOINT {arguments}", ABOUT
-    parser.add_argument("--classes", type=Path, metavar="FILE", help="class names, one per line")
-    return parser
-
-
-def parse_paths(
-    parser: Parser, words: Sequence[str] | None = None, *, several: bool = False
-) -> argparse.Namespace:
+def parse_paths(parser: Parser, words: Sequence[str] | None = None, several: bool = False) -> Any:
     """Read the command line: the options, `paths` and `overrides`. A mistake ends the program.
 
     A word with `=`, as in the default names of runs, is a path if it exists (also a dangling link),
     or has `=` only after a `/`; `-` is one, too. `several`: whether the paths of images, which may
     be missing, follow that of the checkpoint.
     """
-    from conf.compose import read_overrides
-
-    options, words = parser.parse_known_args(words)
+    given = sys.argv[1:] if words is None else list(words)
+    options, words = parser.parse_known_args(given)
     found = [word for word in words if word == "-" or os.path.lexists(word)]
     typed = [w for w in words if w not in found and (w in NAMES or re.match("$|[-+]|[^/]*=", w))]
     options.paths, options.overrides = [word for word in words if word not in typed], typed
-    flag = next((i for i, w in enumerate(words) if w[:1] == "-" and w in typed), len(words))
-    try:  # a flag may have a value
-        read_overrides(w for i, w in enumerate(words) if w in typed or (i > flag and "=" not in w))
-    except (UserError, argparse.ArgumentError) as mistake:
-        parser.error(str(mistake))
+
+    def bare(flag: re.Match[str]) -> str:
+        is_image = re.match("-*(source|im|input|data)", flag[1]) and os.path.exists(flag[2])
+        is_first = is_model(flag[2]) and not is_model(words[0])
+        return "" if is_first or (several and is_image) else flag[1]
+
+    # The keys of this program have a dot.
+    plain = re.sub(r"(?m)^(-[^=\n]+[=\n]|\w+=)(?=(.+)$)", bare, "\n".join(words)).split("\n")
+    model = next(filter(is_model, plain), "")
+    if model and (plain != words or options.paths[0] != model):
+        plain.remove(model)
+        rest = shlex.join([model, *plain, *(word for word in given if word not in words)])
+        parser.error(f"the model comes first, without a flag: python scripts/{parser.prog} {rest}")
+    parser.check(words, typed)
     if useless := next((word for word in typed if re.match(TRAINING, word)), ""):
         parser.error(f"{useless}: has no effect on a trained model; leave it out")
     if missing := next((path for path in options.paths[:1] if not os.path.lexists(path)), ""):
-        runs = [path for path in options.paths if os.path.isdir(f"{path}/checkpoints")]
-        first = f"; the run comes first: {runs[0]} {missing}" if runs else ""
-        near = first or near_paths(missing, "runs") or f"; give {CHECKPOINT}"
+        run = next((f"; did you mean {p}?" for p in Path(missing).parents if is_model(str(p))), "")
+        near = near_paths(missing, "runs") or run or f"; give {CHECKPOINT}"
         parser.error(f"{missing}: there is no such run directory or file{near}")
     if not options.paths:
         parser.error(f"CHECKPOINT: is missing; give {CHECKPOINT}; see --help")

@@ -34,7 +34,6 @@ from scripts.lib.published import exported, published, stored_name
 
 # Keys of the training or the machine, not of the model: their defaults are used.
 OTHERS = re.compile(rf"{TRAINING}|loader\.|log\.|model\.(weights|freeze)|train\.device")
-NAMES_A_MODEL = {"model", "model.name", "recipe"}
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def _config_of_foreign(
 ) -> tuple[Config, Sequence[str]]:
     """Return the config that the overrides and the library state, and the names of the classes."""
     typed = override_keys(overrides)
-    if not typed & NAMES_A_MODEL:
+    if not typed & {"model", "model.name", "recipe"}:
         name = stored_name(content)
         says = f" (the file says {name}, which is timm/{name} if timm made it)" if name else ""
         cure = f"give model.name=NAME{says}, of torchvision, of timm as timm/NAME, or of models/"
