@@ -50,7 +50,8 @@ def read_features(path: Path) -> tuple[np.ndarray, np.ndarray]:
                 folders.append(Path(row["path"]).parent.name)
         return np.stack(features), np.array(folders)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path}: {describe(error)}; give lines of predict.py --features") from None
+        cure = "give the FILE of `python scripts/predict.py runs/NAME FOLDER --features > FILE`"
+        raise UserError(f"{path}: {getattr(error, 'strerror', describe(error))}; {cure}") from None
 
 
 def run(train: Path, val: Path) -> int:

@@ -16,14 +16,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf.start import PACKAGES, duration
-from scripts.lib.options import Parser
+from scripts.lib.options import OUT, Parser
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run, or a folder of runs")
-    add("--out", type=Path, metavar="FILE", help="output file (report.html)")
+    add(*OUT, type=Path, metavar="FILE", help="output file (report.html)")
     return parser.parse_args(words)
 
 
@@ -160,26 +160,23 @@ def number_in(value: Any, default: float = math.nan) -> float:
 def read_runs(*given: Path) -> list[Run]:
     """Read run directories, or the runs in folders, each once. Raises UserError for others."""
     runs = {}
-    for path in (path for folder in given for path in run_folders(folder)):
-        try:
-            runs[path.resolve()] = read_run(path)
-        except DAMAGED as error:
-            raise UserError(f"{path}: a damaged file, remove it: {describe(error)}") from None
+    for folder in given:
+        folders = [folder]
+        if not any((folder / name).is_file() for name in FILES):
+            folders = sorted({path.parent for name in FILES for path in folder.glob(f"*/{name}")})
+        with suppress(OSError):  # a sweep lists its runs
+            lines = (folder / "runs.txt").read_text("utf-8").splitlines()
+            folders = [Path(os.path.normpath(folder / line)) for line in lines]
+        if not folders:
+            wrong = f"no {' or '.join(FILES)} in it or below" * folder.is_dir() or "no such folder"
+            near = near_paths(str(folder), "runs") or "; give a run directory"
+            raise UserError(f"{folder}: {wrong}{near}")
+        for path in folders:
+            try:
+                runs[path.resolve()] = read_run(path)
+            except DAMAGED as error:
+                raise UserError(f"{path}: a damaged file, remove it: {describe(error)}") from None
     return list(runs.values())
-
-
-def run_folders(folder: Path) -> list[Path]:
-    folders = [folder]
-    if not any((folder / name).is_file() for name in FILES):
-        folders = sorted({path.parent for name in FILES for path in folder.glob(f"*/{name}")})
-    with suppress(OSError):  # a sweep lists its runs
-        lines = (folder / "runs.txt").read_text("utf-8").splitlines()
-        folders = [Path(os.path.normpath(folder / line)) for line in lines]
-    if not folders:
-        wrong = f"no {' or '.join(FILES)} in it or below" if folder.is_dir() else "no such folder"
-        near = near_paths(str(folder), "runs") or "; give a run directory"
-        raise UserError(f"{folder}: {wrong}{near}")
-    return folders
 
 
 def read_run(folder: Path) -> Run:
@@ -501,13 +498,14 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    runs = read_runs(*options.runs)
-    out = options.out or (options.runs[0] if len(options.runs) == 1 else Path())
+    given = [path.parent if path.is_file() else path for path in options.runs]
+    runs = read_runs(*given)
+    out = options.out or (given[0] if len(given) == 1 else Path())
     out /= "report.html" * out.is_dir()
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}; make it")
     out.unlink(missing_ok=True)  # the run of a stranger may hold a link of this name
-    out.write_text(build(runs, out, options.runs), encoding="utf-8")
+    out.write_text(build(runs, out, given), encoding="utf-8")
     print(f"written to {out}")
     return 0
 

@@ -59,7 +59,7 @@ def test_command(folder: Path, image_root: Path, tmp_path: Path, ranks: Ranks) -
     # The penalty is chosen by four images here: the number of threads may change it.
     assert re.fullmatch(r"top1 \d+\.\d\d %  linear, penalty \S+", linear) and knn[-3:] == "knn"
     wrong = {
-        '{"path": "checks/a.jpg"}\n': "give lines of predict.py --features",
+        '{"path": "checks/a.jpg"}\n': "give the FILE of .*predict.py",
         json_text({"path": "cats/a.jpg", "features": [0] * 128}): "has images in the folder cats",
         json_text({"path": "dots/a.jpg", "features": [0]}): "has 1 features, .* has 128; use one",
     }

@@ -125,7 +125,7 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert [*page.facts[0]][:6] == ["run", "best top1", *typed]
     assert page.folded_keys == ["key", "optim.nesterov", "optim.weight_decay", "optim.clip_norm"]
     assert page.colours > {(f"c{i}", f"{i}") for i in (1, 2)} and page.boxes == ["c1", "c2"]
-    assert report.run(report.arguments([str(runs / "first"), str(runs / "second")])) == 0
+    assert report.run(report.arguments([f"{runs}/first", f"{runs}/second/metrics.jsonl"])) == 0
     assert (tmp_path / "report.html").exists() and not (runs / "report.html").exists()
 
 
