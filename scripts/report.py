@@ -244,15 +244,21 @@ def reliability(calibration: dict[str, list[Any]]) -> dict[str, Any]:
     return {"title": "accuracy by confidence", "axis": "confidence, %", "note": note, **drawn}
 
 
-def changed_classes(runs: Sequence[Run]) -> list[tuple[Any, Any, float, float]]:
-    """Return the rows of two runs for a class, the difference in top1 and its standard error.
+def class_means(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Return a row of each class, by its key, with the mean of top1 over runs."""
+    tables = (run.evaluations[0][2].get("per_class", []) for run in runs if run.evaluations)
+    rows = zip(*tables, strict=False)  # the classes of a dataset have one order
+    return {each[0]["class"]: {**each[0], "top1": fmean(r["top1"] for r in each)} for each in rows}
+
+
+def changed_classes(series: Sequence[Series]) -> list[tuple[Any, Any, float, float]]:
+    """Return the rows of two series for a class, the difference in top1 and its standard error.
 
     Of the classes with the largest differences, above two standard errors.
     """
-    tables = [run.evaluations[0][2].get("per_class", []) for run in runs if run.evaluations]
-    if len(runs) != 2 or len(tables) < 2:
+    if len(series) != 2:
         return []
-    first, second = ({row["class"]: row for row in table} for table in tables)
+    first, second = (class_means(of) for _, of in series)
     found = []
     for a, b in [(first[key], second[key]) for key in first if key in second]:
         gap, error = b["top1"] - a["top1"], math.hypot(*(standard_error(r, "top1") for r in (a, b)))

@@ -95,23 +95,15 @@ def parse_paths(parser: Parser, words: Sequence[str] | None = None, several: boo
     or has `=` only after a `/`; `-` is one, too. `several`: whether the paths of images, which may
     be missing, follow that of the checkpoint.
     """
-    given = sys.argv[1:] if words is None else list(words)
-    options, words = parser.parse_known_args(given)
+    options, words = parser.parse_known_args(words)
     found = [word for word in words if word == "-" or os.path.lexists(word)]
     typed = [w for w in words if w not in found and (w in NAMES or re.match("$|[-+]|[^/]*=", w))]
     options.paths, options.overrides = [word for word in words if word not in typed], typed
-
-    def bare(flag: re.Match[str]) -> str:
-        is_image = re.match("-*(source|im|input|data)", flag[1]) and os.path.exists(flag[2])
-        is_first = is_model(flag[2]) and not is_model(words[0])
-        return "" if is_first or (several and is_image) else flag[1]
-
-    # The keys of this program have a dot.
-    plain = re.sub(r"(?m)^(-[^=\n]+[=\n]|\w+=)(?=(.+)$)", bare, "\n".join(words)).split("\n")
-    model = next(filter(is_model, plain), "")
-    if model and (plain != words or options.paths[0] != model):
-        plain.remove(model)
-        rest = shlex.join([model, *plain, *(word for word in given if word not in words)])
+    values = [w if w in found else re.sub(r"^[-\w]+=", "", w) for w in words]  # keys have a dot
+    at = next((i for i, value in enumerate(values) if is_model(value)), -1)
+    flagged = at > 0 and words[at - 1][:1] == "-"
+    if at >= 0 and (flagged or words[at] != values[at] or options.paths[0] != values[at]):
+        rest = shlex.join([values[at], *values[: at - flagged], *values[at + 1 :]])
         parser.error(f"the model comes first, without a flag: python scripts/{parser.prog} {rest}")
     parser.check(words, typed)
     if useless := next((word for word in typed if re.match(TRAINING, word)), ""):
