@@ -247,7 +247,7 @@ def _advice(name: str, value: str = "") -> str:
     if value:
         meant = [f"{k if value in group_names(k) else NAME_KEYS.get(k, k)}={value}" for k in meant]
     guess = f"did you mean {' or '.join(meant)}?" if meant else ""
-    listed = f"{section} has {', '.join(own.values())}" if own else "--help lists all keys"
+    listed = f"{section} has {', '.join(own.values())}" if own else "train.py --help lists all keys"
     flag, last = (_for_flag("--" + re.sub("[._]", "-", each), value) for each in (typed, word))
     return flag or guess or last or listed
 
