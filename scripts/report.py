@@ -245,10 +245,13 @@ def reliability(calibration: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def class_means(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """Return a row of each class, by its key, with the mean of top1 over runs."""
-    tables = (run.evaluations[0][2].get("per_class", []) for run in runs if run.evaluations)
-    rows = zip(*tables, strict=False)  # the classes of a dataset have one order
-    return {each[0]["class"]: {**each[0], "top1": fmean(r["top1"] for r in each)} for each in rows}
+    """Return a row of each class, by its key, with the mean and the range of top1 over runs."""
+    tables = [run.evaluations[0][2].get("per_class", []) for run in runs if run.evaluations]
+    found = {}
+    for rows in zip(*tables, strict=False):  # the classes of a dataset have one order
+        tops = [row["top1"] for row in rows]
+        found[rows[0]["class"]] = rows[0] | {"top1": fmean(tops), "span": (min(tops), max(tops))}
+    return found
 
 
 def changed_classes(series: Sequence[Series]) -> list[tuple[Any, Any, float, float]]:
