@@ -139,7 +139,7 @@ def _choice_file(group: str, choice: str) -> Path:
     if path.suffix == ".yaml" and path.is_file():
         return Path(os.path.abspath(path))
     if path.suffix == ".yaml":
-        raise UserError(f"{group}={choice}: there is no such file")
+        raise UserError(f"{group}={choice}: there is no such file{did_you_mean(path.stem, names)}")
     if "," in choice:
         raise UserError(f"{group}={choice}: give one{SEVERAL}")
     if answer := _for_flag(group, choice):
@@ -194,12 +194,12 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
                 typed[name] = _value(name, word, tried)
             except UserError as mistake:
                 wrong.append(str(mistake))
-        elif not wrong:  # else it may be the value of a flag
+        elif not wrong or (os.path.isdir(text) and text not in wrong[-1]):  # else a flag's value
             if os.path.isfile(file := f"{text}/overrides.yaml"):
                 typed_then = cast(list[str], OmegaConf.to_container(OmegaConf.load(file)))
                 raise UserError(f"{text}: is the folder of a run; write {shlex.join(typed_then)}")
-            is_path = "/" in text or os.path.isdir(text)
-            meant = f"did you mean data.root={text}?" if is_path else _advice(name, given)
+            key = "recipe" if "yaml" in text else "data.root" * ("/" in text or os.path.isdir(text))
+            meant = f"did you mean {key}={text}?" if key else _advice(name, given)
             wrong.append(f"{text}: write key=value without spaces; {meant}")
     if wrong:
         raise UserError(";\n".join(dict.fromkeys(wrong)))  # a terminal shows one per line

@@ -104,7 +104,7 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
 
     _, names, loose = next(walk(base, others))
     if not names:
-        above, cure = os.path.dirname(base), "python scripts/prepare.py SOURCE --to DIR makes them"
+        above, cure = os.path.dirname(base), "put each image into <class>/, a folder in it"
         if origin.startswith("data.root=") and any(map(is_image, loose)):
             cure = f"if its images are all of one class, give {os.fsdecode(above)}"
         found = "holds no folders" if loose else "is empty"

@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         try:
             read_overrides(w for w in words if w in typed or w in values)
         except (UserError, argparse.ArgumentError) as mistake:
-            text = re.sub(rf"write (?='?{useless})", "when you train, write ", str(mistake))
+            text = re.sub(rf"write (?='?{useless}|data.im)", "when you train, write ", str(mistake))
             self.error(text.replace("train.py --help lists all keys", "see --help"))
 
     def read_config(self) -> tuple[argparse.Namespace, Config]:
