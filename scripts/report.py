@@ -97,10 +97,6 @@ class Run:
     # Of the best checkpoint: folder, evaluation.json, and the rows of each CSV file by its name
     evaluations: list[tuple[Path, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
-    @property
-    def short_name(self) -> str:
-        return "" if "," in self.name else self.name  # the columns have its keys
-
     def best(self) -> tuple[str, float, dict[str, Any]]:
         """Return the name in train.best_by, a score (higher is better), and the best validation."""
         by = str(self.config.get("train.best_by") or "top1")
@@ -337,11 +333,14 @@ def charts(series: Sequence[Series]) -> list[dict[str, Any]]:
     return found
 
 
-def series_of(runs: Sequence[Run], keys: list[str]) -> tuple[list[str], list[str], list[Series]]:
+def series_of(
+    runs: Sequence[Run], keys: list[str], *, named: bool
+) -> tuple[list[str], list[str], list[Series]]:
     """Return the keys by which the runs differ, and what is drawn as one curve, the best first.
 
     First those of `keys`, of the table. Runs that differ in nothing but REPEATS are one series. Its
-    label has the number and the name of a run, or the value of the only key by which they differ.
+    label has the number of a run and, if it is `named`, its name, or else the value of the only key
+    by which they differ.
     """
     every = [key for key, *_ in differences(runs) if key not in REPEATS]
     own, groups = [key for key in every if key in keys], grouped(runs, every)
@@ -349,7 +348,7 @@ def series_of(runs: Sequence[Run], keys: list[str]) -> tuple[list[str], list[str
     series, alone = [], len(groups) == len(runs)
     for i, of in enumerate(groups, 1):
         value = f"{own[0]}={show(of[0].config.get(own[0]))}" if len(own) == 1 else ""
-        one = f"{i} {of[0].short_name or value}".strip()
+        one = f"{i} {of[0].name * named or value}".strip()
         series.append((one if alone else value or f"group {i}", of))
     return own, varied, series
 
@@ -488,13 +487,14 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     rest = [r for r in rest if r[1:] != best[1:] and len({*r[1:]} - {UNKNOWN}) >= min(2, len(runs))]
     if runs[1:]:  # the keys that differ come first, the status last
         rest.sort(key=lambda row: (row[0] not in keys) + (row[0] == "status"))
-    own, varied, series = series_of(runs, keys)
+    named = not any("," in run.name for run in runs)  # else the columns have what is in the names
+    own, varied, series = series_of(runs, keys, named=named)
     validated = [run for run in runs if run.best()[2]]
     repeated = len(series) < len(runs) and validated
     colour = {run.folder: i for i, (_, of) in enumerate(series, 1) for run in of}
     unlike = [key for key, *_ in differences(validated) if key in VALIDATION]
     winner = [mean_of(of)[0] for _, of in series[:2]] if validated else []
-    table = [*zip(["run", *(run.short_name for run in runs)], best, *rest, strict=True)]
+    table = [*zip(["run", *(run.name * named for run in runs)], best, *rest, strict=True)]
     folded = [row for row in rows if row[0] not in keys]
     drawn = against(varied, series) + charts(series[:MOST])
     from plotly.offline import get_plotlyjs  # noqa: F401 - 4 MB of JavaScript, for report.html
