@@ -376,18 +376,19 @@ def mean_of(runs: Sequence[Run]) -> tuple[float, float, float]:
 
 
 def near_best(series: Sequence[Series]) -> list[str]:
-    """Return the labels of the series within two standard errors of the first, the best one.
+    """Return the labels of the series that are not worse than the first one at the 95 % level.
 
-    The error is that of the difference of two mean best values. Their variance is that of repeated
-    runs about their means, of all series; without any, that of an accuracy of so many images.
+    The error is that of the difference of two mean best values, from all repeated runs about their
+    means, with Cornish and Fisher's expansion of Student's t; without any, from the images.
     """
     means = [(label, *mean_of(runs), len(runs)) for label, runs in series]
-    freedom = sum(count - 1 for *_, count in means)
+    freedom = sum(count - 1 for *_, count in means) or math.inf
     spread = sum(deviation**2 * (count - 1) for _, _, deviation, _, count in means)
+    quantile = sum(c / freedom**i for i, c in enumerate((1.96, 2.37, 2.82, 2.56, 1.59)))
     near, (_, best, *_, runs) = [], means[0]
     for label, mean, _, error, count in means[1:]:
-        of_one = spread / freedom if freedom else error**2
-        near += [label] * (abs(best - mean) < 2 * (of_one * (1 / runs + 1 / count)) ** 0.5)
+        of_one = spread / freedom or error**2
+        near += [label] * (abs(best - mean) < quantile * (of_one * (1 / runs + 1 / count)) ** 0.5)
     return near
 
 
@@ -456,9 +457,9 @@ def plot(
         large = number_in(about["of"][0].best()[2].get("epoch")) if alone else math.nan
         sizes = [10 if abs(at - large) < 1e-5 else 5 * (len(x) < 31) for at in x]
         trace = {"name": about["label"] + ", training" * is_dashed, "meta": about["run"]}
-        trace |= {"x": x, "y": y, "mode": "lines+markers"}
+        trace |= {"x": x, "y": y, "mode": "lines+markers", "cliponaxis": False}
         trace["hovertemplate"] = "%{y:.2f} %" if is_percentage else "%{y:.5~g}"
-        trace |= {"line": {"dash": "dash" if is_dashed else "solid"}, "cliponaxis": False}
+        trace |= {"line": {"dash": "dash" if is_dashed else "solid"}, "opacity": 1 - is_dashed / 2}
         traces.append(trace | {"marker": {"size": sizes, "opacity": 1, "line": {"width": 0}}})
         if bottom != top:
             edge = {"x": x + x[::-1], "y": top + bottom[::-1], "mode": "lines", "fill": "toself"}
