@@ -107,7 +107,7 @@ def find_checkpoint(path: str | Path) -> Path:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     found = [*files(folder), *folder.glob("best.pt")]
     if not found:
-        raise UserError(f"{path}: holds no checkpoints; a run has one after an epoch; give another")
+        raise UserError(f"{path}: holds no checkpoints: it is no run, or has not validated yet")
     return found[-1]
 
 

@@ -33,7 +33,7 @@ from pipeline.splits import refuse_inside
 logger = logging.getLogger(__name__)
 
 # Tensor shapes or step numbers depend on these: no checkpoint can resume with other values.
-FIXED = ("model.name", "model.freeze", "optim.name", "optim.args", "loader.batch_size")
+FIXED = ("model.name", "model.freeze", "optim.name", "optim.args", "loader.batch_size", "classes")
 WEIGHTS = ("model.weights",)  # keys that name a file, whose content counts
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}

@@ -103,7 +103,7 @@ def parse_paths(parser: Parser, words: Sequence[str] | None = None, several: boo
     at = next((i for i, value in enumerate(values) if is_model(value)), -1)
     flagged = at > 0 and words[at - 1][:1] == "-"
     if at >= 0 and (flagged or words[at] != values[at] or options.paths[0] != values[at]):
-        rest = shlex.join([values[at], *values[: at - flagged], *values[at + 1 :]])
+        rest = shlex.join(v for v in dict.fromkeys([values[at], *values]) if v[:1] != "-")
         parser.error(f"the model comes first, without a flag: python scripts/{parser.prog} {rest}")
     parser.check(words, typed)
     if useless := next((word for word in typed if re.match(TRAINING, word)), ""):

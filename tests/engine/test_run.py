@@ -126,9 +126,9 @@ def test_changes_and_remedies_are_listed() -> None:
     many, order = dict.fromkeys(names.split(), 8), "data.val=.*fraction=.*optim.name=.*, a=.*size="
     with pytest.raises(UserError, match=rf"pt: {order}8 \S+ 9\), data.val_fraction=8 \S+ 9\); "):
         compare(many, dict.fromkeys(many, 9))
-    with pytest.raises(UserError, match=r"deer is gone, class moose is new, a=1 \(now 2\); these"):
+    with pytest.raises(UserError, match=r"deer is gone, class moose is new, a=1 \(now 2\); cla"):
         compare({"classes": ["cat", "deer"], "a": 1}, {"classes": ["cat", "moose"], "a": 2})
-    for name in FIXED:  # tensors would not fit
+    for name in FIXED[:-1]:  # tensors would not fit
         with pytest.raises(UserError, match=rf"; {name} cannot change within a run: ") as error:
             compare({"a": 1, name: 1}, {"a": 2, name: 2}, accept=True)
         assert "accept_changes" not in str(error.value)
