@@ -174,15 +174,13 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
     """Return the device that `train.device` selects; refuse more ranks than this node has GPUs."""
     if choice == "auto":
         choice = "cuda" if torch.cuda.is_available() else "cpu"
-    if choice == "cpu":
-        return torch.device(choice)
     have, host = torch.get_device_module(choice).device_count(), socket.gethostname()
     need = max(local_size, local_rank + 1) if choice == "cuda" else 1
     if need > have:
         found = f"{have} GPUs for {need} ranks" if have else f"no {choice}"
         cure = "start fewer ranks, or let each see all GPUs" if have else "leave this key out"
         raise UserError(f"train.device={choice}: torch sees {found} on {host}; {cure}")
-    return torch.device(choice, local_rank if choice == "cuda" else 0)
+    return torch.device(f"cuda:{local_rank}" if choice == "cuda" else choice)
 
 
 @contextmanager
