@@ -80,7 +80,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
         return train, val
     if not find_storage(val_split):  # perhaps one level higher or deeper
         for folder in (Path(os.path.abspath(root)).parent, *sorted(Path(root).glob("*"))):
-            if all(find_storage(split_path(folder, name)) for name in (data.train, data.val)):
+            if all(find_storage(folder / name) for name in (data.train, data.val)):
                 raise UserError(f"data.root={root}: holds no {data.val}; give data.root={folder}")
     # First data.val: evaluate.py gives it for both splits, and the error names this key.
     val = load_index(val_split, key="data.val")
