@@ -198,8 +198,9 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             if os.path.isfile(file := f"{text}/overrides.yaml"):
                 typed_then = cast(list[str], OmegaConf.to_container(OmegaConf.load(file)))
                 raise UserError(f"{text}: is the folder of a run; write {shlex.join(typed_then)}")
-            key = "recipe" if "yaml" in text else "data.root" * ("/" in text or os.path.isdir(text))
-            meant = f"did you mean {key}={text}?" if key else _advice(name, given)
+            is_path = "/" in text or os.path.exists(text)
+            key = "recipe" if text.endswith(".yaml") else "data.root"
+            meant = f"did you mean {key}={text}?" if is_path else _advice(name, given)
             wrong.append(f"{text}: write key=value without spaces; {meant}")
     if wrong:
         raise UserError(";\n".join(dict.fromkeys(wrong)))  # a terminal shows one per line
