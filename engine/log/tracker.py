@@ -65,7 +65,8 @@ class Tracker(ExitStack):
 
     def _open_rows(self, path: Path) -> Any:
         kept = []
-        for line in (path.read_text("utf-8", "replace") if path.is_file() else "").splitlines():
+        text = path.read_text("utf-8", errors="replace") if path.is_file() else ""
+        for line in text.splitlines():
             with suppress(ValueError):  # a killed process leaves an incomplete line
                 if json.loads(line)["step"] <= self._start_step:
                     kept.append(line)
