@@ -185,16 +185,19 @@ def read_run(folder: Path) -> Run:
     run.summary = json.loads(read_text(folder / "summary.json") or "{}")
     run.status = str(run.summary.get("status", run.status))
     run.status += "; the same command resumes" * (run.status == "interrupted")
-    if run.summary.get("history"):  # config.yaml has only the last values
-        run.status += "; config changed"
+    run.status += "; config changed" * bool(run.summary.get("history"))  # config.yaml: last values
     judged = json.loads(read_text(folder / "verdict.json") or "{}")  # of a run that goes on
     run.verdict = run.summary.get("verdict") or judged.get("verdict", [])
     for line in read_text(folder / "metrics.jsonl").splitlines():
         with suppress(ValueError):  # a kill has cut the line off
             row = json.loads(line)
             run.rows[row["split"]].append(row)
-    if run.rows["train"] and (row := run.rows["train"][-1]).get("loss", 0.0) is None:
-        run.status += f"; the loss was not finite at step {row['step']}: lower optim.lr"
+    for row in run.rows["train"][-1:]:
+        if not run.summary:
+            left = duration(number_in(row.get("seconds_left"), 0))
+            run.status = f"epoch {row['epoch']:.1f}, {left} left; {run.status}"
+        if row.get("loss", 0.0) is None:
+            run.status += f"; the loss was not finite at step {row['step']}: lower optim.lr"
     read_evaluations(run)
     return run
 
@@ -305,8 +308,6 @@ def charts(series: Sequence[Series]) -> list[dict[str, Any]]:
     by = runs[0].best()[0]
     rows = [row for run in runs for split in SPLITS for row in run.rows[split]]
     keys = dict.fromkeys(key for row in rows for key in row if key not in NOT_DRAWN)
-    if all(math.isclose(r["macro_recall"], r["top1"]) for r in rows if "macro_recall" in r):
-        keys.pop("macro_recall", None)  # the classes have equally many images
     drawn_with = {form.format(key) for key in keys for form in ("{}_min", "{}_max", "reference_{}")}
     drawn = [(of, split, label, i) for i, (label, of) in enumerate(series, 1) for split in SPLITS]
     if len(series) == 1:
@@ -339,15 +340,16 @@ def series_of(
     """Return the keys by which the runs differ, and what is drawn as one curve, the best first.
 
     First those of `keys`, of the table. Runs that differ in nothing but REPEATS are one series. Its
-    label has the number of a run and, if it is `named`, its name, or else the value of the only key
-    by which they differ.
+    label has the number of a run and, if it is `named`, its name, else the values of the one or two
+    keys by which they differ.
     """
     every = [key for key, *_ in differences(runs) if key not in REPEATS]
     own, groups = [key for key in every if key in keys], grouped(runs, every)
     varied = own if len(grouped(runs, own)) == len(groups) else every  # the others follow from own
     series, alone = [], len(groups) == len(runs)
     for i, of in enumerate(groups, 1):
-        value = f"{own[0]}={show(of[0].config.get(own[0]))}" if len(own) == 1 else ""
+        value = " ".join(f"{k}={show(of[0].config.get(k))}" for k in own * (len(own) < 3))
+        value = re.sub(r"(?<!\S)\w+\.(?!name=)", "", value) if own[1:] else value
         one = f"{i} {of[0].name * named or value}".strip()
         series.append((one if alone else value or f"group {i}", of))
     return own, varied, series
@@ -375,11 +377,11 @@ def mean_of(runs: Sequence[Run]) -> tuple[float, float, float]:
     return both[name], deviation, max(deviation / len(runs) ** 0.5, error)
 
 
-def near_best(series: Sequence[Series]) -> list[str]:
+def near_best(series: Sequence[Series]) -> list[str] | None:
     """Return the labels of the series that are not worse than the first one at the 95 % level.
 
-    The error is that of the difference of two mean best values, from all repeated runs about their
-    means, with Cornish and Fisher's expansion of Student's t; without any, from the images.
+    None if the error is unknown: that of the difference of two mean best values, from all repeated
+    runs, with Cornish and Fisher's expansion of Student's t, or without any from the images.
     """
     means = [(label, *mean_of(runs), len(runs)) for label, runs in series]
     freedom = sum(count - 1 for *_, count in means) or math.inf
@@ -388,8 +390,8 @@ def near_best(series: Sequence[Series]) -> list[str]:
     near, (_, best, *_, runs) = [], means[0]
     for label, mean, _, error, count in means[1:]:
         of_one = spread / freedom or error**2
-        near += [label] * (abs(best - mean) < quantile * (of_one * (1 / runs + 1 / count)) ** 0.5)
-    return near
+        near += [label] * (abs(best - mean) <= quantile * (of_one * (1 / runs + 1 / count)) ** 0.5)
+    return near if any(error for *_, error, _ in means) else None
 
 
 def against(keys: Sequence[str], series: Sequence[Series]) -> list[Any]:
