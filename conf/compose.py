@@ -259,6 +259,7 @@ def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
         shown = f"{origin}{name}={show(value)}"
         if name not in FIELDS:
             cure = "indent its keys" if origin and name in SECTIONS else _advice(name, show(value))
+            cure = cure.replace("=", ": ") if origin else cure  # as in a YAML file
             raise UserError(f"{shown}: there is no key {name}; {cure}")
         section, _, last = name.partition(".")
         allowed = FIELDS[name].metadata["check"]
@@ -291,7 +292,6 @@ def _recipe(file: Path) -> dict[str, Any]:
             reason = " ".join(str(error).splitlines()[:2]).strip()
             reason = reason.replace("use 'override ", "use 'override /")  # a recipe is in a group
             reason = re.sub(r"^In .* 'recipe/(\w+)/(.*?)'.*", r"write `- override /\1: \2`", reason)
-            reason = re.sub("^maximum recursion.*", "its defaults name it; write `- NAME`", reason)
             raise UserError(f"{file}: {reason}; correct it") from None
     return dotted(composed)
 

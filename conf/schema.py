@@ -311,7 +311,7 @@ class OptimConfig:
     """peak learning rate for the global batch; it is not scaled with the batch size"""
     momentum: float = key(0.9, RESULT, FRACTION, when=HAS_MOMENTUM)
     """sgd: momentum"""
-    nesterov: bool = key(False, RESULT, BOOL, when=HAS_MOMENTUM)
+    nesterov: bool = key(False, RESULT, BOOL, when=HAS_MOMENTUM | {"optim.momentum": POSITIVE})
     """sgd: Nesterov momentum"""
     betas: list[float] = key(
         [0.9, 0.999], RESULT, each(number(0, 1, below=True), 2, 2), when=HAS_BETAS
@@ -504,8 +504,6 @@ def check(config: Config) -> None:
             needs = (f"{re.sub('.(name|source)$', '', k)}={c.says}" for k, c in when.items())
             cure = f"give {' and '.join(needs)}, or leave it out"
             raise UserError(f"{shown}: has no effect with {others}; {cure}")
-    if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
-        raise UserError("optim.nesterov=true: needs optim.momentum > 0; raise it, or leave it out")
     warmup, epochs = config.schedule.warmup_epochs, config.train.epochs
     if 0 < epochs <= warmup:
         given = f"schedule.warmup_epochs={show(warmup)}"

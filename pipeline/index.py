@@ -231,11 +231,13 @@ def _missing_split(folder: str | os.PathLike[str], key: str) -> UserError:
     if not beside:
         return UserError(f"{key}={folder}: {path.parent} holds no folders; give that of the images")
     given = f"{key}={folder}: there is no such folder"
-    cure = f"give {'data.val_fraction=0.2 to hold out 20 %, or ' * (key == 'data.val')}{key}=FOLDER"
+    splits = {listing.SPLITS.get(Path(each).stem.lower()): each for each in beside}
+    other = f"{key}={splits.get('test' if key == 'data.val' else '', 'FOLDER')}"
+    cure = f"give {'data.val_fraction=0.2 to hold out 20 %, or ' * (key == 'data.val')}{other}"
     if f"data.{path.name}" == key:  # the default, which was hardly typed
         given = f"data.root={Path(folder).parent}: has no {path.name}"
     elif key != "data.root":
-        cure = f"give another {key}, or {key}=. for all if these are the classes"
+        cure = f"give another {key}{f', or {key}=. for all' * (splits.keys() == {None})}"
     given += f"; {path.parent} holds {', '.join(beside[:5])}{', ...' * (len(beside) > 5)}: {cure}"
     return UserError(f"{given}{did_you_mean(path.name, beside)}")
 

@@ -514,8 +514,6 @@ def run(options: argparse.Namespace) -> int:
     runs = read_runs(*given)
     out = options.out or (given[0] if len(given) == 1 else Path())
     out /= "report.html" * out.is_dir()
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}; make it")
     out.unlink(missing_ok=True)  # the run of a stranger may hold a link of this name
     out.write_text(build(runs, out, given), encoding="utf-8")
     print(f"written to {out}")

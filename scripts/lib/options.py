@@ -57,7 +57,9 @@ class Parser(argparse.ArgumentParser):
             self.check(sys.argv[1:], [w for w in left if w[:1] == "-"], r"\w+[.=]")
             message = f"{left[0]}: is not taken; see --help"
         example = [*re.findall("python scripts/[^>]*?$", self.description or "", re.M), "--help"][0]
-        message = re.sub("^the following .*: (.*)", rf"\1: is missing; write {example}", message)
+        message = re.sub("^the follow.*: ([^/]*).*", rf"\1: is missing; write {example}", message)
+        if choice := re.search(r"choice: '(.*?)' \(choose from (.*)\)", message):
+            message += did_you_mean(choice[1], re.findall(r"\w+", choice[2]))
         message = re.sub(r": invalid (\w+)(?: value)?: '(.*?)'", r" \2: not a valid \1", message)
         fail(message.removeprefix("argument "))
 
@@ -117,6 +119,7 @@ def parse_paths(parser: Parser, words: Sequence[str] | None = None, several: boo
     if runs := sorted(Path(options.paths[0]).glob("*/checkpoints/best.pt"), key=os.path.getmtime):
         parser.error(f"{options.paths[0]}: holds runs; give one, such as {runs[-1].parents[1]}")
     if (more := options.paths[1:]) and not several:
-        cure = f"did you mean data.root={more[0]}?" if os.path.isdir(more[0]) else "see --help"
-        parser.error(f"{more[0]}: only one path, the checkpoint, is taken; {cure}")
+        flags = {c: a.option_strings[0] for a in parser._actions for c in a.choices or ()}
+        key = f"{flags[more[0]]} " if more[0] in flags else "data.root="
+        parser.error(f"{more[0]}: only one path, the checkpoint, is taken; perhaps {key}{more[0]}?")
     return options

@@ -23,6 +23,7 @@ def test_mistakes(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first" / "checkpoints" / "best.pt").mkdir(parents=True)
     monkeypatch.setattr("importlib.util.find_spec", {"onnx": True}.get)
+    monkeypatch.setattr("conf.start.PACKAGES", {})  # report.py adds to them
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *words.split()])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(f"{ROOT}/scripts/{script}.py", run_name="__main__")
