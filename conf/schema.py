@@ -251,7 +251,7 @@ class AugmentConfig:
     """transforms of each training image, in order, each `name` or `name: {parameter: value}`"""
     val: list[Any] = key([], RESULT, TRANSFORMS)
     """transforms of each validation image, in order"""
-    batch: list[Any] = key([], RESULT, TRANSFORMS)
+    batch: list[Any] = key([], RESULT, Check(LIST.allows, "a list such as [mixup, random_erasing]"))
     """transforms of each training batch on the device, in order: mixup, cutmix, ..."""
 
 
@@ -501,7 +501,7 @@ def check(config: Config) -> None:
             raise UserError(f"{shown}: not allowed; give {allowed.says}")
         if name in typed and (when := unmet(config, name)):
             others = " and ".join(f"{other}={show(values[other])}" for other in when)
-            needs = (f"{re.sub('.(name|source)$', '', k)}={c.says}" for k, c in when.items())
+            needs = (f"{re.sub('[.](name|source)$', '', k)}={c.says}" for k, c in when.items())
             cure = f"give {' and '.join(needs)}, or leave it out"
             raise UserError(f"{shown}: has no effect with {others}; {cure}")
     warmup, epochs = config.schedule.warmup_epochs, config.train.epochs

@@ -31,7 +31,7 @@ def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) ->
         raise UserError(f"train.loss={config.loss}: not allowed; give {', '.join(LOSSES)}")
     keys, default = keys_of(config.loss), TrainConfig()
     for name in sorted(set().union(*map(keys_of, LOSSES)) - keys):
-        if (value := getattr(config, name)) != (unset := getattr(default, name)):
+        if (value := getattr(config, name)) not in (unset := getattr(default, name), "sampled"):
             wrong = f"train.loss={config.loss} does not take it; give train.{name}={show(unset)}"
             raise UserError(f"train.{name}={show(value)}: {wrong}, or another loss")
     arguments = {**vars(config), "class_weights": class_weights}
@@ -55,7 +55,7 @@ def class_weights(
     if chosen is None:
         return None
     if chosen in ("balanced", "sampled"):
-        counts = datasets.train.class_counts(len(classes))
+        counts = datasets.train.class_counts(len(classes))  # also if sampled: it may refuse
         if chosen == "sampled":
             return None
         return torch.tensor([sum(counts) / (len(counts) * (n or 1)) for n in counts], device=device)

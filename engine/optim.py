@@ -86,8 +86,8 @@ def from_class(
     for name in args.keys() - defaults.keys():
         raise TypeError(f"{config.name} takes no {name}{did_you_mean(name, defaults)}")
     keys: dict[str, Any] = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
-    moments = ["momentum", *["nesterov"] * (config.momentum > 0)] * ("nesterov" in parameters)
-    keys |= {name: getattr(config, name) for name in ("weight_decay", *moments)}
+    used = ("momentum", "nesterov")[: 1 + (config.momentum > 0)] if "nesterov" in parameters else ()
+    keys |= {name: getattr(config, name) for name in ("weight_decay", *used)}
     for name, value in [*keys.items()]:
         if defaults.get(name) is None or np.shape(defaults[name]) != np.shape(value):
             del keys[name]  # such as eps of Adafactor, which is two numbers

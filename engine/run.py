@@ -40,8 +40,8 @@ VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.v
 VALIDATED_ON |= {"data.exif_orientation"}
 # Key -> pattern of others that follow from it; a refusal does not list them.
 FOLLOW = {f"{s}.name": rf"{s}\.(?!name)|parameters" for s in ("model", "optim", "schedule")}
-FOLLOW |= {"data.image_size": "data.val_size|augment.[tv]", "train.epochs": "schedule.warmup"}
-FOLLOW |= {"classes": r"data\.(train|val)$|classes|parameters"}
+FOLLOW |= {"data.image_size": r"data\.val_size|augment\.(train|val)"}
+FOLLOW |= {"train.epochs": r"schedule\.warmup", "classes": r"data\.(train|val)$|classes|parameters"}
 BEGAN, WITH = "began at step ", " with "  # of a line in the history: `began at step 5 with PATH`
 
 
@@ -111,7 +111,7 @@ class Run(AbstractContextManager["Run"]):
         self.world.require_same({"checkpoint": str(self.resumed), **facts["identity"]})
         if self.resumed is not None:
             accept = self.config.checkpoint.accept_changes
-            changes = accepted_changes(self.resumed, self._stored, facts, accept=accept)
+            changes = accepted_changes(self.resumed, self._stored, facts, accept, stop_step)
             _load_state(state, self.resumed, self._stored)
             if self.is_first_start or changes.keys() & VALIDATED_ON:
                 # The best checkpoint is in another folder, or was validated on other images.
@@ -238,7 +238,7 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
 
 
 def accepted_changes(
-    path: Path, content: dict[str, Any], facts: dict[str, Any], *, accept: bool
+    path: Path, content: dict[str, Any], facts: dict[str, Any], accept: bool, stop_step: int
 ) -> dict[str, str]:
     """Return how a checkpoint's identity differs from that of this start, name -> sentence.
 
@@ -257,7 +257,8 @@ def accepted_changes(
         return changes
     why = f"{fixed[0]} cannot change within a run" if fixed else "these keys affect the result"
     cure = "give run.name=NAME to train elsewhere or checkpoint.resume=never to start over"
-    cure += ", or checkpoint.accept_changes=true to continue from this checkpoint" * (not fixed)
+    can = not fixed and content["step"] < stop_step
+    cure += ", or checkpoint.accept_changes=true to continue from this checkpoint" * can
     before, now = ({*each["plan"].get("classes", ())} for each in (content, facts))
     told = [f"class {c} is {'new' if c in now else 'gone'}" for c in sorted(before ^ now)[:6]]
     if changes.keys() & {"data.train", "data.val"}:

@@ -187,8 +187,7 @@ class Tuner:
         while workers not in tried and sum(t.seconds for t in tried.values()) < MODE_SECONDS:
             rate = min(demand, device + workers * per_worker)
             steps = round(MEASURE_SECONDS * rate / self.feed.train.loader.local_batch_size)
-            trial = self.trial(mode, workers, max(MIN_STEPS, min(MAX_STEPS, steps)))
-            tried[workers] = trial
+            trial = tried[workers] = self.trial(mode, workers, steps)
             waits, slow = trial.data_wait > TOLERANCE, slows_step(trial)
             if (waits and trial.rate < top) or (mode != "cpu" and not waits and not slow):
                 break  # another mode is faster, or fewer workers would take more of the device
@@ -196,12 +195,12 @@ class Tuner:
         self.trials += tried.values()
 
     def trial(self, mode: str, workers: int, steps: int) -> StepTimes:
-        """Train with a mode and a number of workers."""
+        """Train with a mode and a number of workers for about this many steps."""
         self.configure(mode, workers)
         # The queued batches were split between workers and device by a first guess: skip them.
         queue_size = self.feed.train.loader.queue_size if mode != "cpu" else 0
         warm = WARM_BATCHES + max(self.world.all_gather(queue_size))
-        ranks = self.times(self.train_on_batch, steps, warm)
+        ranks = self.times(self.train_on_batch, max(MIN_STEPS, min(MAX_STEPS, steps)), warm)
         return min(ranks, key=lambda rank: rank.per_worker)._replace(
             workers=workers,
             rate=min(rank.rate for rank in ranks),

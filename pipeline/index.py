@@ -203,15 +203,15 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
         raise _missing_split(folder, key)
     root = files[0] if len(files) == 1 else os.path.abspath(folder)
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
-    cache = machine.default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
-    if (scan := _read_cache(cache)) is None:
+    file = machine.default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
+    if (scan := _read_cache(file)) is None:
         started = time.time()
         try:
             scan = _scan(files, f"{key}={root}")
         except OSError as error:
             raise UserError(f"{key}={root}: {with_advice(error)}") from None
         if scan.stamps[:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
-            _write_cache(cache, scan)
+            _write_cache(file, scan)
     sources: Sequence[Folder] = [Folder(root if os.path.isdir(root) else os.path.dirname(root))]
     if scan.places.any():  # offsets in tar files
         sources = list(map(Container, files, map(tuple, scan.stamps.tolist())))
@@ -237,7 +237,7 @@ def _missing_split(folder: str | os.PathLike[str], key: str) -> UserError:
     if f"data.{path.name}" == key:  # the default, which was hardly typed
         given = f"data.root={Path(folder).parent}: has no {path.name}"
     elif key != "data.root":
-        cure = f"give another {key}{f', or {key}=. for all' * (splits.keys() == {None})}"
+        cure = f"give another {key}" + f", or {key}=. for all" * (splits.keys() == {None})
     given += f"; {path.parent} holds {', '.join(beside[:5])}{', ...' * (len(beside) > 5)}: {cure}"
     return UserError(f"{given}{did_you_mean(path.name, beside)}")
 
@@ -263,11 +263,11 @@ def _scan(files: Sequence[str], origin: str) -> Scan:
 
 
 def _table(
-    classes: Collection[Sequence[bytes]], places: listing.Places
+    files: Collection[Sequence[bytes]], places: listing.Places
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the paths, labels and places of an Index; without `places`, of whole files."""
-    paths = list(chain.from_iterable(classes))
-    labels = np.repeat(np.arange(len(classes)), list(map(len, classes)))
+    """Return the paths, labels and places of the files of each class; without `places`, whole."""
+    paths = list(chain.from_iterable(files))
+    labels = np.repeat(np.arange(len(files)), list(map(len, files)))
     rows = list(map(places.__getitem__, paths)) if places else np.zeros((len(paths), 3))
     return np.array(paths), labels, np.array(rows, np.int64)
 
@@ -277,22 +277,22 @@ def _stamps(files: Sequence[bytes]) -> np.ndarray:
         return np.array([(i.st_mtime_ns, i.st_size) for i in pool.map(os.stat, files)], np.int64)
 
 
-def _read_cache(cache: Path) -> Scan | None:
+def _read_cache(file: Path) -> Scan | None:
     """Return the cached scan; None if there is none, or a file or folder of it has changed."""
     try:
-        with np.load(cache, allow_pickle=False) as stored:
+        with np.load(file, allow_pickle=False) as stored:
             scan = Scan(**stored)
         return scan if np.array_equal(_stamps(scan.listed.tolist()), scan.stamps) else None
     except Exception:  # numpy raises almost anything on a damaged file; or a folder is gone
         return None
 
 
-def _write_cache(cache: Path, scan: Scan) -> None:
+def _write_cache(file: Path, scan: Scan) -> None:
     """Try to cache a scan; without the cache, the next start scans again."""
     try:
-        with tempfile.TemporaryDirectory(dir=cache.parent) as folder:
-            written = Path(folder, cache.name)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            written = Path(folder, file.name)
             np.savez(written, **scan._asdict())
-            written.replace(cache)
+            written.replace(file)
     except OSError as error:
-        logger.warning("cache %s cannot be written (%s); the next start scans again", cache, error)
+        logger.warning("cache %s cannot be written (%s); the next start scans again", file, error)

@@ -73,7 +73,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     train_split, val_split = (str(split_path(root, name)) for name in (data.train, data.val))
     if held := held_out(data):
         if find_storage(val_split) or data.val != "val":
-            raise UserError(f"{held.origin}: excludes data.val={val_split}; give one, or move it")
+            raise UserError(f"{held.origin}: excludes {val_split}; leave the key out, or move that")
         key = "data.train" if data.train != "train" or find_storage(train_split) else "data.root"
         index = load_index(train_split if key == "data.train" else root, key=key)
         train, val = map(index.rows, hold_out(index, held))

@@ -225,9 +225,9 @@ def outputs_of(
                 names += tuple(name for name in outputs if name not in names)
             return names, [outputs.index(name) for name in names]
     if known and (trained.stored or len(classes) != len(known)):
-        unknown = ", ".join(sorted(set(classes) - set(known))[:3])
+        unknown, same = ", ".join(sorted({*classes} - {*known})[:10]), len(classes) == len(known)
         wrong = f"{len(classes)} classes, of which the model does not know {unknown}"
-        cure = "give the data it was trained for, or --classes FILE"
+        cure = "give the data it was trained for" + ", or --classes FILE" * same
         raise UserError(f"{where} {wrong} (it knows {', '.join(known[:3])}, ...); {cure}")
     cure = "give --classes FILE with the names of the model's classes, one per line"
     if len(classes) != len(every):

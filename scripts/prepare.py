@@ -64,7 +64,6 @@ import io
 import json
 import os
 import tarfile
-import time
 import warnings
 from collections import Counter
 from contextlib import ExitStack, suppress
@@ -205,7 +204,6 @@ def run(options: argparse.Namespace) -> int:
     and OSError if a file cannot be read or written.
     """
     warnings.simplefilter("ignore")  # Pillow warns about profiles and palettes
-    began = time.monotonic()
     outer, inner = os.path.realpath(options.source), os.path.realpath(options.to)
     if os.path.commonpath([outer, inner]) in (outer, inner):
         raise UserError(f"--to {inner} and {outer} contain each other; give another folder")
@@ -224,8 +222,6 @@ def run(options: argparse.Namespace) -> int:
         "classes": len({sample.label for sample in samples}),
         "images": len(samples),
         **{name: counts[name] for name in (*OUTCOMES, "bytes")},
-        "seconds": round(time.monotonic() - began, 3),
-        "train_with": shlex.join(["python", "train.py", *overrides]),
     }
     write_json(options.to / MARKER, report)
     print(
@@ -234,7 +230,7 @@ def run(options: argparse.Namespace) -> int:
         *notes,
         ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in OUTCOMES)
         + f"; {counts['bytes'] / 1e9:,.3f} GB",
-        f"train with: {report['train_with']}",
+        f"train with: {shlex.join(['python', 'train.py', *overrides])}",
         *[f"the unreadable images are listed in {listed}"] * bool(unreadable),
         sep="\n",
     )

@@ -128,11 +128,10 @@ class Run:
         if rate := number_in({**newest, **summary}.get("images_per_second"), 0):
             cells["images/s"] = rounded(rate, "images/s")
         if "seconds" in summary:
-            took, again = number_in(summary["seconds"], 0), len([*self.folder.glob("events.*")]) > 1
-            if again and rate:  # the steps and validations of all starts
-                took = number_in(summary.get("step"), 0) * batch_size / rate
-                took += sum(number_in(row.get("seconds"), 0) for row in self.rows["val"])
-            cells["took"] = f"{'about ' * again}{duration(took)}"
+            last_start = number_in(summary["seconds"], 0)
+            steps = number_in(summary.get("step"), 0) * batch_size / rate if rate else 0.0
+            every = steps + sum(number_in(row.get("seconds"), 0) for row in self.rows["val"])
+            cells["took"] = f"{'about ' * (every > last_start)}{duration(max(every, last_start))}"
             cells["device"] = summary.get("device", UNKNOWN)
         for path in sorted(self.folder.glob("events.out.tfevents.[0-9]*"))[:1] if alone else ():
             began = time.localtime(float(path.name.split(".")[3]))  # TensorBoard names it so
@@ -171,7 +170,7 @@ def read_runs(*given: Path) -> list[Run]:
             try:
                 runs[path.resolve()] = read_run(path)
             except DAMAGED as error:
-                raise UserError(f"{path}: a damaged file, remove it: {describe(error)}") from None
+                raise UserError(f"{path}: {describe(error)}; leave this run out") from None
     return list(runs.values())
 
 
@@ -263,7 +262,7 @@ def changed_classes(series: Sequence[Series]) -> list[tuple[Any, Any, float, flo
     first, second = (class_means(of) for _, of in series)
     found = []
     for a, b in [(first[key], second[key]) for key in first if key in second]:
-        gap, error = b["top1"] - a["top1"], math.hypot(*(standard_error(r, "top1") for r in (a, b)))
+        gap, error = a["top1"] - b["top1"], math.hypot(*(standard_error(r, "top1") for r in (a, b)))
         found += [(a, b, gap, error)] * (abs(gap) > 2 * error)
     return sorted(found, key=lambda row: -abs(row[2]))[:LISTED]
 
@@ -364,9 +363,9 @@ def grouped(runs: Sequence[Run], keys: Iterable[str]) -> list[list[Run]]:
 
 
 def mean_of(runs: Sequence[Run]) -> tuple[float, float, float]:
-    """Return the mean best value, its standard deviation (of one run, error) and standard error.
+    """Return the mean best value, its standard deviation and its standard error.
 
-    The error of one run is that of an accuracy of its images; that of folds is not below it.
+    Both are, of a single run, the error of an accuracy of its images, and of folds not below it.
     """
     name, _, row = runs[0].best()
     values = [number_in(run.best()[2].get(name)) for run in runs]
@@ -380,8 +379,8 @@ def mean_of(runs: Sequence[Run]) -> tuple[float, float, float]:
 def near_best(series: Sequence[Series]) -> list[str] | None:
     """Return the labels of the series that are not worse than the first one at the 95 % level.
 
-    None if the error is unknown: that of the difference of two mean best values, from all repeated
-    runs, with Cornish and Fisher's expansion of Student's t, or without any from the images.
+    The error of a difference is pooled over all repeated runs, or without any from the number of
+    images; None if it is unknown. `quantile` is Cornish and Fisher's expansion of Student's t.
     """
     means = [(label, *mean_of(runs), len(runs)) for label, runs in series]
     freedom = sum(count - 1 for *_, count in means) or math.inf
@@ -410,8 +409,8 @@ def against(keys: Sequence[str], series: Sequence[Series]) -> list[Any]:
     curves = defaultdict[str, list[tuple[float, ...]]](list)
     for runs in finished:
         others = [f"{k}={show(runs[0].config.get(k))}" for k in keys if k != axis]
-        (mean, error, _), place = mean_of(runs), places.index(runs[0].config[axis])
-        curves["".join(others)].append((place, mean, mean - error, mean + error, mean))
+        (mean, deviation, _), place = mean_of(runs), places.index(runs[0].config[axis])
+        curves["".join(others)].append((place, mean, mean - deviation, mean + deviation, mean))
     if max(map(len, curves.values()), default=0) < 3:
         return []
     free = range(COLOURS, 0, -1) if "" not in curves else (0,)  # not those of the first runs
@@ -451,7 +450,7 @@ def plot(
     `name`: of the values. `dashed`: whether curves of the training are. The axis of the values ends
     at `limit`, and its range is at least `least` times the largest of them.
     """
-    traces, is_percentage = [], "%" in rounded(0.0, name) or name.endswith("_fraction")
+    traces, is_percentage = list[Any](), "%" in rounded(0.0, name) or name.endswith("_fraction")
     for about, curve in curves:
         is_val, is_dashed = about["split"] == "val", dashed and about["split"] == "train"
         x, y, bottom, top, _ = ([float(f"{v:.7g}") for v in column] for column in curve.T)
@@ -461,9 +460,13 @@ def plot(
         trace = {"name": about["label"] + ", training" * is_dashed, "meta": about["run"]}
         trace |= {"x": x, "y": y, "mode": "lines+markers", "cliponaxis": False}
         trace["hovertemplate"] = "%{y:.2f} %" if is_percentage else "%{y:.5~g}"
-        trace |= {"line": {"dash": "dash" if is_dashed else "solid"}, "opacity": 1 - is_dashed / 2}
-        traces.append(trace | {"marker": {"size": sizes, "opacity": 1, "line": {"width": 0}}})
+        repeat = ("solid", "dot", "dashdot")[max(0, about["run"] - 1) // COLOURS]
+        trace |= {"line": {"dash": "dash" if is_dashed else repeat}, "opacity": 1 - is_dashed / 2}
+        trace |= {"marker": {"size": sizes, "opacity": 1, "line": {"width": 0}}}
+        traces.append(trace | {"legendrank": len(traces)})
         if bottom != top:
+            traces[-1]["customdata"] = [*zip(bottom, top, strict=True)]
+            traces[-1]["hovertemplate"] += " (%{customdata[0]:.4~g} to %{customdata[1]:.4~g})"
             edge = {"x": x + x[::-1], "y": top + bottom[::-1], "mode": "lines", "fill": "toself"}
             style = {"line": {"width": 0}, "opacity": 0.4, "marker": {}}
             traces.append({"meta": about["run"], "hoverinfo": "skip", **edge, **style})

@@ -1,7 +1,4 @@
-"""Lists that are fixed, because a change of them is a decision. A fork deletes this file.
-
-docs/fork.md has the command.
-"""
+"""Lists that are fixed: a change of them is a decision. A fork deletes this file (docs/fork.md)."""
 
 import ast
 

@@ -104,9 +104,9 @@ def check_refused(message: str, unchanged: Path, *arguments: Any) -> None:
     assert "\n" not in str(error.value) and tree(unchanged) == before
 
 
-def compare(stored: dict[str, Any], now: dict[str, Any], *, accept: bool = False) -> dict[str, str]:
+def compare(stored: dict[str, Any], now: Any, *, accept: bool = False, stop: int = 8) -> Any:
     content, facts = (dict.fromkeys(("identity", "plan", "config"), each) for each in (stored, now))
-    return accepted_changes(Path("step-7.pt"), content, facts, accept=accept)
+    return accepted_changes(Path("step-7.pt"), content | {"step": 7}, facts, accept, stop)
 
 
 def test_changes_and_remedies_are_listed() -> None:
@@ -121,6 +121,8 @@ def test_changes_and_remedies_are_listed() -> None:
         "checkpoint.resume=never to start over, or checkpoint.accept_changes=true to continue from "
         "this checkpoint"
     )
+    with pytest.raises(UserError, match=r"start over$"):
+        compare(stored, now, stop=7)
     assert list(compare(stored, now, accept=True)) == ["data.val", "optim.lr", "optim.momentum"]
     names = "a data.image_size augment.val optim.name optim.lr data.val data.val_fraction"
     many, order = dict.fromkeys(names.split(), 8), "data.val=.*fraction=.*optim.name=.*, a=.*size="

@@ -372,7 +372,7 @@ NOTHING: Source = dict
 WRONG: list[tuple[Source, dict[str, Change], str]] = [
     (NOTHING, {"imagenet.zip": b"PK"}, "holds no images; give ImageNet's"),
     (NOTHING, {"a/1.jpg": b"", "b.tar": b""}, "has images (a/1.jpg) and tar files (b.tar); give"),
-    (NOTHING, {"a.jpg": jpeg(1), "b/b.jpg": jpeg(1)}, "a.jpg is not in a class folder"),
+    (NOTHING, {"a.jpg": jpeg(1), "b/b.jpg": jpeg(1)}, "a.jpg is in no class folder"),
     (NOTHING, {f"train-{n}.tar": tar(IMAGES) for n in range(2)}, "is the name of 2 images"),
     (NOTHING, {**PARTS}, "no tar file has train or val in its name; rename them"),
     (NOTHING, {"train-0.tar": b"", "x.tar": b""}, "x.tar: the name does not contain train or"),

@@ -34,8 +34,7 @@ def test_neighbours_vote_and_the_penalty_is_chosen_without_the_queries(
     hits = 0
     for own, similar in zip(truth, queries @ bank.T, strict=True):
         near = np.argsort(-similar)[:20]
-        votes = np.bincount(labels[near], np.exp(similar[near] / 0.07), 4)
-        hits += votes.argmax() == own
+        hits += np.bincount(labels[near], np.exp(similar[near] / 0.07), 4).argmax() == own
     assert probe.run(*files) == 0
     images, knn, linear = capsys.readouterr().out.splitlines()
     assert images == "300 training, 100 validation images, 4 classes"

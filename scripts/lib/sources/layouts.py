@@ -201,7 +201,7 @@ def read_folder(
         elif name:
             samples.append(Sample(split, label, name, place))
         else:
-            raise UserError(f"{source}: {path} is not in a class folder; move it into one")
+            raise UserError(f"{source}: {path} is in no class folder; give the one around it")
     return samples + (val_samples(source, tree, flat) if flat else [])
 
 
