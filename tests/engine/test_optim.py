@@ -51,7 +51,8 @@ CLASSES = {name.lower(): name for name in vars(torch.optim) if name[0].isupper()
 def test_a_class_of_torch_gets_the_keys_that_have_an_effect(name: str) -> None:
     """conf.schema lists them, because conf imports no torch."""
     config = from_overrides(["data=fake", f"optim.name={name}"])
-    optimizer = build_optimizer(nn.Linear(2, 2), replace(config.optim, **KEYS))
+    for keys in ({"momentum": 0, "nesterov": True}, KEYS):  # without momentum it has no effect
+        optimizer = build_optimizer(nn.Linear(2, 2), replace(config.optim, **keys))
     assert type(optimizer).__name__ == CLASSES[name]
     found = {key for key, value in KEYS.items() if optimizer.defaults.get(key) == value}
     assert found == {key for key in KEYS if not unmet(config, f"optim.{key}")}
