@@ -136,6 +136,8 @@ class Run:
         for path in sorted(self.folder.glob("events.out.tfevents.[0-9]*"))[:1] if alone else ():
             began = time.localtime(float(path.name.split(".")[3]))  # TensorBoard names it so
             cells["started"] = time.strftime("%Y-%m-%d %H:%M", began)
+        if self.verdict and not alone:
+            cells["limited by"] = self.verdict[0].partition(":")[0]
         if made := summary.get("made_by"):
             cells["made by"] = f"torch {made['torch']}, commit {made['git_commit'][:8]}"
         return cells
@@ -238,7 +240,7 @@ def reliability(calibration: dict[str, list[Any]]) -> dict[str, Any]:
     even = np.array([(x, x, x, x, x) for x in (0.0, 100.0)])
     about = [{"label": t, "split": "", "run": c} for t, c in (("found", 1), ("perfect", 0))]
     drawn = plot([*zip(about, (np.array(points), even), strict=True)], "top1")
-    note = "whether a confidence of 80 % is right in 80 % of cases; band: a standard error"
+    note = "of 80 %: right in 80 % of cases? above the line: less sure than right; band: error"
     return {"title": "accuracy by confidence", "axis": "confidence, %", "note": note, **drawn}
 
 
@@ -457,14 +459,14 @@ def plot(
         alone = is_val and len(about["of"]) == 1  # its best validation has a large dot
         large = number_in(about["of"][0].best()[2].get("epoch")) if alone else math.nan
         sizes = [10 if abs(at - large) < 1e-5 else 5 * (len(x) < 31) for at in x]
-        trace = {"name": about["label"] + ", training" * is_dashed, "meta": about["run"]}
-        trace |= {"x": x, "y": y, "mode": "lines+markers", "cliponaxis": False}
+        trace: dict[str, Any] = {"meta": about["run"], "x": x, "y": y, "mode": "lines+markers"}
+        trace["name"] = re.sub(r" \(.*", "", about["label"]) + ", training" * is_dashed
         trace["hovertemplate"] = "%{y:.2f} %" if is_percentage else "%{y:.5~g}"
         repeat = ("solid", "dot", "dashdot")[max(0, about["run"] - 1) // COLOURS]
         trace |= {"line": {"dash": "dash" if is_dashed else repeat}, "opacity": 1 - is_dashed / 2}
         trace |= {"marker": {"size": sizes, "opacity": 1, "line": {"width": 0}}}
-        traces.append(trace | {"legendrank": len(traces)})
-        if bottom != top:
+        traces.append(trace | {"legendrank": len(traces), "cliponaxis": False})
+        if bottom != top and not is_dashed:  # more than two bands cannot be told apart
             traces[-1]["customdata"] = [*zip(bottom, top, strict=True)]
             traces[-1]["hovertemplate"] += " (%{customdata[0]:.4~g} to %{customdata[1]:.4~g})"
             edge = {"x": x + x[::-1], "y": top + bottom[::-1], "mode": "lines", "fill": "toself"}
@@ -499,6 +501,7 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     repeated = len(series) < len(runs) and validated
     colour = {run.folder: i for i, (_, of) in enumerate(series, 1) for run in of}
     unlike = [key for key, *_ in differences(validated) if key in VALIDATION]
+    near = near_best(series) if series[1:] and validated else None
     winner = [mean_of(of)[0] for _, of in series[:2]] if validated else []
     table = [*zip(["run", *(run.name * named for run in runs)], best, *rest, strict=True)]
     folded = [row for row in rows if row[0] not in keys]

@@ -180,7 +180,7 @@ def test_what_the_best_checkpoint_gets_wrong(runs: Path, monkeypatch: pytest.Mon
     assert matrix == [[a, *(pairs.get((a, b), "") for b in names)] for a in names]
     shown = [[r["class"], *(r[n] for n in ("top1", "precision", "f1"))] for r in by_class]
     rounded = [[a, *(f"{float(n):.2f}" if n else "–" for n in row)] for a, *row in shown]
-    assert [[a, *row] for a, _, *row in page.classes[1:]] == rounded
+    assert [[a, *(n.split(" ±")[0] for n in row)] for a, _, *row in page.classes[1:]] == rounded
     assert [*page.charts][-1] == "accuracy by confidence"
     hidden = 8 + 4 * (SIDE + 8) - SIDE, 8 + 4 * HEIGHT - SIDE  # 100 % in CSS
     assert len(page.styles) == 15  # once, though there are two evaluations
@@ -194,7 +194,7 @@ def test_what_the_best_checkpoint_gets_wrong(runs: Path, monkeypatch: pytest.Mon
     assert "Evaluation first,best,train" in page.said and len(page.styles) == 15 + 16
     shutil.rmtree("evaluation")
     files[1].write_text("class,images,top1,precision,f1,name\na,9,25.0,,40,A\nb,0,,,,B\n")
-    assert made(Path("first")).classes[1:] == [["A", "9", "25.00", "–", "40.00"]]
+    assert made(Path("first")).classes[1:] == [["A", "9", "25.00 ± 14.4", "–", "40.00"]]
 
 
 def test_any_metric_gets_a_chart(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_sweep_has_a_chart_of_its_key(tmp_path: Path) -> None:
     means = [["optim.lr=0.1", "99.00 % ± 0.99", "–", "1"]]
     means += [["optim.lr=0.3", "75.00 % ± 25.00", "35.36 %", "2"]]
     assert page.means[1:3] == means
-    assert "optim.lr=0.1 may be no better than optim.lr=0.3, optim.lr=0.03" in page.said
+    assert "optim.lr=0.1 may be no better than optim.lr=0.3 and optim.lr=0.03" in page.said
     assert not any(page.best) and page.lines[0] == [(0, 40), (1, 99), (2, 75)]
     assert page.charts["best top1 by optim.lr"][2]["categoryarray"] == ["0.03", "0.1", "0.3"]
     assert "optim.lr=0.3, last 75.00 %" in page.said and page.boxes == ["c1", "c2", "c3"]
