@@ -248,7 +248,7 @@ def _advice(name: str, value: str = "") -> str:
     if value:
         meant = [f"{k if value in group_names(k) else NAME_KEYS.get(k, k)}={value}" for k in meant]
     guess = f"did you mean {' or '.join(meant)}?" if meant else ""
-    listed = f"{section} has {', '.join(own.values())}" if own else "train.py --help lists all keys"
+    listed = f"{section} has {', '.join(own.values())}" if own else "--help lists all keys"
     flag, last = (_for_flag("--" + re.sub("[._]", "-", each), value) for each in (typed, word))
     return flag or guess or last or listed
 
@@ -258,8 +258,8 @@ def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
     for name, value in values.items():
         shown = f"{origin}{name}={show(value)}"
         if name not in FIELDS:
-            cure = "indent its keys" if origin and name in SECTIONS else _advice(name, show(value))
-            cure = cure.replace("=", ": ") if origin else cure  # as in a YAML file
+            cure = f"write `{name}: {{KEY: VALUE}}`" if origin and name in SECTIONS else ""
+            cure = cure or _advice(name, show(value)).replace("=", ": " if origin else "=")
             raise UserError(f"{shown}: there is no key {name}; {cure}")
         section, _, last = name.partition(".")
         allowed = FIELDS[name].metadata["check"]
@@ -271,7 +271,7 @@ def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
         except OmegaConfBaseException:
             pass
         word = value if isinstance(value, str) else ""
-        more = SEVERAL if "," in word else f"; {_for_flag(name, '')}".rstrip("; ")
+        more = SEVERAL if "," in word else f"; {_for_flag(name, word)}".rstrip("; ")
         if word[:1] in ("[", "{") and word[-1] not in "]}":
             more = "; a space needs quotes around the word"
         raise UserError(f"{shown}: not allowed; give {allowed.says}{more}")
@@ -290,8 +290,8 @@ def _recipe(file: Path) -> dict[str, Any]:
             composed = compose("config", ["recipe=chosen", f"hydra.searchpath=[{folder}]"])
         except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:
             reason = " ".join(str(error).splitlines()[:2]).strip()
-            reason = reason.replace("use 'override ", "use 'override /")  # a recipe is in a group
             reason = re.sub(r"^In .* 'recipe/(\w+)/(.*?)'.*", r"write `- override /\1: \2`", reason)
+            reason = reason.replace("use 'override ", "use 'override /")  # a recipe is in a group
             raise UserError(f"{file}: {reason}; correct it") from None
     return dotted(composed)
 

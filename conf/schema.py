@@ -179,7 +179,6 @@ WEIGHTS = Check(  # a name such as 10 is read as a number
     "weights > 0 by class in braces, such as {cat: 1, dog: 3}",
 )
 DEVICE = one_of("auto", "cpu", "cuda", "mps", "xpu")
-DEVICE = DEVICE._replace(says=f"{DEVICE.says}; CUDA_VISIBLE_DEVICES=1 chooses the second GPU")
 COMPILE = one_of("auto", "off", "default", "tuned", "recompute", "max-autotune-no-cudagraphs")
 RUN_NAME = Check(lambda n: n not in ("", ".", "..") and "/" not in (n or "/"), "a name without /")
 BOARDS = Check(lambda names: names in ([], ["tensorboard"]), "[tensorboard] or []")
@@ -251,7 +250,7 @@ class AugmentConfig:
     """transforms of each training image, in order, each `name` or `name: {parameter: value}`"""
     val: list[Any] = key([], RESULT, TRANSFORMS)
     """transforms of each validation image, in order"""
-    batch: list[Any] = key([], RESULT, Check(LIST.allows, "a list such as [mixup, random_erasing]"))
+    batch: list[Any] = key([], RESULT, Check(LIST.allows, "a list such as [{mixup: {alpha: 0.2}}]"))
     """transforms of each training batch on the device, in order: mixup, cutmix, ..."""
 
 

@@ -106,7 +106,7 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
     if not names:
         above, cure = os.path.dirname(base), "put each image into <class>/, a folder in it"
         if origin.startswith("data.root=") and any(map(is_image, loose)):
-            cure = f"if its images are all of one class, give {os.fsdecode(above)}"
+            cure = f"if its images are one class of several, give {os.fsdecode(above)}"
         found = "holds no folders" if loose else "is empty"
         raise UserError(f"{origin}: {found}, but needs a folder for each class; {cure}")
     with ThreadPoolExecutor(THREADS) as pool:

@@ -42,8 +42,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     model, *options.paths = options.checkpoint, *_ = options.paths
     if not options.paths:
         both = [model, "PHOTO.jpg"] if is_model(model) else ["runs/NAME", model]
-        wrong = "is missing" if is_model(model) else "the model comes first"
-        parser.error(f"PATH: {wrong}: write python scripts/predict.py {shlex.join(both)}")
+        parser.error(f"PATH: give the model, then images: scripts/predict.py {shlex.join(both)}")
     forms = {".csv": "csv", ".json": "jsonl", ".jsonl": "jsonl", ".txt": "table"}
     if form := forms.get(options.out.suffix):
         parser.error(f"--out {options.out}: is for masks; write --format {form} > {options.out}")

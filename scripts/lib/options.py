@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
             read_overrides(w for w in words if w in typed or w in values)
         except (UserError, argparse.ArgumentError) as mistake:
             text = re.sub(rf"write (?='?{useless}|data.im)", "when you train, write ", str(mistake))
-            self.error(text.replace("train.py --help lists all keys", "see --help"))
+            self.error(text)
 
     def read_config(self) -> tuple[argparse.Namespace, Config]:
         from conf import cli
@@ -120,6 +120,8 @@ def parse_paths(parser: Parser, words: Sequence[str] | None = None, several: boo
         parser.error(f"{options.paths[0]}: holds runs; give one, such as {runs[-1].parents[1]}")
     if (more := options.paths[1:]) and not several:
         flags = {c: a.option_strings[0] for a in parser._actions for c in a.choices or ()}
-        key = f"{flags[more[0]]} " if more[0] in flags else "data.root="
-        parser.error(f"{more[0]}: only one path, the checkpoint, is taken; perhaps {key}{more[0]}?")
+        name, form = more[0], more[0].rpartition(".")[2]  # model.onnx, or onnx
+        cure = f"{flags[form]} {form} --out {name}" if form in flags else f"data.root={name}"
+        cure = cure.removesuffix(f" --out {form}")
+        parser.error(f"{name}: only one path, the checkpoint, is taken; perhaps {cure}?")
     return options
