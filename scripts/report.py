@@ -38,7 +38,6 @@ import os
 import re
 import secrets
 import shlex
-import time
 from base64 import b64encode  # noqa: F401 - report.html uses it
 from collections import defaultdict
 from contextlib import suppress
@@ -66,7 +65,7 @@ LISTED = 20  # classes or confusions; of at most as many classes, a table has al
 BUCKETS = 250  # most points of a curve; of a longer one, each is the mean of equally many
 MOST, COLOURS = 30, 10  # curves of a chart, whose colours repeat
 DIVERGED = 5  # times the median of the curves' maxima: losses above it hide the other runs
-REPEATS = {"train.seed", "data.val_fold"}  # keys of which a mean is shown
+REPEATS = re.compile(r"train\.seed|data\.val_fold|checkpoint\.|log\.")  # a mean of them is shown
 SHOWN = ("data.root", "data.image_size", "model.name", "loader.batch_size", "optim.lr")
 # Runs that differ in one of these have other validation images, or another best value
 VALIDATION = {"train.best_by", "data.root", "data.val", "data.val_fraction", "data.val_fold"}
@@ -85,6 +84,7 @@ class Run:
 
     folder: Path
     name: str = ""
+    short_name: str = ""  # unless the program has made the name of values, which the tables have
     status: str = "still in training, or killed: then the same command resumes it"
     config_text: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
@@ -133,9 +133,6 @@ class Run:
             every = steps + sum(number_in(row.get("seconds"), 0) for row in self.rows["val"])
             cells["took"] = f"{'about ' * (every > last_start)}{duration(max(every, last_start))}"
             cells["device"] = summary.get("device", UNKNOWN)
-        for path in sorted(self.folder.glob("events.out.tfevents.[0-9]*"))[:1] if alone else ():
-            began = time.localtime(float(path.name.split(".")[3]))  # TensorBoard names it so
-            cells["started"] = time.strftime("%Y-%m-%d %H:%M", began)
         if self.verdict and not alone:
             cells["limited by"] = self.verdict[0].partition(":")[0]
         if made := summary.get("made_by"):
@@ -183,6 +180,7 @@ def read_run(folder: Path) -> Run:
     words = yaml.safe_load(read_text(folder / "overrides.yaml")) or []
     run.typed, run.command = override_keys(words), shlex.join(["python", "train.py", *words])
     run.name = str(run.config.get("run.name") or folder.resolve().name)
+    run.short_name = "" if "," in run.name else run.name
     run.summary = json.loads(read_text(folder / "summary.json") or "{}")
     run.status = str(run.summary.get("status", run.status))
     run.status += "; the same command resumes" * (run.status == "interrupted")
@@ -335,33 +333,38 @@ def charts(series: Sequence[Series]) -> list[dict[str, Any]]:
     return found
 
 
-def series_of(
-    runs: Sequence[Run], keys: list[str], *, named: bool
-) -> tuple[list[str], list[str], list[Series]]:
+def series_of(runs: Sequence[Run], keys: list[str]) -> tuple[list[str], list[str], list[Series]]:
     """Return the keys by which the runs differ, and what is drawn as one curve, the best first.
 
     First those of `keys`, of the table. Runs that differ in nothing but REPEATS are one series. Its
-    label has the number of a run and, if it is `named`, its name, else the values of the one or two
-    keys by which they differ.
+    label has the number and the short name of a run, or the values of one or two differing keys.
     """
-    every = [key for key, *_ in differences(runs) if key not in REPEATS]
+    every = [key for key, *_ in differences(runs) if not REPEATS.match(key)]
     own, groups = [key for key in every if key in keys], grouped(runs, every)
     varied = own if len(grouped(runs, own)) == len(groups) else every  # the others follow from own
-    series, alone = [], len(groups) == len(runs)
+    series, alone = [], not any(of[1:] for of in groups)
     for i, of in enumerate(groups, 1):
         value = " ".join(f"{k}={show(of[0].config.get(k))}" for k in own * (len(own) < 3))
         value = re.sub(r"(?<!\S)\w+\.(?!name=)", "", value) if own[1:] else value
-        one = f"{i} {of[0].name * named or value}".strip()
-        series.append((one if alone else value or f"group {i}", of))
+        name = value or of[0].short_name * (len(of) == 1) or f"group {i}"
+        one = f"{runs.index(of[0]) + 1} {of[0].short_name or value}".strip()
+        series.append((one if alone else name, of))
     return own, varied, series
 
 
 def grouped(runs: Sequence[Run], keys: Iterable[str]) -> list[list[Run]]:
-    """Group runs by the values of config keys, as text; the group with the best mean is first."""
+    """Group runs by the values of config keys, as text; the group with the best mean is first.
+
+    A run that has not finished counts if no other of its group has, and one of equal weights.
+    """
     groups = defaultdict[tuple[str, ...], list[Run]](list)
     for run in runs:
         groups[tuple(show(run.config.get(key)) for key in keys)].append(run)
-    return sorted(groups.values(), key=lambda of: -fmean(run.best()[1] for run in of))
+    kept = []
+    for of in groups.values():
+        ended = [run for run in of if run.summary.get("status") == "finished"] or of
+        kept.append([*{r.summary.get("params_sha256", r.folder): r for r in ended[::-1]}.values()])
+    return sorted(kept, key=lambda of: -fmean(run.best()[1] for run in of))
 
 
 def mean_of(runs: Sequence[Run]) -> tuple[float, float, float]:
@@ -493,17 +496,16 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     best, *rest = compared([run.headline(shown, alone=not runs[1:]) for run in runs])
     common = [row[:2] for row in rest if {*row[1:]} == {row[1]} != {UNKNOWN} and runs[1:]]
     rest = [r for r in rest if r[1:] != best[1:] and len({*r[1:]} - {UNKNOWN}) >= min(2, len(runs))]
-    if runs[1:]:  # the keys that differ come first, the status last
-        rest.sort(key=lambda row: (row[0] not in keys) + (row[0] == "status"))
-    named = not any("," in run.name for run in runs)  # else the columns have what is in the names
-    own, varied, series = series_of(runs, keys, named=named)
+    if runs[1:]:  # the status and the keys that differ come first
+        rest.sort(key=lambda row: row[0] not in ("status", *keys))
+    own, varied, series = series_of(runs, keys)
     validated = [run for run in runs if run.best()[2]]
-    repeated = len(series) < len(runs) and validated
+    repeated = any(of[1:] for _, of in series) and validated
     colour = {run.folder: i for i, (_, of) in enumerate(series, 1) for run in of}
-    unlike = [key for key, *_ in differences(validated) if key in VALIDATION]
-    near = near_best(series) if series[1:] and validated else None
-    winner = [mean_of(of)[0] for _, of in series[:2]] if validated else []
-    table = [*zip(["run", *(run.name * named for run in runs)], best, *rest, strict=True)]
+    unlike = {key for key, *_ in differences(validated) if key in VALIDATION}
+    unlike -= {"data.val_fold"} if repeated else set()  # each fold has its own images
+    near = near_best(series) if series[1:] and validated and not unlike else None
+    table = [*zip(["run", *(run.short_name for run in runs)], best, *rest, strict=True)]
     folded = [row for row in rows if row[0] not in keys]
     drawn = against(varied, series) + charts(series[:MOST])
     from plotly.offline import get_plotlyjs  # noqa: F401 - 4 MB of JavaScript, for report.html

@@ -130,11 +130,8 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_run_that_has_not_ended(copied: Path, runs: Path, tmp_path: Path) -> None:
     """The last row is cut off. Nothing is written through a link in a stranger's folder."""
-    (copied / "events.out.tfevents.1000000000.host").touch()
-    text = (copied / "summary.json").read_text()  # the second start was short
-    (copied / "summary.json").write_text(re.sub('"seconds": [0-9.]+', '"seconds": 0.01', text))
-    config = copied / "config.yaml"
-    config.write_text(config.read_text().replace("  seed: 0\n", "  seed: 1\n"))
+    text = re.sub('"seconds": [0-9.]+', '"seconds": 0.01', (copied / "summary.json").read_text())
+    (copied / "summary.json").write_text(text.replace('"params_sha256": "', '"params_sha256": "0'))
     page = made(runs / "first", copied, out=tmp_path / "a.html")
     assert {facts["took"].partition("0:")[0] for facts in page.facts} == {"", "about "}
     assert page.means[0][0] == "mean of best top1" and page.means[1][1:] == ["0.00 %", "2"]
@@ -145,7 +142,7 @@ def test_a_run_that_has_not_ended(copied: Path, runs: Path, tmp_path: Path) -> N
     (copied / "verdict.json").write_text(json.dumps({"epoch": 2.0, "verdict": ["input-bound."]}))
     page = made(copied)
     assert page.facts[0]["status"].startswith("epoch 2.0, 0:00 left; still in training")
-    assert "input-bound." in page.said and page.facts[0]["started"][:8] == "2001-09-"
+    assert "input-bound." in page.said
     assert page.facts[0]["best top1"].endswith("1.1 of 2") and not (tmp_path / "outside").exists()
     (copied / "metrics.jsonl").write_text("")  # it has only begun
     page = made(copied)
@@ -253,10 +250,13 @@ def test_many_runs(tmp_path: Path) -> None:
 
 
 def test_a_sweep_has_a_chart_of_its_key(tmp_path: Path) -> None:
-    for lr, seed, top1 in ((0.3, 1, 100.0), (0.03, 1, 40.0), (0.1, 1, 99.0), (0.3, 2, 50.0)):
+    """Of runs with equal weights one counts, and of runs that have not ended none beside others."""
+    tops = {0.3: (100.0, 50.0, 1.0, 50.0), 0.03: (40.0,), 0.1: (99.0,)}
+    for lr, seed, top1 in [(lr, i, v) for lr, of in tops.items() for i, v in enumerate(of, 1)]:
         val = {"step": 9, "epoch": 1, "split": "val", "top1": top1, "images": 100}
-        config = synthetic(tmp_path / f"lr={lr},{seed}", [val]) / "config.yaml"
-        config.write_text(json.dumps({"optim": {"lr": lr}, "train": {"seed": seed}}))
+        about = {"status": "interrupted"} if seed == 3 else {"params_sha256": f"{top1}"}
+        config = synthetic(tmp_path / f"lr={lr},{seed}", [val], **about) / "config.yaml"
+        config.write_text(f"optim: {{lr: {lr}}}\ntrain: {{seed: {seed}}}\nlog: {{keep: {seed}}}")
     page = made(*tmp_path.glob("*,1"), out=tmp_path / "seed1.html")
     assert page.charts.keys() == {"best top1 by optim.lr"}
     assert page.lines == [[(0, 40), (1, 99), (2, 100)]]
