@@ -57,6 +57,8 @@ class Parser(argparse.ArgumentParser):
             self.check(sys.argv[1:], [w for w in left if w[:1] == "-"], r"\w+[.=]")
             message = f"{left[0]}: is not taken; see --help"
         example = [*re.findall("python scripts/[^>]*?$", self.description or "", re.M), "--help"][0]
+        given = iter([word for word in sys.argv[1:] if "/" in word or os.path.exists(word)])
+        example = " ".join(next(given, w) if w[0] == "/" else w for w in example.split())
         message = re.sub("^the follow.*: ([^/]*).*", rf"\1: is missing; write {example}", message)
         if choice := re.search(r"choice: '(.*?)' \(choose from (.*)\)", message):
             message += did_you_mean(choice[1], re.findall(r"\w+", choice[2]))
