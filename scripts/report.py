@@ -337,17 +337,17 @@ def series_of(runs: Sequence[Run], keys: list[str]) -> tuple[list[str], list[str
     """Return the keys by which the runs differ, and what is drawn as one curve, the best first.
 
     First those of `keys`, of the table. Runs that differ in nothing but REPEATS are one series. Its
-    label has the number and the short name of a run, or the values of one or two differing keys.
+    label has the number of a run, and the values of one or two differing keys or its short name.
     """
     every = [key for key, *_ in differences(runs) if not REPEATS.match(key)]
     own, groups = [key for key in every if key in keys], grouped(runs, every)
     varied = own if len(grouped(runs, own)) == len(groups) else every  # the others follow from own
     series, alone = [], not any(of[1:] for of in groups)
     for i, of in enumerate(groups, 1):
-        value = " ".join(f"{k}={show(of[0].config.get(k))}" for k in own * (len(own) < 3))
+        value = " ".join(f"{k}={show(of[0].config.get(k))}" for k in own * (len(own) < 3 and varied is own))
         value = re.sub(r"(?<!\S)\w+\.(?!name=)", "", value) if own[1:] else value
         name = value or of[0].short_name * (len(of) == 1) or f"group {i}"
-        one = f"{runs.index(of[0]) + 1} {of[0].short_name or value}".strip()
+        one = f"{runs.index(of[0]) + 1} {value or of[0].short_name}".strip()
         series.append((one if alone else name, of))
     return own, varied, series
 
