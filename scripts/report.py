@@ -343,8 +343,9 @@ def series_of(runs: Sequence[Run], keys: list[str]) -> tuple[list[str], list[str
     own, groups = [key for key in every if key in keys], grouped(runs, every)
     varied = own if len(grouped(runs, own)) == len(groups) else every  # the others follow from own
     series, alone = [], not any(of[1:] for of in groups)
+    named = own if len(own) < 3 and varied is own else []  # a label of these tells the groups apart
     for i, of in enumerate(groups, 1):
-        value = " ".join(f"{k}={show(of[0].config.get(k))}" for k in own * (len(own) < 3 and varied is own))
+        value = " ".join(f"{key}={show(of[0].config.get(key))}" for key in named)
         value = re.sub(r"(?<!\S)\w+\.(?!name=)", "", value) if own[1:] else value
         name = value or of[0].short_name * (len(of) == 1) or f"group {i}"
         one = f"{runs.index(of[0]) + 1} {value or of[0].short_name}".strip()
