@@ -85,8 +85,6 @@ BATCHES = (1, 3, 12)  # images; the example batch of the export has 2
 # Allowed difference, relative to the largest logit. onnxruntime differed by up to 8e-7 for ResNet,
 # ViT, Swin and MobileNetV3; pt2 by 0.
 BOUND = 1e-4
-# Loggers of the exporters, which describe their own passes.
-QUIET = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 
 
 class WithPreprocessing(nn.Module):
@@ -280,7 +278,8 @@ def export(job: Job, out: Path) -> None:
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".export-") as folder:
         temporary = Path(folder) / out.name
         try:
-            with warnings.catch_warnings(action="ignore"):  # of exporters, about their own code
+            logging.disable(logging.WARNING)  # the exporters describe their own passes
+            with warnings.catch_warnings(action="ignore"):  # and their own code
                 save(job, model, temporary)
                 predict, texts = open_exported(job, temporary)
             result = compare(job, predict, model)
@@ -302,8 +301,6 @@ def export(job: Job, out: Path) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Find all mistakes in the arguments; then export."""
-    for name in QUIET:
-        logging.getLogger(name).setLevel(logging.ERROR)
     trained = open_trained(Path(*options.paths), options.overrides, classes=options.classes)
     if not trained.classes:
         logging.warning("the names of the classes are unknown; give --classes FILE")

@@ -142,7 +142,7 @@ class Run:
 
 def standard_error(row: dict[str, Any], name: str) -> float:
     """Return that of an accuracy in percent, from the number of images; 0 for other values."""
-    value, images = number_in(row.get(name), 0), number_in(row.get("images"), math.inf)
+    value, images = number_in(row.get(name), 0), number_in(row.get("images"), 0) or math.inf
     return abs(value * (100 - value) / images) ** 0.5 if name[:3] == "top" else 0.0
 
 
@@ -238,32 +238,34 @@ def reliability(calibration: dict[str, list[Any]]) -> dict[str, Any]:
     even = np.array([(x, x, x, x, x) for x in (0.0, 100.0)])
     about = [{"label": t, "split": "", "run": c} for t, c in (("found", 1), ("perfect", 0))]
     drawn = plot([*zip(about, (np.array(points), even), strict=True)], "top1")
-    note = "of 80 %: right in 80 % of cases? above the line: less sure than right; band: error"
+    note = "of predictions with 80 %, how many are right? above the line: too cautious"
     return {"title": "accuracy by confidence", "axis": "confidence, %", "note": note, **drawn}
 
 
 def class_means(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """Return a row of each class, by its key, with the mean and the range of top1 over runs."""
+    """Return a row of each class, by its key, with mean, range and standard error of top1."""
     tables = [run.evaluations[0][2].get("per_class", []) for run in runs if run.evaluations]
     found = {}
     for rows in zip(*tables, strict=False):  # the classes of a dataset have one order
         tops = [row["top1"] for row in rows]
-        found[rows[0]["class"]] = rows[0] | {"top1": fmean(tops), "span": (min(tops), max(tops))}
+        mean = rows[0] | {"top1": fmean(tops), "span": (min(tops), max(tops))}
+        deviation = max(np.std(tops, ddof=1) if tops[1:] else 0, standard_error(mean, "top1"))
+        found[rows[0]["class"]] = mean | {"error": deviation / len(tops) ** 0.5}
     return found
 
 
 def changed_classes(series: Sequence[Series]) -> list[tuple[Any, Any, float, float]]:
     """Return the rows of two series for a class, the difference in top1 and its standard error.
 
-    Of the classes with the largest differences, above two standard errors.
+    Of the classes with the largest differences, beyond the 95 % level.
     """
     if len(series) != 2:
         return []
     first, second = (class_means(of) for _, of in series)
-    found = []
+    found, limit = [], t_limit(sum(len(of) - 1 for _, of in series))
     for a, b in [(first[key], second[key]) for key in first if key in second]:
-        gap, error = a["top1"] - b["top1"], math.hypot(*(standard_error(r, "top1") for r in (a, b)))
-        found += [(a, b, gap, error)] * (abs(gap) > 2 * error)
+        gap, error = a["top1"] - b["top1"], math.hypot(a["error"], b["error"])
+        found += [(a, b, gap, error)] * (abs(gap) > limit * error)
     return sorted(found, key=lambda row: -abs(row[2]))[:LISTED]
 
 
@@ -382,20 +384,24 @@ def mean_of(runs: Sequence[Run]) -> tuple[float, float, float]:
     return both[name], deviation, max(deviation / len(runs) ** 0.5, error)
 
 
+def t_limit(freedom: int) -> float:
+    """Return Student's t at the 95 % level (Cornish and Fisher); without repeated runs, 1.96."""
+    return sum(c / (freedom or math.inf) ** i for i, c in enumerate((1.96, 2.37, 2.82, 2.56, 1.59)))
+
+
 def near_best(series: Sequence[Series]) -> list[str] | None:
     """Return the labels of the series that are not worse than the first one at the 95 % level.
 
     The error of a difference is pooled over all repeated runs, or without any from the number of
-    images; None if it is unknown. `quantile` is Cornish and Fisher's expansion of Student's t.
+    images; None if it is unknown.
     """
     means = [(label, *mean_of(runs), len(runs)) for label, runs in series]
-    freedom = sum(count - 1 for *_, count in means) or math.inf
+    freedom = sum(count - 1 for *_, count in means)
     spread = sum(deviation**2 * (count - 1) for _, _, deviation, _, count in means)
-    quantile = sum(c / freedom**i for i, c in enumerate((1.96, 2.37, 2.82, 2.56, 1.59)))
-    near, (_, best, *_, runs) = [], means[0]
+    near, limit, (_, best, *_, runs) = [], t_limit(freedom), means[0]
     for label, mean, _, error, count in means[1:]:
-        of_one = spread / freedom or error**2
-        near += [label] * (abs(best - mean) <= quantile * (of_one * (1 / runs + 1 / count)) ** 0.5)
+        of_one = spread / (freedom or 1) or error**2
+        near += [label] * (abs(best - mean) <= limit * (of_one * (1 / runs + 1 / count)) ** 0.5)
     return near if any(error for *_, error, _ in means) else None
 
 

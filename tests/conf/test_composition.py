@@ -122,5 +122,4 @@ def test_paths_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     config = from_overrides(
         ["data.root=${oc.env:FOLDER}/more", "run.dir=${oc.env:NONE,/runs}/${now:%Y}"]
     )
-    assert config.data.root == "/images/more"
-    assert config.run.dir.startswith("/runs/20")
+    assert config.data.root == "/images/more" and config.run.dir.startswith("/runs/20")

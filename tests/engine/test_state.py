@@ -142,8 +142,7 @@ def test_everything_is_restored_on_exit(name: str, steps: int) -> None:
         assert [tensor.data_ptr() for tensor in live.state_dict().values()] == addresses
         assert torch.equal(torch.get_rng_state(), random)
         assert all(p.grad is None for p in state.model.parameters())
-        assert state.optimizer.param_groups[0]["lr"] == 0.0123
-        assert state.model.training
+        assert state.optimizer.param_groups[0]["lr"] == 0.0123 and state.model.training
 
 
 def test_a_checkpoint_of_a_cpu_continues_on_a_gpu() -> None:

@@ -92,8 +92,7 @@ def test_model_is_unchanged(model: nn.Module, data: tuple[Tensor, Tensor], mode:
     model.train(mode)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     evaluate([model], watch, padded(*data, 20), ALONE)
-    assert torch.is_grad_enabled()
-    assert model.training == mode and model.bn1.training == mode
+    assert torch.is_grad_enabled() and model.training == mode and model.bn1.training == mode
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 

@@ -189,8 +189,7 @@ def test_a_signal_reaches_the_job(tmp_path: Path, number: int) -> None:
         stopped = "\nsweep stopped in job 1 of 2; run the same command again to continue\n"
         assert number == signal.SIGKILL or stopped in process.stdout.read()
         wait_for("the job ends", lambda: not process.members())
-    assert (tmp_path / "saved").exists()
-    assert (tmp_path / "started").read_text() == "0\n"
+    assert (tmp_path / "saved").exists() and (tmp_path / "started").read_text() == "0\n"
 
 
 def test_installed_plugins_run(tmp_path: Path) -> None:

@@ -67,8 +67,7 @@ def test_cutmix_pastes_a_box_and_its_area_is_the_weight() -> None:
         assert targets[i, j].item() == pytest.approx(areas[-1], abs=1e-6)
         assert targets[i, i].item() == pytest.approx(1 - areas[-1], abs=1e-6)
     assert len(set(areas)) > COUNT / 2
-    assert min(areas) < 0.1
-    assert max(areas) > 0.5
+    assert min(areas) < 0.1 and max(areas) > 0.5
 
 
 def test_erasing_clears_a_box_and_keeps_the_targets() -> None:
@@ -159,8 +158,7 @@ def test_every_image_of_a_small_share_gets_another_one(total: int, ranks: int) -
         mine = Mixing([], total, 0, rank, ranks).part(0, total // ranks)
         rows = torch.arange(float(mine.count))
         partners = mine.blend(rows, torch.zeros_like(rows))
-        assert sorted(partners.tolist()) == rows.tolist()
-        assert not (partners == rows).any()
+        assert sorted(partners.tolist()) == rows.tolist() and not (partners == rows).any()
 
 
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)

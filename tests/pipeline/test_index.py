@@ -192,5 +192,4 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for given, folder in (("", ".cache/imagenet-trainer"), (f"{tmp_path}/file", temporary)):
         monkeypatch.setenv("XDG_CACHE_HOME", given)  # the file is no folder, as without a home
         assert default_cache_dir() == tmp_path / folder and (tmp_path / folder).is_dir()
-        assert paths(root) == ["a/1.jpg"]
-        assert list((tmp_path / folder).glob("*.npz"))
+        assert paths(root) == ["a/1.jpg"] and list((tmp_path / folder).glob("*.npz"))

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 
@@ -273,6 +274,19 @@ def test_a_sweep_has_a_chart_of_its_key(tmp_path: Path) -> None:
     runs = [report.Run(tmp_path, rows=r, config={"data.val_fold": i}) for i, r in enumerate(rows)]
     assert report.near_best([("", runs[:2]), ("3", runs[2:3]), ("4", runs[3:])]) == ["3"]
     assert report.mean_of(runs[:2])[2] == (81 * 19 / 18) ** 0.5  # of 18 images: the folds are close
+
+
+def test_classes_that_differ(tmp_path: Path) -> None:
+    """By the spread of seeds, where there are several: that of `ship` is larger than its gap."""
+    tops = {"ship": ((59, 51, 50), (64, 26, 9)), "horse": ((33, 30, 36), (10, 12, 10))}
+    series: list[report.Series] = [("", []), ("", [])]
+    for i, j in np.ndindex(2, 3):
+        rows = [{"class": c, "images": 100, "top1": float(of[i][j])} for c, of in tops.items()]
+        found = [(tmp_path, {}, {"per_class": rows})]
+        series[i][1].append(report.Run(tmp_path, evaluations=found))
+    assert [row["class"] for row, *_ in report.changed_classes(series)] == ["horse"]
+    single = [(label, of[:1]) for label, of in series]
+    assert [row["class"] for row, *_ in report.changed_classes(single)] == ["horse"]
 
 
 def test_damaged_files_and_no_runs(copied: Path, tmp_path: Path) -> None:

@@ -112,6 +112,5 @@ def test_several_ranks_get_a_reserve_of_workers(
 
     world = EqualRanks(rank=0, size=ranks, local_size=ranks, device=CPU)
     found = tuner_of(clocked, train_on_batch, cores=cores, world=world).measure()
-    assert found["workers"] == workers
-    assert found["step_rate"] == pytest.approx(32 / 0.25)
+    assert found["workers"] == workers and found["step_rate"] == pytest.approx(32 / 0.25)
     assert "   with the step 126 img/s, 1.3% waiting" in found["lines"][2]
