@@ -200,7 +200,8 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
                 raise UserError(f"{text}: is the folder of a run; write {shlex.join(typed_then)}")
             is_path = "/" in text or os.path.exists(text)
             key = "recipe" if text.endswith(".yaml") else "data.root"
-            meant = f"did you mean {key}={text}?" if is_path else _advice(name, given)
+            cure = text.replace(":", "=", 1) if name.partition(":")[0] in NAMES else f"{key}={text}"
+            meant = f"did you mean {cure}?" if is_path or ":" in name else _advice(name, given)
             wrong.append(f"{text}: write key=value without spaces; {meant}")
     if wrong:
         raise UserError(";\n".join(dict.fromkeys(wrong)))  # a terminal shows one per line
@@ -258,7 +259,7 @@ def _set(tree: DictConfig, values: KeyValues, origin: str = "") -> None:
     for name, value in values.items():
         shown = f"{origin}{name}={show(value)}"
         if name not in FIELDS:
-            cure = f"write `{name}: {{KEY: VALUE}}`" if origin and name in SECTIONS else ""
+            cure = f"write `{name}: {{KEY: {show(value)}}}`" if origin and name in SECTIONS else ""
             cure = cure or _advice(name, show(value)).replace("=", ": " if origin else "=")
             raise UserError(f"{shown}: there is no key {name}; {cure}")
         section, _, last = name.partition(".")

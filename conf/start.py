@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 COPIED = ("run ", "evaluate ", "report ", "curves ", "predict ", "files ")  # are not wrapped
-PR_SET_PDEATHSIG = 1  # prctl(2)
 # Module -> package that provides it. Without tensorboard a run prints a warning and continues.
 PACKAGES = {"hydra": "hydra-core", "PIL": "pillow"}
 PACKAGES |= {name: name for name in ("numpy", "omegaconf", "safetensors", "torch", "torchvision")}
@@ -64,7 +63,7 @@ def stop_with_parent() -> None:
     run directory in use.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def on_empty_line(handler: Callable[[int, Any], None]) -> Callable[[int, Any], None]:

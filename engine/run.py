@@ -257,8 +257,8 @@ def accepted_changes(
         return changes
     why = f"{fixed[0]} cannot change within a run" if fixed else "these keys affect the result"
     cure = "give run.name=NAME to train elsewhere or checkpoint.resume=never to start over"
-    can = not fixed and content["step"] < stop_step
-    cure += ", or checkpoint.accept_changes=true to continue from this checkpoint" * can
+    more = "" if content["step"] < stop_step else "a larger train.epochs and "
+    cure += f", or {more}checkpoint.accept_changes=true to continue from here" * (not fixed)
     before, now = ({*each["plan"].get("classes", ())} for each in (content, facts))
     told = [f"class {c} is {'new' if c in now else 'gone'}" for c in sorted(before ^ now)[:6]]
     if changes.keys() & {"data.train", "data.val"}:

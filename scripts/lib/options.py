@@ -107,7 +107,8 @@ def parse_paths(parser: Parser, words: Sequence[str] | None = None, several: boo
     at = next((i for i, value in enumerate(values) if is_model(value)), -1)
     flagged = at > 0 and words[at - 1][:1] == "-"
     if at >= 0 and (flagged or words[at] != values[at] or options.paths[0] != values[at]):
-        rest = shlex.join(v for v in dict.fromkeys([values[at], *values]) if v[:1] != "-")
+        others = [v for v in values if v[:1] != "-" and (several or "=" in v)]
+        rest = shlex.join(dict.fromkeys([values[at], *others]))
         parser.error(f"the model comes first, without a flag: python scripts/{parser.prog} {rest}")
     parser.check(words, typed)
     if useless := next((word for word in typed if re.match(TRAINING, word)), ""):
@@ -123,7 +124,6 @@ def parse_paths(parser: Parser, words: Sequence[str] | None = None, several: boo
     if (more := options.paths[1:]) and not several:
         flags = {c: a.option_strings[0] for a in parser._actions for c in a.choices or ()}
         name, form = more[0], more[0].rpartition(".")[2]  # model.onnx, or onnx
-        cure = f"{flags[form]} {form} --out {name}" if form in flags else f"data.root={name}"
-        cure = cure.removesuffix(f" --out {form}")
-        parser.error(f"{name}: only one path, the checkpoint, is taken; perhaps {cure}?")
+        cure = f"{flags[form]} {form}" if form in flags else f"data.root={name}"
+        parser.error(f"{name}: only one checkpoint is taken; perhaps {cure}?")
     return options

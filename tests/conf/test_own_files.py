@@ -66,7 +66,7 @@ def test_a_run_needs_the_folder_only_for_its_command(
 
 
 MISTAKES = [  # a file of the folder, its content, the message
-    ("recipe/mine", "optim:\n  lr=0.1", "there is no key optim; write `optim: {KEY: VALUE}`"),
+    ("recipe/mine", "optim:\n  lr=0.1", "there is no key optim; write `optim: {KEY: lr=0.1}`"),
     ("recipe/mine", "defaults: [{model: resnet51}]", "write `- override /model: resnet51`"),
     ("recipe/mine", RECIPE + "log: {every_step: 3}", "there is no key log.every_step; did you"),
     ("recipe/mine", RECIPE.replace("wide", "wid"), "Could not find 'model/wid'"),
