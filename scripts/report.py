@@ -38,6 +38,7 @@ import os
 import re
 import secrets
 import shlex
+import time
 from base64 import b64encode  # noqa: F401 - report.html uses it
 from collections import defaultdict
 from contextlib import suppress
@@ -118,7 +119,7 @@ class Run:
         # What an observer adds to the summary may have a line, such as a warning.
         added = [value for value in summary.values() if alone and isinstance(value, dict)]
         lines = [value["line"] for value in added if "line" in value]
-        cells["status"] = "; ".join([self.status, *(": ".join(x.split(None, 1)) for x in lines)])
+        cells |= {"status": self.status, **dict(line.split(maxsplit=1) for line in lines)}
         cells |= {key: show(config[key]) for key in keys if key in config}
         batch_size = number_in(config.get("loader.batch_size"), 0)
         for row in self.rows["train"][:1] if best and batch_size else ():
@@ -132,11 +133,14 @@ class Run:
             steps = number_in(summary.get("step"), 0) * batch_size / rate if rate else 0.0
             every = steps + sum(number_in(row.get("seconds"), 0) for row in self.rows["val"])
             cells["took"] = f"{'about ' * (every > last_start)}{duration(max(every, last_start))}"
+            ended = time.localtime((self.folder / "summary.json").stat().st_mtime)
+            cells |= {"ended": time.strftime("%Y-%m-%d %H:%M", ended)} if alone else {}
             cells["device"] = summary.get("device", UNKNOWN)
         if self.verdict and not alone:
             cells["limited by"] = self.verdict[0].partition(":")[0]
         if made := summary.get("made_by"):
-            cells["made by"] = f"torch {made['torch']}, commit {made['git_commit'][:8]}"
+            commit = re.sub("(?<=^.{8})[0-9a-f]*", "", made["git_commit"])  # 4d3a2ee1-dirty
+            cells["made by"] = f"torch {made['torch']}, commit {commit}"
         return cells
 
 
@@ -238,6 +242,7 @@ def reliability(calibration: dict[str, list[Any]]) -> dict[str, Any]:
     even = np.array([(x, x, x, x, x) for x in (0.0, 100.0)])
     about = [{"label": t, "split": "", "run": c} for t, c in (("found", 1), ("perfect", 0))]
     drawn = plot([*zip(about, (np.array(points), even), strict=True)], "top1")
+    drawn["traces"][0]["hoverinfo"] = "skip"  # it has no value between 0 and 100
     note = "of predictions with 80 %, how many are right? above the line: too cautious"
     return {"title": "accuracy by confidence", "axis": "confidence, %", "note": note, **drawn}
 
