@@ -353,7 +353,6 @@ def series_of(runs: Sequence[Run], keys: list[str]) -> tuple[list[str], list[str
     named = own if len(own) < 3 and varied is own else []  # a label of these tells the groups apart
     for i, of in enumerate(groups, 1):
         value = " ".join(f"{key}={show(of[0].config.get(key))}" for key in named)
-        value = re.sub(r"(?<!\S)\w+\.(?!name=)", "", value) if own[1:] else value
         name = value or of[0].short_name * (len(of) == 1) or f"group {i}"
         one = f"{runs.index(of[0]) + 1} {value or of[0].short_name}".strip()
         series.append((one if alone else name, of))
@@ -415,8 +414,8 @@ def against(keys: Sequence[str], series: Sequence[Series]) -> list[Any]:
 
     `keys`: by which the series differ, at most two. The values of the other key are curves.
     """
-    done = [[r for r in of if r.summary.get("status") == "finished"] for _, of in series]
-    finished = [of for of in done if of and all(run.best()[2] for run in of)]
+    done = [of for _, of in series if of[0].summary.get("status") == "finished"]  # see `grouped`
+    finished = [of for of in done if all(run.best()[2] for run in of)]
     tried = {key: [of[0].config.get(key) for of in finished] for key in keys}
     numbers = {k: v for k, v in tried.items() if all(isinstance(n, int | float) for n in v)}
     axis = max(numbers, key=lambda key: len({*numbers[key]}), default="")
@@ -516,7 +515,8 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     colour = {run.folder: i for i, (_, of) in enumerate(series, 1) for run in of}
     unlike = {key for key, *_ in differences(validated) if key in VALIDATION}
     unlike -= {"data.val_fold"} if repeated else set()  # each fold has its own images
-    near = near_best(series) if series[1:] and validated and not unlike else None
+    comparable = series[1:] and validated and not unlike
+    near = near_best(series) if comparable else None
     table = [*zip(["run", *(run.short_name for run in runs)], best, *rest, strict=True)]
     folded = [row for row in rows if row[0] not in keys]
     drawn = against(varied, series) + charts(series[:MOST])

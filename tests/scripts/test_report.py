@@ -232,7 +232,7 @@ def test_a_run_that_diverged_does_not_hide_the_others(tmp_path: Path) -> None:
         rows = [step_row(50, loss=1.0), step_row(100, loss=loss)]
         (synthetic(tmp_path / name, rows) / "config.yaml").write_text(f"a: {name}")
     page = made(tmp_path)
-    assert any(text.endswith("better; cut off at 10") for text in page.said)
+    assert not any(page.best) and any(said.endswith("better; cut off at 10") for said in page.said)
     assert page.charts["loss"][4] == [0.05, 10] and [(0.5, 1), (1, 2)] in page.lines
 
 
@@ -245,7 +245,7 @@ def test_many_runs(tmp_path: Path) -> None:
         config.write_text(json.dumps({"optim": {"lr": f"{i}"}, "model": {"name": f"{i}"}}))
     page = made(tmp_path)
     assert {*page.charts} == {"top1", "top1_raw"} and page.folded == ["top1_raw"]
-    assert [*map(len, page.lines)] == 2 * 12 * [2] and "1 lr=0 model.name=0, last 7" in page.said
+    assert [*map(len, page.lines)] == 24 * [2] and "1 optim.lr=0 model.name=0, last 7" in page.said
     assert "clearly" not in str(page.said)  # no images: the error is unknown
     assert page.boxes == [f"c{i % 10 + 1}" for i in range(12)] and page.facts[0]["run"] == "1"
 
