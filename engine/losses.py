@@ -29,12 +29,12 @@ def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) ->
     """
     if config.loss not in LOSSES:
         raise UserError(f"train.loss={config.loss}: not allowed; give {', '.join(LOSSES)}")
-    keys, default = keys_of(config.loss), TrainConfig()
-    for name in sorted(set().union(*map(keys_of, LOSSES)) - keys):
-        if (value := getattr(config, name)) not in (unset := getattr(default, name), "sampled"):
-            wrong = f"train.loss={config.loss} does not take it; give train.{name}={show(unset)}"
-            raise UserError(f"train.{name}={show(value)}: {wrong}, or another loss")
+    keys, default = keys_of(config.loss), vars(TrainConfig())
     arguments = {**vars(config), "class_weights": class_weights}
+    for name in sorted(set().union(*map(keys_of, LOSSES)) - keys):
+        if arguments[name] != (unset := default[name]):
+            wrong = f"train.loss={config.loss} does not take it; give train.{name}={show(unset)}"
+            raise UserError(f"train.{name}={show(getattr(config, name))}: {wrong}, or another loss")
     return partial(LOSSES[config.loss], **{name: arguments[name] for name in keys})
 
 
