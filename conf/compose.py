@@ -201,7 +201,7 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             is_path = "/" in text or os.path.exists(text)
             key = "recipe" if text.endswith(".yaml") else "data.root"
             cure = text.replace(":", "=", 1) if name.partition(":")[0] in NAMES else f"{key}={text}"
-            meant = f"did you mean {cure}?" if is_path or ":" in name else _advice(name, given)
+            meant = f"did you mean {cure}?" if is_path or text not in cure else _advice(name, given)
             wrong.append(f"{text}: write key=value without spaces; {meant}")
     if wrong:
         raise UserError(";\n".join(dict.fromkeys(wrong)))  # a terminal shows one per line

@@ -86,8 +86,9 @@ def from_class(
     for name in args.keys() - defaults.keys():
         raise TypeError(f"{config.name} takes no {name}{did_you_mean(name, defaults)}")
     keys: dict[str, Any] = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
-    used = ("momentum", "nesterov")[: 1 + (config.momentum > 0)] if "nesterov" in parameters else ()
-    keys |= {name: getattr(config, name) for name in ("weight_decay", *used)}
+    keys["weight_decay"] = config.weight_decay
+    if "nesterov" in parameters:
+        keys |= {"momentum": config.momentum, "nesterov": config.nesterov and config.momentum > 0}
     for name, value in [*keys.items()]:
         if defaults.get(name) is None or np.shape(defaults[name]) != np.shape(value):
             del keys[name]  # such as eps of Adafactor, which is two numbers

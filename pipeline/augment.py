@@ -266,9 +266,8 @@ def build_transforms(entries: Sequence[Any], table: dict[str, Any], *, key: str)
                     raise ValueError(f"{one.name}={value}: give {check.says}")
             transforms.append(transform)
         except (TypeError, ValueError, IndexError) as error:
-            names = [*inspect.signature(make).parameters] if isinstance(make, type) else []
-            text = str(error).rpartition("__init__() ")[2]
-            near = did_you_mean(text.split("'")[1], names) if "argument '" in text else ""
-            takes = f"; it takes {', '.join(names)}" if names else ""
-            raise UserError(f"{key}: {name}: {text}{near}{takes}") from None
+            text = str(error).rpartition("__init__() ")[2]  # without the name of the class
+            if isinstance(make, type):
+                text += f"; it takes {', '.join(inspect.signature(make).parameters)}"
+            raise UserError(f"{key}: {name}: {text}") from None
     return transforms

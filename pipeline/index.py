@@ -232,8 +232,8 @@ def _missing_split(folder: str | os.PathLike[str], key: str) -> UserError:
         return UserError(f"{key}={folder}: {path.parent} holds no folders; give that of the images")
     given = f"{key}={folder}: there is no such folder"
     splits = {listing.SPLITS.get(Path(each).stem.lower()): each for each in beside}
-    other = f"{key}={splits.get('test' if key == 'data.val' else '', 'FOLDER')}"
-    cure = f"give {'data.val_fraction=0.2 to hold out 20 %, or ' * (key == 'data.val')}{other}"
+    test = splits.get("test", "FOLDER") if key == "data.val" else "FOLDER"
+    cure = f"give {'data.val_fraction=0.2 to hold out 20 %, or ' * (key == 'data.val')}{key}={test}"
     if f"data.{path.name}" == key:  # the default, which was hardly typed
         given = f"data.root={Path(folder).parent}: has no {path.name}"
     elif key != "data.root":
