@@ -278,8 +278,7 @@ def export(job: Job, out: Path) -> None:
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".export-") as folder:
         temporary = Path(folder) / out.name
         try:
-            logging.disable(logging.WARNING)  # the exporters describe their own passes
-            with warnings.catch_warnings(action="ignore"):  # and their own code
+            with warnings.catch_warnings(action="ignore"):  # of exporters, about their own code
                 save(job, model, temporary)
                 predict, texts = open_exported(job, temporary)
             result = compare(job, predict, model)
@@ -301,6 +300,8 @@ def export(job: Job, out: Path) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Find all mistakes in the arguments; then export."""
+    for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir"):  # describe their passes
+        logging.getLogger(name).setLevel(logging.ERROR)
     trained = open_trained(Path(*options.paths), options.overrides, classes=options.classes)
     if not trained.classes:
         logging.warning("the names of the classes are unknown; give --classes FILE")

@@ -396,8 +396,7 @@ def t_limit(freedom: int) -> float:
 def near_best(series: Sequence[Series]) -> list[str] | None:
     """Return the labels of the series that are not worse than the first one at the 95 % level.
 
-    The error of a difference is pooled over all repeated runs, or without any from the number of
-    images; None if it is unknown.
+    The error of a difference is that of all repeated runs, or of the images; None: it is unknown.
     """
     means = [(label, *mean_of(runs), len(runs)) for label, runs in series]
     freedom = sum(count - 1 for *_, count in means)
