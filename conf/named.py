@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from conf.schema import UserError
+from conf.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from conf.schema import RunError, UserError
+from conf.errors import RunError, UserError
 from engine.files import replacing
 from models.weights import read_file
 

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from conf.schema import Config, UserError
+from conf.errors import UserError
+from conf.schema import Config
 from pipeline.batch import IMAGE
 from pipeline.build import Datasets
 

@@ -14,7 +14,8 @@ import torch.distributed.nn.functional  # a later import would store the group i
 from torch import Tensor, nn
 
 import models
-from conf.schema import RunError, UserError, show, with_advice
+from conf.errors import RunError, UserError, with_advice
+from conf.schema import show
 
 T = TypeVar("T")
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from conf.schema import TrainConfig, UserError, did_you_mean, show
+from conf.errors import UserError, did_you_mean
+from conf.schema import TrainConfig, show
 from pipeline.batch import Batch
 from pipeline.build import Datasets
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from conf.errors import UserError, did_you_mean
 from conf.named import import_object
-from conf.schema import UserError, did_you_mean
 from engine.compute import longest_float
 from engine.distributed import World
 

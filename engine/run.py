@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import OmegaConf
 
 from conf.compose import to_yaml
-from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values, result_keys, show
+from conf.errors import UserError
+from conf.schema import CHOOSE_SAMPLES, Config, config_values, result_keys, show
 from engine import checkpoint
 from engine.compute import Compute
 from engine.distributed import World
@@ -144,7 +146,9 @@ class Run(AbstractContextManager["Run"]):
                 return summary
         # This also fsyncs the name of checkpoints/ in the folder.
         replace_file(self.path / "config.yaml", to_yaml(self.config))
-        replace_file(self.path / "overrides.yaml", to_yaml(self.config.overrides))
+        replace_file(
+            self.path / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(self.config.overrides))
+        )
         path.unlink(missing_ok=True)  # the summary of an earlier start
         return None
 

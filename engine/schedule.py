@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from conf.schema import Config, UserError
+from conf.errors import UserError
+from conf.schema import Config
 from engine.distributed import World
 
 

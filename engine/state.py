@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from conf.schema import RunError
+from conf.errors import RunError
 
 
 class TrainingError(RunError):

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from conf.schema import describe
+from conf.errors import describe
 from engine.compute import Compute
 from engine.distributed import World
 from engine.files import write_json

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from conf.schema import DataConfig, UserError
+from conf.errors import UserError
+from conf.schema import DataConfig
 from pipeline.augment import Compose
 from pipeline.build import Options, Splits
 from pipeline.dataset import FolderDataset

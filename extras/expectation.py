@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from conf.schema import DATA_FOLDERS, UserError
+from conf.errors import UserError
+from conf.schema import DATA_FOLDERS
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog
 from engine.metrics import BestBy, format_value, metric_of

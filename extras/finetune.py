@@ -12,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import models
-from conf.compose import KeyValues, from_overrides, with_size
-from conf.schema import Config, UserError, config_values, override_keys, show
+from conf.compose import from_overrides, with_size
+from conf.errors import UserError
+from conf.overrides import KeyValues
+from conf.schema import Config, config_values, override_keys, show
 from engine import checkpoint
 from engine.distributed import World
 from engine.schedule import suited_batch

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import profile
 
-from conf.schema import UserError
+from conf.errors import UserError
 from engine.files import replace_file
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog

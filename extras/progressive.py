@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from conf.compose import from_overrides
-from conf.schema import Config, UserError, show
+from conf.errors import UserError
+from conf.schema import Config, show
 from engine.checkpoint import file_name
 from engine.distributed import World
 from engine.run import Run

@@ -33,10 +33,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from conf.cli import require_root
-from conf.compose import from_overrides, read_overrides, to_yaml
+from conf.compose import from_overrides, to_yaml
+from conf.errors import UserError
 from conf.named import ROOT
-from conf.schema import FIELDS, NAMES, Config, UserError, group_names
-from conf.start import COPIED, duration, handle_stops, stop_with_parent, styled
+from conf.overrides import read_overrides
+from conf.schema import FIELDS, NAMES, Config, group_names
+from conf.start import handle_stops, stop_with_parent
+from conf.terminal import duration, styled
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
 MAX_JOBS = 10_000
@@ -232,8 +235,8 @@ def _run_child(command: Sequence[str], told: set[str]) -> int:
                 for line in (each.decode(errors="replace") for each in lines):
                     in_plan &= not line[0].isspace()
                     repeats = in_plan and line in told and not line.startswith(("state", "history"))
-                    if not line.startswith(COPIED) and not repeats:
-                        print(styled(line.rstrip(), 4).rstrip(), end=line[-1], flush=True)
+                    if not repeats:
+                        print(f"    {line.rstrip()}".rstrip(), end=line[-1], flush=True)
                     told.add(line)
             status = child.wait()
         finally:  # submitit ends this process before the time limit of Slurm

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from conf.schema import DataConfig, UserError, show
+from conf.errors import UserError
+from conf.schema import DataConfig, show
 from pipeline.augment import Compose
 from pipeline.batch import IMAGE, Field, image_field
 from pipeline.build import Options, Splits

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from conf.schema import UserError, near_paths
+from conf.errors import UserError, near_paths
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from conf.errors import UserError, did_you_mean
 from conf.named import import_object, is_object_name
-from conf.schema import UserError, did_you_mean, show
+from conf.schema import show
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
 from models.weights import fit_weights, head_of

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from conf.errors import UserError, did_you_mean
 from conf.named import import_object, is_object_name, split_entry
-from conf.schema import FRACTION, Check, UserError, did_you_mean, each, number, one_of, span, whole
+from conf.schema import FRACTION, Check, each, number, one_of, span, whole
 from pipeline.decode import INTERPOLATIONS, Box, Picture, crop
 
 Transform = Callable[[Picture, random.Random], Picture]

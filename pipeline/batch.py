@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.schema import UserError
+from conf.errors import UserError
 from pipeline.clock import BatchEvents
 
 IMAGE = "image"  # the field that is the input of the network

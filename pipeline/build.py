@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from conf.errors import UserError, describe, did_you_mean
 from conf.named import import_object, split_entry
-from conf.schema import Config, DataConfig, UserError, describe, did_you_mean
+from conf.schema import Config, DataConfig
 from pipeline.augment import TRANSFORMS, Compose, build_transforms
 from pipeline.batch import IMAGE, LABEL
 from pipeline.batch_augment import BATCH_TRANSFORMS

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from conf.schema import UnreadableError, UserError, describe
+from conf.errors import UnreadableError, UserError, describe
 from pipeline import decode
 from pipeline.augment import Compose, sample_rng
 from pipeline.batch import IMAGE, LABEL, DeviceSlot, Field, channels_first, image_field

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageFile, ImageOps
 
-from conf.schema import UnreadableError, UserError, describe
+from conf.errors import UnreadableError, UserError, describe
 from pipeline import region
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels

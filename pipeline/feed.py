@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from conf.schema import Config, UserError
+from conf.errors import UserError
+from conf.schema import Config
 from pipeline import machine
 from pipeline.augment import build_transforms
 from pipeline.batch import IMAGE, ImageFormat

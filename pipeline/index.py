@@ -26,7 +26,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from conf.schema import UserError, did_you_mean, with_advice
+from conf.errors import UserError, did_you_mean, with_advice
 from pipeline import listing, machine
 from pipeline.shared import SharedArray
 

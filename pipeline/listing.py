@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
-from conf.schema import UserError
+from conf.errors import UserError
 
 # The endings that Pillow registers for decode.FORMATS; but not .pfm, whose levels have 32 bits.
 EXTENSIONS = tuple(

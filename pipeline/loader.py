@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from conf.schema import RunError, UnreadableError, describe
+from conf.errors import RunError, UnreadableError, describe
 from pipeline import machine
 from pipeline.batch import Batch
 from pipeline.clock import waited_for_core

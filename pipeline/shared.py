@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from conf.schema import UserError
+from conf.errors import UserError
 from pipeline import machine
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conf.schema import DataConfig, UserError, did_you_mean
+from conf.errors import UserError, did_you_mean
+from conf.schema import DataConfig
 from pipeline.index import Index, find_storage, load_index
 from pipeline.listing import SPLITS
 

@@ -36,8 +36,8 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 import train
-from conf.schema import Config, RunError, UserError, describe
-from conf.start import wrapped
+from conf.errors import RunError, UserError, describe
+from conf.schema import Config
 from engine.compute import Compute, choose_compute
 from engine.distributed import World, resolve_device
 from engine.log.plan import planned, setup_notes
@@ -353,8 +353,8 @@ def main(case: Case) -> int:
         below = [f"-> {row.do}"] * bool(row.do) + list(row.details[:most])
         if len(row.details) > most:
             below.append(f"and {len(row.details) - most:,} more: redirect the output to list all")
-        found, *below = (wrapped(f"{'':{margin}}{text}", margin) for text in (row.found, *below))
-        print(f"{row.status:<6}{name:<{margin - 6}}{found[margin:]}", *below, sep="\n", flush=True)
+        below = [f"{'':{margin}}{text}" for text in below]
+        print(f"{row.status:<6}{name:<{margin - 6}}{row.found}", *below, sep="\n", flush=True)
     print(", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "fail")))
     return 1 if counts["fail"] else 0
 

@@ -20,7 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.schema import UserError, describe, override_keys
+from conf.errors import UserError, describe
+from conf.schema import override_keys
 from scripts.lib.options import OUT, Parser, parse_paths
 
 

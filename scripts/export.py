@@ -26,7 +26,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.schema import RunError, UserError, describe, override_keys
+from conf.errors import RunError, UserError, describe
+from conf.schema import override_keys
 from scripts.lib.options import OUT, Parser, parse_paths
 
 # format -> packages that it needs, besides torch

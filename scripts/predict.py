@@ -69,7 +69,8 @@ from torch import Tensor, nn
 
 import train
 from conf import cli
-from conf.schema import UserError, describe, override_keys
+from conf.errors import UserError, describe
+from conf.schema import override_keys
 from engine.compute import autocast, choose_precision, dtype_of
 from engine.distributed import resolve_device
 from engine.files import json_text

@@ -40,7 +40,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.schema import UserError, describe
+from conf.errors import UserError, describe
 from scripts.lib.options import OUT, Parser
 
 

@@ -35,7 +35,7 @@ from functools import partial
 import numpy as np
 
 from conf import cli
-from conf.schema import UserError, describe
+from conf.errors import UserError, describe
 
 NEIGHBOURS, TEMPERATURE = 20, 0.07
 

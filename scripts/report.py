@@ -15,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.start import PACKAGES, duration
+from conf.start import PACKAGES
+from conf.terminal import duration
 from scripts.lib.options import OUT, Parser
 
 
@@ -53,8 +54,9 @@ import yaml
 from jinja2 import Template
 
 from conf import cli
-from conf.compose import dotted, read_yaml
-from conf.schema import UserError, describe, near_paths, override_keys, show
+from conf.errors import UserError, describe, near_paths
+from conf.overrides import dotted, read_yaml
+from conf.schema import override_keys, show
 
 FILES = ("metrics.jsonl", "summary.json")  # a run directory has at least one of them
 SPLITS = ("val", "train")

@@ -21,7 +21,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from conf import cli
-from conf.compose import read_overrides
+from conf.overrides import read_overrides
 from conf.schema import FIELDS, NAMES
 from tests.helpers.processes import ROOT, needs_extras
 

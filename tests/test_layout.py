@@ -7,7 +7,7 @@ from tests.helpers.processes import run_python
 from tests.helpers.sources import PROGRAM, ROOT, SOURCES, calls, imports, within
 
 # Part -> what it may import, in addition to itself.
-LOW = ("conf.schema", "conf.named", "conf.start")
+LOW = ("conf.errors", "conf.schema", "conf.named", "conf.start", "conf.terminal")
 PARTS = ("conf", "pipeline", "models", "engine")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "conf": (),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.start import duration, styled
+from conf.terminal import duration, styled
 from engine.metrics import BestBy, format_value, metric_of
 
 

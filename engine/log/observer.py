@@ -5,8 +5,9 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from conf.errors import UserError
 from conf.named import import_object, split_entry
-from conf.schema import Config, UserError
+from conf.schema import Config
 from pipeline.dataset import Dataset
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from conf.schema import Config, override_keys
-from conf.start import duration
+from conf.terminal import duration
 from engine.compute import Compute
 from engine.distributed import World
 from engine.log.console import results, say

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from conf.schema import UserError
-from conf.start import duration
+from conf.errors import UserError
+from conf.terminal import duration
 from engine.checkpoint import file_name
 from engine.compute import Compute
 from engine.files import write_json

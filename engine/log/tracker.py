@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from conf.schema import Config, UserError
+from conf.errors import UserError
+from conf.schema import Config
 from engine.files import json_text, replace_file, write_json
 from engine.log.console import say
 from engine.metrics import BestBy

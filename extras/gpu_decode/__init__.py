@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.schema import Config, UserError
+from conf.errors import UserError
+from conf.schema import Config
 from extras.gpu_decode import geometry as g
 from extras.gpu_decode.decoder import GpuDecoder, JpegEngineError, why_no_engines
 from extras.gpu_decode.geometry import engines_support, write_geometry

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.schema import Config, describe
+from conf.errors import describe
+from conf.schema import Config
 from extras.rand_augment import MATRICES, NAMES, Operation, RandAugment
 from pipeline.augment import Compose
 from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from conf.start import duration
+from conf.terminal import duration
 
 SECONDS = 5.0  # between two lines of progress
 Item = TypeVar("Item")

@@ -5,7 +5,6 @@ safetensors file of scripts/export.py states the model, its preprocessing and th
 files, the overrides name the model; torchvision and timm state the preprocessing.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 import models
 from conf import cli
 from conf.compose import from_checkpoint, from_overrides
+from conf.errors import UserError
 from conf.named import import_object
-from conf.schema import Config, ModelConfig, UserError, override_keys, show
+from conf.schema import Config, ModelConfig, override_keys, show
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
 from engine.memory import explain_limit
@@ -29,11 +29,11 @@ from models.zoo import RGB
 from pipeline.build import Datasets, build_splits, build_transform, check_channels
 from pipeline.dataset import FakeDataset
 from pipeline.splits import held_out
-from scripts.lib.options import TRAINING
+from scripts.lib.options import is_training_key
 from scripts.lib.published import exported, published, stored_name
 
 # Keys of the training or the machine, not of the model: their defaults are used.
-OTHERS = re.compile(rf"{TRAINING}|loader\.|log\.|model\.(weights|freeze)|train\.device")
+OTHERS = ("loader.", "log.", "model.weights", "model.freeze", "train.device")
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,8 @@ def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:
     if fixed := {"model", "model.args", "model.name"} & override_keys(overrides):
         has = " ".join(f"{key}={show(stored[key])}" for key in ("model.name", "model.args"))
         raise UserError(f"{min(fixed)}: is fixed by the checkpoint, which has {has}; leave it out")
-    values = {key: value for key, value in stored.items() if not OTHERS.match(key)}
+    kept = [k for k in stored if not is_training_key(k) and not k.startswith(OTHERS)]
+    values = {key: stored[key] for key in kept}
     # The share of one rank, which fits into the memory of one device.
     values["loader.batch_size"] = stored["loader.batch_size"] // stored.get("ranks", 1)
     return from_checkpoint(values, overrides)

@@ -4,7 +4,8 @@ import pytest
 
 from conf import cli
 from conf.compose import from_overrides
-from conf.schema import Config, UserError
+from conf.errors import UserError
+from conf.schema import Config
 
 DATA = "data.root=/nowhere"  # composing does not read it
 

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from conf import cli
-from conf.compose import SECTIONS, from_overrides
+from conf.compose import from_overrides
+from conf.overrides import SECTIONS
 from conf.schema import FIELDS, RESULT, Config, config_values, group_names, sentences
 from tests.conf.refused import DATA
 from tests.helpers.processes import ROOT, Started, needs_extras, run_command, run_python

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from conf.compose import NAME_LENGTH, from_checkpoint, from_overrides
-from conf.schema import Config, UserError, config_values, result_keys
+from conf.compose import from_checkpoint, from_overrides
+from conf.errors import UserError
+from conf.run_name import NAME_LENGTH
+from conf.schema import Config, config_values, result_keys
 from tests.conf.refused import offered
 
 DATA = "data.root=/imagenet"  # composing does not read it

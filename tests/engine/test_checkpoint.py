@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from conf.schema import UserError
+from conf.errors import UserError
 from engine import checkpoint
 from engine.checkpoint import host_copy, load, load_newest, save
 from engine.files import json_text

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from conf.compose import from_overrides
-from conf.schema import UserError
+from conf.errors import UserError
 from engine.compute import choose_compute
 from engine.distributed import World, join_world, resolve_device
 from engine.state import params_sha256

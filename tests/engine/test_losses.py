@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from conf.compose import from_overrides
-from conf.schema import TrainConfig, UserError
+from conf.errors import UserError
+from conf.schema import TrainConfig
 from engine.losses import LOSSES, Criterion, build_criterion, class_weights
 from pipeline.build import Datasets
 from pipeline.dataset import FakeDataset

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from conf.compose import from_overrides
-from conf.schema import OptimConfig, UserError, unmet
+from conf.errors import UserError
+from conf.schema import OptimConfig, unmet
 from engine.optim import UNFIT, build_optimizer
 from models import build
 from tests.helpers.libraries import timm_module

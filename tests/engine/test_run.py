@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conf.schema import UserError
+from conf.errors import UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from engine.run import FIXED, accepted_changes

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from conf import schema
-from conf.schema import ModelConfig, TrainConfig, UserError
+from conf.errors import UserError
+from conf.schema import ModelConfig, TrainConfig
 from engine.distributed import World
 from engine.schedule import Schedule, make_schedule
 from tests.engine.plans import config, schedule

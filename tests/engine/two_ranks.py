@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from conf.schema import UserError
+from conf.errors import UserError
 from engine import memory
 from engine.distributed import World, average_gradients, join_world
 from engine.metrics import Values

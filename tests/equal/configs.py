@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 from conf.compose import DEFAULT_RECIPE, from_overrides
-from conf.schema import UserError, config_values, group_names
+from conf.errors import UserError
+from conf.schema import config_values, group_names
 
 Values = dict[str, str]  # dotted key -> Python's repr of its value
 

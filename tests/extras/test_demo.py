@@ -11,7 +11,8 @@ from PIL import Image
 
 import train
 from conf.compose import from_overrides
-from conf.schema import DataConfig, UserError
+from conf.errors import UserError
+from conf.schema import DataConfig
 from extras import demo
 from extras.demo import CLASSES, DemoDataset, draw_dataset, draw_image
 from pipeline.augment import Compose, RandomResizedCrop

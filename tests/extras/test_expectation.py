@@ -14,8 +14,9 @@ import yaml
 from torch import nn
 
 from conf.compose import from_overrides
+from conf.errors import UserError
 from conf.named import ROOT
-from conf.schema import UserError, group_names
+from conf.schema import group_names
 from engine.metrics import BestBy
 from extras.expectation import GOOD_SIGMAS, MIN_STD, Expectation, half_width
 from scripts import report

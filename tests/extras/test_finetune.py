@@ -9,7 +9,8 @@ import torch
 import models
 import train
 from conf.compose import from_overrides
-from conf.schema import UserError, config_values
+from conf.errors import UserError
+from conf.schema import config_values
 from extras.finetune import complete
 from tests.helpers import small_run
 

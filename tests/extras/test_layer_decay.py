@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import models
-from conf.schema import OptimConfig, UserError
+from conf.errors import UserError
+from conf.schema import OptimConfig
 from engine.optim import build_optimizer
 from extras.layer_decay import blocks
 from models.vit import vit_s16

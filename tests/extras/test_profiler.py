@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train
-from conf.schema import UserError
+from conf.errors import UserError
 from extras.profiler import Profiler
 from tests.helpers import small_run
 from tests.helpers.results import check_not_trained

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 import train
-from conf.schema import UserError
+from conf.errors import UserError
 from engine.distributed import World
 from extras.progressive import run
 from tests.helpers.processes import Started, run_command, wait_for

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conf.compose import from_overrides
-from conf.schema import UserError
+from conf.errors import UserError
 from pipeline.batch import Field
 from pipeline.build import Datasets, build_datasets
 from scripts.evaluate import outputs_of

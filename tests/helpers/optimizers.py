@@ -3,7 +3,8 @@
 from contextlib import suppress
 
 from conf.compose import from_overrides
-from conf.schema import OptimConfig, UserError, group_names
+from conf.errors import UserError
+from conf.schema import OptimConfig, group_names
 
 OPTIMIZERS: dict[str, OptimConfig] = {}
 """Choice of the group -> its values."""

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import models
-from conf.schema import ModelConfig, UserError
+from conf.errors import UserError
+from conf.schema import ModelConfig
 from models.resnet import resnet18_cifar
 from models.weights import fit_weights, load_weights
 from scripts.lib.trained import sizes_in

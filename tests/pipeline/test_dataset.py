@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conf.schema import UnreadableError
+from conf.errors import UnreadableError
 from pipeline import index as module
 from pipeline.augment import Compose
 from pipeline.class_names import imagenet_names, readable

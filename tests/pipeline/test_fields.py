@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conf.compose import from_overrides
-from conf.schema import UserError
+from conf.errors import UserError
 from pipeline.augment import build_transforms
 from pipeline.batch import Batch, Field, channels_first, image_field
 from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.schema import UserError
+from conf.errors import UserError
 from pipeline.index import Index, load_index
 from tests.helpers.limits import soft_limit
 from tests.helpers.stored import as_list, as_tar, as_tars

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from conf.schema import UnreadableError
+from conf.errors import UnreadableError
 from pipeline.augment import Compose
 from pipeline.batch import Batch
 from pipeline.dataset import READ_AHEAD, FakeDataset, FolderDataset

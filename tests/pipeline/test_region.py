@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from conf.schema import UserError
+from conf.errors import UserError
 from pipeline import decode, region
 from tests.helpers.processes import run_command, run_python
 from tests.reliability.odd_images import FILES, encoded

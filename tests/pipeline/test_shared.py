@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conf.schema import UserError
+from conf.errors import UserError
 from pipeline.shared import SharedArray, page_locked
 from tests.helpers.limits import file_size_limit, soft_limit
 from tests.helpers.processes import HANGS_SECONDS, needs_linux

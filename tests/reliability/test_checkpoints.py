@@ -13,7 +13,7 @@ import torch
 
 import models
 import train
-from conf.schema import UserError
+from conf.errors import UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from engine.run import Run, run_facts

@@ -16,7 +16,7 @@ from PIL import Image
 
 import models
 import train
-from conf.schema import UserError
+from conf.errors import UserError
 from engine import checkpoint
 from engine.compute import set_up_kernels
 from engine.distributed import join_world

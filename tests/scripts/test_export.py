@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import models
-from conf.schema import RunError, UserError
+from conf.errors import RunError, UserError
 from models.vit import PatchEmbed, VisionTransformer
 from pipeline import decode
 from pipeline.augment import TRANSFORMS, Compose, build_transforms

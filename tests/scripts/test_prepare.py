@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 from conf import cli
-from conf.schema import UserError
+from conf.errors import UserError
 from pipeline import decode
 from pipeline.index import load_index
 from scripts import prepare

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conf.schema import UserError
+from conf.errors import UserError
 from engine.files import json_text
 from scripts import predict, probe
 from tests.helpers.ranks import Ranks

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conf.schema import UserError
+from conf.errors import UserError
 from pipeline.build import build_transform
 from scripts.lib.published import published
 

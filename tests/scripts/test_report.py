@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from conf.schema import UserError
+from conf.errors import UserError
 from engine.log.sheet import HEIGHT, SIDE
 from scripts import evaluate, report
 from tests.helpers import small_run

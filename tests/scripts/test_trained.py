@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import models
-from conf.schema import UserError
+from conf.errors import UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from scripts.lib.trained import open_trained

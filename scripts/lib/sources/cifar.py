@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.schema import UserError
+from conf.errors import UserError
 from scripts.lib.sources.files import Place, Sample, Tree, damaged, read_place
 
 # File with the names of the classes -> the training files and the validation file.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from conf.schema import UserError
+from conf.errors import UserError
 from pipeline import listing
 from pipeline.listing import LeftOut, is_hidden, tar_members, why_left_out
 

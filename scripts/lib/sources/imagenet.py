@@ -13,7 +13,7 @@ import re
 import zlib
 from collections import Counter
 
-from conf.schema import UserError
+from conf.errors import UserError
 from scripts.lib.sources.files import Place, Sample, Tree, damaged, read_place, tree_of_tar
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"

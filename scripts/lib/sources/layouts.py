@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from conf.schema import UserError
+from conf.errors import UserError
 from pipeline.listing import SPLITS, LeftOut, count_left_out, walk, why_left_out
 from scripts.lib.sources.cifar import cifar_samples, ppm
 from scripts.lib.sources.files import Place, Sample, Tree, is_image, read_place, tree_of_tar

@@ -6,7 +6,7 @@ from functools import lru_cache
 from threading import Lock
 from typing import Any
 
-from conf.schema import UserError, describe
+from conf.errors import UserError, describe
 from scripts.lib.sources.files import Place, Sample, damaged, is_image
 
 LABELS = ("label", "labels", "class", "cls", "target")  # names of a column or a field

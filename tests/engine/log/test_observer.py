@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conf.schema import UserError
+from conf.errors import UserError
 from engine.log.observer import Observer
 from engine.log.runlog import RunLog
 from tests.helpers.results import rows

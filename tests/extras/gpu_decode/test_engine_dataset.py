@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from conf.compose import from_overrides
-from conf.schema import UserError
+from conf.errors import UserError
 from engine import checkpoint
 from extras import gpu_decode
 from extras.gpu_decode import GEOMETRY, MIN_ROOM, ROOM, JpegEngineDataset, engines
