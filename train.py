@@ -36,6 +36,7 @@ from conf import cli
 from conf.named import import_object, split_entry
 from conf.schema import CHOOSE_SAMPLES, Config, config_values
 from engine.checkpoint import find_checkpoint
+from engine.classifier import classifier_means, classifier_values
 from engine.compute import (
     Compute,
     build_model,
@@ -51,7 +52,7 @@ from engine.log.runlog import RunLog
 from engine.log.tracker import Tracker
 from engine.losses import Criterion, Loss, build_criterion, class_weights
 from engine.memory import explain_limit, fit_memory
-from engine.metrics import BestBy, Values, add_values, classifier_means, classifier_values
+from engine.metrics import BestBy, Values, add_values
 from engine.optim import build_optimizer
 from engine.run import Run, run_facts
 from engine.schedule import Schedule, make_schedule

@@ -53,7 +53,7 @@ class Predictions:
         self.classes, self.names, self.dataset = classes, [*map(readable, classes)], dataset
         # int64 [N]; the prediction is class 0 if a logit is NaN
         self.labels, self.predictions = rows["label"].numpy(), rows["prediction"].numpy().clip(0)
-        # float64 [N], from engine.metrics.classifier_values; top5 of at least six classes
+        # float64 [N], from engine.classifier.classifier_values; top5 of at least six classes
         names = ("top1", "top5", "loss", "confidence")
         self.values = {n: rows[n].numpy().astype(np.float64) for n in names if n in rows}
         self.losses, self.confidences = self.values["loss"], self.values.pop("confidence")

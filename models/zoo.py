@@ -5,11 +5,12 @@ The state_dict keys are those of the libraries, so that weights can be exchanged
 """
 
 import importlib.util
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,17 +23,23 @@ from models.vit import vit_s16
 from models.weights import fit_weights, head_of
 
 RGB = 3  # input channels of every library's first convolution
+Create = Callable[..., nn.Module]
 # Functions of (num_classes, image_size, **model.args), and in_channels, if the images are not RGB.
-OURS: dict[str, Callable[..., nn.Module]] = {
-    each.__name__: each for each in (resnet_tiny, resnet11_cifar, resnet18_cifar, vit_s16)
+OURS: dict[str, Create] = {
+    "resnet_tiny": resnet_tiny,
+    "resnet11_cifar": resnet11_cifar,
+    "resnet18_cifar": resnet18_cifar,
+    "vit_s16": vit_s16,
 }
+UNSUITED = {"googlenet", "inception_v3"}  # they return more than logits in training
 
 
 def available() -> list[str]:
     """Return all names that `build` accepts, except those of timm and `module:name`."""
     from torchvision import models as vision
 
-    return sorted({*OURS, *vision.list_models(module=vision)} - {"googlenet", "inception_v3"})
+    names = {*OURS, *vision.list_models(module=vision)}
+    return sorted(names - UNSUITED)
 
 
 def build(
@@ -46,62 +53,69 @@ def build(
 ) -> nn.Module:
     """Create a classifier: float [B, C, S, S] -> logits [B, num_classes].
 
-    Raises UserError if the model or its published weights do not exist, the download fails, or the
-    model does not take `args` or images of this size.
+    Raises UserError if the model or its published weights do not exist, the download fails, or a
+    library's model does not take `args`, or images of this size or with these channels.
 
     Args:
         name: from `available()`, `timm/<name>`, or `module:name` of a function of this checkout.
         image_size: S, for models whose parameters depend on it.
-        in_channels: C, an argument of the model's function.
+        in_channels: C, an argument of the model's function. torchvision's models take 3.
         pretrained: download and load the published weights. If the number of classes differs, see
             `fit_weights`.
         args: further arguments of the model's function.
     """
     options = dict(args or {})
     create = _function(name, pretrained)
-    if in_channels != RGB or "in_channels" in inspect.signature(create).parameters:
+    if in_channels != RGB:
         options["in_channels"] = in_channels
     try:
         return create(num_classes, image_size, **options)
     except UserError:
         raise
-    except Exception as error:  # whatever a constructor or a download raises
-        reason = (str(error).splitlines() or [""])[0]
-        if pretrained:
-            from torchvision import models as vision
-
-            file = "of timm" if "/" in name else vision.get_model_weights(name).DEFAULT.url
-            failed = f"the weights of {name} cannot be loaded ({type(error).__name__}: {reason})"
-            cure = f"give model.weights=FILE ({file}); see Without internet in docs/quickstart.md"
-            raise UserError(f"model.weights=pretrained: {failed}; {cure}") from None
-        if not isinstance(error, AssertionError | OSError) and not args and in_channels == RGB:
+    except (AssertionError, OSError, TypeError, ValueError) as error:
+        if is_object_name(name):  # the traceback of own code helps
             raise
-        wanted = f"data.image_size={image_size} and model.args={show(dict(args or {}))}"
-        text = f"model.name={name}: cannot be built for {wanted} ({reason}); change one of them"
-        raise UserError(text) from None
+        wanted = f"data.image_size={image_size} and model.args={show(options)}"
+        wrong = f"cannot be built for {wanted} ({error}); change one of them"
+        raise UserError(f"model.name={name}: {wrong}") from None
 
 
-def _function(name: str, pretrained: bool) -> Callable[..., nn.Module]:
+def _function(name: str, pretrained: bool) -> Create:
     """Return the function of (num_classes, image_size, **model.args) that makes a model."""
     if name.startswith("timm/"):
         return partial(_build_timm, name.removeprefix("timm/"), pretrained)
     if name in OURS or is_object_name(name):
-        if pretrained:
-            raise UserError(f"model.weights=pretrained: there are none of {name}; give a file")
-        return OURS.get(name) or import_object(name, "model.name")
+        return _own_function(name, pretrained)
     if name not in available():  # which imports torchvision
-        hint = did_you_mean(name, available(), count=3) or ";"
-        hint += f" for a model of timm write timm/{name}; our own are {', '.join(OURS)}"
-        raise UserError(f"model.name={name}: no such model{hint}")
+        hint = did_you_mean(name, available(), count=3)
+        others = f"; for a model of timm write timm/{name}; our own are {', '.join(OURS)}"
+        raise UserError(f"model.name={name}: no such model{hint}{others}")
     return partial(_build_torchvision, name, pretrained)
 
 
+def _own_function(name: str, pretrained: bool) -> Create:
+    if pretrained:
+        raise UserError(f"model.weights=pretrained: there are none of {name}; give a file")
+    if name in OURS:
+        return OURS[name]
+    function: Create = import_object(name, "model.name")
+    return function
+
+
 def _build_torchvision(
-    name: str, pretrained: bool, num_classes: int, image_size: int, in_channels: int, **options: Any
+    name: str,
+    pretrained: bool,
+    num_classes: int,
+    image_size: int,
+    in_channels: int = RGB,
+    **options: Any,
 ) -> nn.Module:
     from torchvision import models as vision
-    from torchvision.ops import StochasticDepth
 
+    if in_channels != RGB:
+        wrong = f"takes images of 3 channels, not {in_channels}"
+        cure = f"give model.name=timm/NAME, or one of {', '.join(OURS)}"
+        raise UserError(f"model.name={name}: {wrong}; {cure}")
     if name.startswith("vit_"):
         options["image_size"] = image_size
     create = partial(vision.get_model, name, num_classes=num_classes, **options)
@@ -111,19 +125,24 @@ def _build_torchvision(
         with torch.device("cpu"):
             model = create()
         model = model.to(torch.get_default_device())
-    drops = options.get("stochastic_depth_prob", 0) > 0
-    if drops and not any(isinstance(m, StochasticDepth) for m in model.modules()):
-        raise ValueError("it has no stochastic depth")  # some models ignore unknown arguments
-    if in_channels != RGB:
-        # The weights of the new first layer are drawn from the library's, for their distribution.
-        first = next(m for m in model.modules() if isinstance(m, nn.Conv2d))
-        shape, old = (len(first.weight), in_channels, *first.kernel_size), first.weight.flatten()
-        drawn = torch.randint(old.numel(), shape, device=old.device)
-        first.in_channels, first.weight = in_channels, nn.Parameter(old.detach()[drawn])
     if pretrained:
-        weights = vision.get_model_weights(name).DEFAULT.get_state_dict(progress=False)
+        published = vision.get_model_weights(name).DEFAULT
+        with _download(f"model.weights=FILE ({published.url})"):
+            weights = published.get_state_dict(progress=False)
         fit_weights(model, weights, origin="model.weights=pretrained", new_head=True)
     return model
+
+
+@contextmanager
+def _download(instead: str) -> Iterator[None]:
+    """Raise a UserError if the published weights cannot be downloaded or read."""
+    try:
+        yield
+    except Exception as error:  # libraries raise many kinds, some with many lines
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        cure = f"give {instead}; see Without internet in docs/quickstart.md"
+        failed = f"the weights cannot be loaded ({reason})"
+        raise UserError(f"model.weights=pretrained: {failed}; {cure}") from None
 
 
 def import_timm(origin: str) -> ModuleType:
@@ -136,32 +155,47 @@ def import_timm(origin: str) -> ModuleType:
 
 
 def _build_timm(
-    name: str, pretrained: bool, num_classes: int, image_size: int, in_channels: int, **options: Any
+    name: str,
+    pretrained: bool,
+    num_classes: int,
+    image_size: int,
+    in_channels: int = RGB,
+    **options: Any,
 ) -> nn.Module:
     timm = import_timm(f"model.name=timm/{name}")
     if ":" not in name and not timm.is_model(name):  # hf_hub: and local-dir: are not listed
         hint = did_you_mean(name, timm.list_models(), count=3)
         raise UserError(f"model.name=timm/{name}: timm has no such model{hint}")
-    common = dict(pretrained=pretrained, num_classes=num_classes, **options)
-    if in_channels != RGB:
-        common["in_chans"] = in_channels
-    model: nn.Module = timm.create_model(name, **common)
-    # A ViT is built for one image size. Other models take any, and have no such argument.
-    embed = getattr(model, "patch_embed", None)
-    fixed = getattr(embed, "strict_img_size", False) and getattr(embed, "img_size", None)
-    if fixed and fixed != (image_size, image_size):
-        model = timm.create_model(name, img_size=image_size, **common)
-    if pretrained and getattr(model, "pretrained_cfg", {}).get("num_classes") != num_classes:
-        trained = {k: v for k, v in model.state_dict().items() if k not in head_of(model)}
-        fit_weights(model, trained, origin="model.weights=pretrained", new_head=True)
-    return model
+    options |= {"num_classes": num_classes, "in_chans": in_channels}
+    create = partial(timm.create_model, name, **options)
+    if _depends_on_size(create):
+        create = partial(create, img_size=image_size)
+    if not pretrained:
+        return create()
+    with _download("model.weights=FILE"):
+        model: Any = create(pretrained=True)
+    if model.pretrained_cfg["num_classes"] != num_classes:
+        weights = model.state_dict()
+        for head in head_of(model):
+            del weights[head]
+        fit_weights(model, weights, origin="model.weights=pretrained", new_head=True)
+    return cast("nn.Module", model)
+
+
+def _depends_on_size(create: Create) -> bool:
+    """Whether a model of timm is built for images of one size, as a ViT is."""
+    with torch.device("meta"):
+        model = create()
+    patches = getattr(model, "patch_embed", None)
+    return bool(getattr(patches, "strict_img_size", False))
 
 
 def use_channels_last(choice: bool | str, model: nn.Module, device: str) -> bool:
     """Whether channels_last is used; auto: by convnets, on CPUs too (a ViT has only one Conv2d)."""
     if choice != "auto":
         return bool(choice)
-    return device in ("cuda", "cpu") and sum(isinstance(m, nn.Conv2d) for m in model.modules()) > 1
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    return device in ("cuda", "cpu") and len(convolutions) > 1
 
 
 def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
@@ -169,17 +203,22 @@ def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
 
     Raises UserError if nothing has one of the names, or nothing is left to train.
     """
-    names = [name for name, _ in model.named_parameters()]
-    for prefix in prefixes:
-        matching = [name for name in names if f"{name}.".startswith(f"{prefix}.")]
-        for name in matching:
-            model.get_parameter(name).requires_grad_(False)
-        if not matching or not any(p.requires_grad for p in model.parameters()):
-            wrong = "leaves nothing to train with" if matching else "there is no"
-            known = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
-            given = f"model.freeze=[{', '.join(prefixes)}]"
-            raise UserError(f"{given}: {wrong} {prefix}; give some of {known}, or parts of them")
+    known = ", ".join(dict(model.named_children()))
+    for name in prefixes:
+        try:
+            part = attrgetter(name)(model)  # a module or a parameter
+            part.requires_grad_(False)
+        except AttributeError:
+            wrong = f"there is no {name}; give some of {known}, or parts of them"
+            raise UserError(f"model.freeze=[{', '.join(prefixes)}]: {wrong}") from None
+    if not _learns(model):
+        wrong = f"leaves nothing to train with; give some of {known}, or parts of them"
+        raise UserError(f"model.freeze=[{', '.join(prefixes)}]: {wrong}")
     train_mode(model)
+
+
+def _learns(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def train_mode(model: nn.Module, mode: bool = True) -> nn.Module:
@@ -190,7 +229,7 @@ def train_mode(model: nn.Module, mode: bool = True) -> nn.Module:
     """
     model.train(mode)
     for module in model.modules():
-        parameters = list(module.parameters())
-        if parameters and not any(parameter.requires_grad for parameter in parameters):
+        has_parameters = next(module.parameters(), None) is not None
+        if has_parameters and not _learns(module):
             module.eval()
     return model

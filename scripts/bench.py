@@ -37,7 +37,7 @@ from conf.schema import Config
 from engine.distributed import World, join_world
 from engine.log.verdict import judge
 from engine.memory import fit_memory
-from engine.metrics import Meter
+from engine.meter import Meter
 from pipeline.batch import Batch
 from pipeline.feed import Feed, open_feed
 from scripts.lib.trained import exit_status

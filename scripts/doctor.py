@@ -291,7 +291,7 @@ def plan(case: Case) -> Iterator[Row]:
     else:  # refuses weights that do not exist or do not fit
         train.build_state(config, datasets, case.compute, world)
     yield from (warn(n, "training still starts") for n in setup_notes(config, datasets, world))
-    yield from map(ok, planned(datasets, schedule, case.compute, schedule.stop_step))
+    yield from map(ok, planned(datasets, schedule, case.compute))
     if (quota := machine.cpu_quota()) < (threads := machine.cores()):
         cure = "if this is not intended, raise the container's --cpus or Slurm's --cpus-per-task"
         yield warn(f"a CPU quota of {quota:g} cores for {threads} hardware threads", cure)

@@ -9,22 +9,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from conf.errors import UserError
-from conf.terminal import duration
 from engine.checkpoint import file_name
 from engine.compute import Compute
 from engine.files import write_json
-from engine.log.console import header, outcome, train_line, val_line
+from engine.log.console import epoch_bar, header, outcome, train_line, val_line
 from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import TIME, Tracker
 from engine.log.verdict import SHORT_EPOCH, SHORT_RUN, judge
-from engine.metrics import BestBy, Meter, value_functions
+from engine.meter import Interval, Meter
+from engine.metrics import BestBy, value_functions
 from engine.run import Run
 from engine.schedule import Due, Schedule
 from engine.state import TrainState, params_sha256
@@ -34,6 +34,20 @@ from engine.validation import Validation
 from pipeline.batch import Batch
 from pipeline.clock import StepTimes, mean_of
 from pipeline.feed import Feed
+
+HEADER_ROWS = 40  # the columns are named again after so many rows: a terminal has fewer lines
+
+
+class TimedRow(NamedTuple):
+    """The times of a log row, and what makes them unusual."""
+
+    times: StepTimes
+    starting: bool  # of the first steps of this start only, which compile
+    first_epoch: bool  # which reads cold files
+
+    def resembles(self, other: "TimedRow") -> bool:
+        same_epoch = self.first_epoch == other.first_epoch
+        return same_epoch and self.starting == other.starting
 
 
 @dataclass
@@ -56,23 +70,24 @@ class RunLog:
         self.datasets = self.feed.datasets
         self.best_by = BestBy.of(self.config.train.best_by)
         self.meter = Meter(self.world)
-        # The times of each row, and whether it is of the first steps of this start, which compile,
-        # and of the first epoch, which reads cold files.
-        self._times: list[tuple[StepTimes, tuple[bool, bool]]] = []
-        self._judged = 0  # how many of these rows are of epochs that were judged
         self.row: dict[str, Any] = {}  # the newest row of training steps
+        self._timed: list[TimedRow] = []
+        self._judged = 0  # how many of these rows are of epochs that were judged
+        self._cause = ""  # what limited the newest epoch that was judged
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
         self._first_step = self.state.step
-        self._cause = ""  # what limited the newest epoch that was judged
         self._observers: list[tuple[str, Observer]] = []
         self.world.on_rank_0(self._start_observers)
         self.monitor = self.tracker.enter_context(GpuMonitor(self.world.device))
         self.tracker.print(header(self.best_by))
         self._began = time.monotonic()
-        self._line_due = self._began + 3  # of a line with the step, each second on a terminal
-        # Of the first row. After a resume, less than half its steps would look like a changed loss.
-        every, stop_step = self.schedule.log_every, self.schedule.stop_step
-        self._first_row = min(stop_step, math.ceil(self._first_step / every + 0.5) * every)
+        # After a resume, less than half the steps of a row would look like a changed loss.
+        every = self.schedule.log_every
+        first_row = every * math.ceil(self._first_step / every + 0.5)
+        self._first_row = min(self.schedule.stop_step, first_row)
+        steps = math.ceil(self.schedule.steps_per_epoch)
+        bar = epoch_bar(steps=steps, done=self._first_step % steps, shown=self.world.is_main)
+        self._bar = self.tracker.enter_context(bar)
 
     def _start_observers(self) -> None:
         for name, observer, parameters in named_observers(self.config):
@@ -86,7 +101,9 @@ class RunLog:
         """Call a method of each observer; return what they add, all together."""
         added: dict[str, Any] = {}
         for name, observer in self._observers:
-            added.update(self.tracker.guard(name, event, observer) or {})
+            values = self.tracker.guard(name, event, observer)
+            if values:
+                added.update(values)
         return added
 
     def begin_step(self, batch: Batch) -> None:
@@ -110,18 +127,13 @@ class RunLog:
         self.meter.add(values)
         if due.log and step >= self._first_row:
             self.meter.send(step)
-        elif (now := time.monotonic()) >= self._line_due:
-            self._line_due = now + 1
-            steps = self.schedule.stop_step
-            mean = (now - self._began) / (step - self._first_step)  # before the first row
-            mean = self.row["seconds_left"] / (steps - self.row["step"]) if self.row else mean
-            left = duration((steps - step) * mean)
-            self.tracker.print(f"step {step:,} of {steps:,}, {left} left", end="\r")
         self._notify(lambda observer: observer.end_step(step))
+        self._bar.update()
         if due.epoch or due.save:
             self.end_interval()
         if due.epoch:
             self._judge_epoch()
+            self._bar.reset()
         return self.row
 
     def end_interval(self) -> dict[str, Any]:
@@ -131,27 +143,31 @@ class RunLog:
         return self.row
 
     def _judge_epoch(self) -> None:
+        """Print what limited the epoch, if it is something new; `finish` does it at the end."""
         with self.pause():
-            rows = [times for times, (starting, _) in self._times[self._judged :] if not starting]
-            lines = judge(rows, SHORT_EPOCH, self.world, self.feed)
-            self._judged = len(self._times)
-            if lines:  # a killed run leaves this file instead of the verdict in summary.json
-                cause, before = lines[0].partition(":")[0], self._cause
-                # Not in each epoch of a long run, and not in the last one: `finish` prints it.
-                if cause != before and self.state.step < self.schedule.stop_step:
-                    self.tracker.print(*(f"verdict   {line}" for line in lines))
-                self._cause = cause
-                epoch = round(self.schedule.epoch(self.state.step), 4)
-                self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
+            newest = self._timed[self._judged :]
+            self._judged = len(self._timed)
+            rows = [row.times for row in newest if not row.starting]
+            verdict = judge(rows, SHORT_EPOCH, self.world, self.feed)
+            if not verdict:
+                return
+            # A killed run leaves this file instead of the verdict in summary.json.
+            epoch = round(self.schedule.epoch(self.state.step), 4)
+            self.tracker.record("verdict.json", {"epoch": epoch, "verdict": verdict})
+            cause = verdict[0].partition(":")[0]
+            is_last = self.state.step == self.schedule.stop_step
+            if cause != self._cause and not is_last:
+                self.tracker.print(*(f"verdict   {line}" for line in verdict))
+            self._cause = cause
 
     @contextmanager
     def pause(self, doing: str = "") -> Iterator[None]:
-        """Leave the block out of images/s and of the time of a step."""
+        """Leave the block out of images/s and of the time of a step; the bar says what it does."""
         self._pause_began = time.monotonic()
-        if doing:
-            self.tracker.print(doing, end="\r")
         with self.feed.train.clock.pause():
+            self._bar.set_description(doing)
             yield
+            self._bar.set_description("epoch")
 
     def validated(self, row: dict[str, Any], result: Validation, *, best: bool) -> None:
         """Report a validation. `row`: the values of its result, and those of the raw model."""
@@ -159,30 +175,41 @@ class RunLog:
         row = row | {"split": "val", "images": result.images, "seconds": seconds}
         names, epochs = value_functions(result.rows), self.config.train.epochs
         self.tracker.print(val_line(row, names, self.best_by, epochs, best=best))
-        self._write(row | self._notify(lambda observer: observer.validated(row, result.rows)))
+        added = self._notify(lambda observer: observer.validated(row, result.rows))
+        self._write(row | added)
 
     def _report(self) -> None:
         """Write the row of an interval of steps, if one was sent and not yet read."""
         interval = self.meter.read()
         if interval is None:
             return
-        step, steps, values = interval
-        schedule, pool = self.schedule, self.feed.pool
-        before = step - steps
-        first_steps = FIRST_STEPS if self.world.device.type == "cuda" else 1
-        skip = max(0, self._first_step + first_steps - before)
-        times = self.feed.step_times(steps, skip=skip)
-        assert times is not None, "every step of an interval has been ended"
-        refused = self.train_on_batch.disabled_reason or ""
-        times = times._replace(graph_refused=refused, slowdowns=self.monitor.slowdowns())
-        self._times.append((times, (skip >= steps, before * schedule.batch_size < schedule.images)))
-        row = train_row(step, values, times, schedule, self.compute)
-        row |= self.monitor.read() | memory_figures(pool.pids, self.world.device)
+        times = self._times_of(interval)
+        row = train_row(interval.step, interval.means, times, self.schedule, self.compute)
+        row |= self.monitor.read()
+        row |= memory_figures(self.feed.pool.pids, self.world.device)
         self._write(row)
-        if len(self._times) % 40 == 0:  # a terminal has fewer lines
+        if len(self._timed) % HEADER_ROWS == 0:
             self.tracker.print(header(self.best_by))
-        self.tracker.print(train_line(row, values, self.best_by, self.config.train.epochs))
-        self.row, self._line_due = row, time.monotonic() + 1
+        line = train_line(row, interval.means, self.best_by, self.config.train.epochs)
+        self.tracker.print(line)
+        self.row = row
+
+    def _times_of(self, interval: Interval) -> StepTimes:
+        """Return the mean times of the steps of an interval, without the first of this start."""
+        before = interval.step - interval.steps
+        first_steps = 1
+        if self.world.device.type == "cuda":
+            first_steps = FIRST_STEPS
+        skip = max(0, self._first_step + first_steps - before)
+        times = self.feed.step_times(interval.steps, skip=skip)
+        assert times is not None, "every step of an interval has been ended"
+        times = times._replace(
+            graph_refused=self.train_on_batch.disabled_reason or "",
+            slowdowns=self.monitor.slowdowns(),
+        )
+        first_epoch = before * self.schedule.batch_size < self.schedule.images
+        self._timed.append(TimedRow(times, skip >= interval.steps, first_epoch))
+        return times
 
     def _write(self, row: dict[str, Any]) -> None:
         self.tracker.row(row)
@@ -194,43 +221,78 @@ class RunLog:
         `started`: time.monotonic() when `train` was called. A signal may still arrive during that
         checkpoint. Raises CheckpointError if it could not be written.
         """
-        run, state, by = self.run, self.state, self.best_by.name
-        run.wait()
+        self.run.wait()
         stop.poll()
-        values = {key: value for key, value in state.last.items() if key not in ("step", "epoch")}
-        best_step = int(state.best.get("step", 0))
-        # Later rows tell more about the speed than those of the first steps and epoch.
-        newest = self._times[-1][1] if self._times else (True, True)
-        settled = [times for times, kind in self._times if kind == newest]
-        unreadable = self.world.all_gather(set(self.feed.pool.unreadable))
+        self._bar.close()
+        status = "finished"
+        if stop:
+            status = "interrupted"
         summary = {
-            "status": "interrupted" if stop else "finished",
+            "status": status,
             "signal": stop.number,  # the exit status follows from it
-            "step": state.step,
-            "epoch": round(self.schedule.epoch(state.step), 4),
-            **values,
-            "values": [name for name in values if not name.endswith("_raw")],
-            "best_by": self.config.train.best_by,
-            f"best_{by}": state.best.get(by),
-            "best_epoch": round(self.schedule.epoch(best_step), 4) if best_step else None,
-            "best_checkpoint": file_name(best_step) if best_step else None,
-            "history": state.history,
-            "params_sha256": params_sha256(state.model),
+            "step": self.state.step,
+            "epoch": round(self.schedule.epoch(self.state.step), 4),
+            **self._newest_values(),
+            **self._best_values(),
+            "history": self.state.history,
+            "params_sha256": params_sha256(self.state.model),
             "seconds": time.monotonic() - started,
             "seconds_to_first_step": self._began - started,
-            "images_per_second": mean_of(settled).rate * self.world.size if settled else 0.0,
+            **self._speed(),
             "device": self.compute.name,
-            "made_by": run.facts["made_by"],
+            "made_by": self.run.facts["made_by"],
             "workers": self.feed.pool.active,
-            "verdict": judge([] if newest[0] else settled, SHORT_RUN, self.world, self.feed),
-            "unreadable_images": len(set[int]().union(*unreadable)),
+            "unreadable_images": self._count_unreadable(),
         }
         summary |= self._notify(lambda observer: observer.finish(summary))
         if self.world.is_main:
-            write_json(run.path / "summary.json", summary)
+            write_json(self.run.path / "summary.json", summary)
         resumes = self.config.checkpoint.resume != "never"
-        self.tracker.print(*outcome(run.path, summary, resumes=resumes))
+        self.tracker.print(*outcome(self.run.path, summary, resumes=resumes))
         return summary
+
+    def _newest_values(self) -> dict[str, Any]:
+        """Return the values of the last validation, and the names of those without `_raw`."""
+        values = dict(self.state.last)
+        values.pop("step", None)
+        values.pop("epoch", None)
+        names = [name for name in values if not name.endswith("_raw")]
+        return {**values, "values": names}
+
+    def _best_values(self) -> dict[str, Any]:
+        """Return the best validation so far, with None where there is none."""
+        key = f"best_{self.best_by.name}"
+        values: dict[str, Any] = {"best_by": self.config.train.best_by}
+        values |= {key: None, "best_epoch": None, "best_checkpoint": None}
+        best = self.state.best
+        if best:
+            step = int(best["step"])
+            values[key] = best.get(self.best_by.name)
+            values["best_epoch"] = round(self.schedule.epoch(step), 4)
+            values["best_checkpoint"] = file_name(step)
+        return values
+
+    def _speed(self) -> dict[str, Any]:
+        """Return images/s and the verdict, of rows like the newest: later ones tell more.
+
+        Collective: the ranks judge together.
+        """
+        settled: list[StepTimes] = []
+        rate = 0.0
+        if self._timed:
+            newest = self._timed[-1]
+            settled = [row.times for row in self._timed if row.resembles(newest)]
+            rate = mean_of(settled).rate * self.world.size
+            if newest.starting:
+                settled = []
+        verdict = judge(settled, SHORT_RUN, self.world, self.feed)
+        return {"images_per_second": rate, "verdict": verdict}
+
+    def _count_unreadable(self) -> int:
+        """Return how many training images were replaced on any rank. Collective."""
+        images: set[int] = set()
+        images.update(*self.world.all_gather(set(self.feed.pool.unreadable)))
+        return len(images)
 
 
 def train_row(
@@ -238,6 +300,7 @@ def train_row(
 ) -> dict[str, Any]:
     """Return the log row up to a step, without the figures of the GPU and the memory."""
     rate = times.rate * schedule.ranks
+    left = (schedule.stop_step - step) * schedule.batch_size / rate
     row = {
         "step": step,
         "epoch": schedule.epoch(step),
@@ -245,11 +308,13 @@ def train_row(
         **values,
         "lr": schedule.lr(step - 1),
         "images_per_second": rate,
-        **{name: getattr(times, name.removesuffix("_fraction")) for name in TIME},
-        "seconds_left": (schedule.stop_step - step) * schedule.batch_size / rate,
     }
+    for name in TIME:
+        row[name] = getattr(times, name.removesuffix("_fraction"))
+    row["seconds_left"] = left
     if schedule.ranks == 1:
         del row["ranks_wait_fraction"]
-    if peak := compute.peak_rate():
+    peak = compute.peak_rate()
+    if peak:
         row["mfu"] = rate / (peak * schedule.ranks)
     return row

@@ -87,9 +87,9 @@ class Tracker(ExitStack):
         board.add_custom_scalars({"learning": charts})
         return board
 
-    def print(self, *lines: str, end: str = "\n") -> None:
-        if self.folder is not None and lines:
-            say(*lines, end=end)
+    def print(self, *lines: str) -> None:
+        if self.folder is not None:
+            say(*lines)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Write a row, to metrics.jsonl with _ in place of / in its keys."""

@@ -11,7 +11,8 @@ import torch
 from sklearn.metrics import balanced_accuracy_score
 from torch import Tensor, nn
 
-from engine.metrics import BestBy, accuracy, macro_recall
+from engine.classifier import accuracy
+from engine.metrics import BestBy, macro_recall
 from engine.validation import evaluate
 from models.resnet import resnet_tiny
 from pipeline.batch import Batch

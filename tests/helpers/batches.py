@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from engine.classifier import classifier_means, classifier_values
 from engine.losses import Criterion
-from engine.metrics import Values, classifier_means, classifier_values
+from engine.metrics import Values
 from pipeline.batch import Batch
 
 

@@ -105,7 +105,7 @@ def test_a_worker_that_waits_for_storage_reads_ahead(
         def targets(self, *_: Any) -> dict[str, Any]:
             return {"label": len(self._ahead)}
 
-    monkeypatch.setattr("pipeline.loader.WAIT_SECONDS", -1.0)  # every task waits longer
+    monkeypatch.setattr("pipeline.worker.WAIT_SECONDS", -1.0)  # every task waits longer
     plain = crops(image_root / "train")
     ring = Ring(Ahead(plain.index, plain.transform, seed=7), local_batch_size=8, slots=3)
     samples = np.array([(5, index) for index in range(24)])

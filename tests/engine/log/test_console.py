@@ -15,7 +15,8 @@ from engine.log import plan
 from engine.log.console import header, train_line, val_line
 from engine.log.plan import setup_notes
 from engine.log.runlog import train_row
-from engine.metrics import BestBy, Meter
+from engine.meter import Meter
+from engine.metrics import BestBy
 from pipeline.build import build_datasets
 from pipeline.clock import StepTimes
 from tests.engine.plans import ALONE, WAITED, compute, schedule

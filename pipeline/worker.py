@@ -1,0 +1,236 @@
+"""What a worker process does: it fills rows of the batches with samples.
+
+Journey of a batch, 2: samples -> rows of each of their fields, in memory that all processes share.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from multiprocessing import connection, parent_process
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from conf.errors import RunError, UnreadableError, describe
+from pipeline.clock import waited_for_core
+from pipeline.dataset import READ_AHEAD, Dataset
+from pipeline.shared import SharedArray
+
+EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
+CHECK = "run scripts/doctor.py --all with the same overrides to check every file"
+REPLACE = f"replace or remove it; {CHECK}"
+# What to do about an unreadable sample, for each ring: of training, of validation.
+REMEDIES = (f"{REPLACE}; data.on_error=skip skips unreadable training images", REPLACE)
+MAX_TRIED = 100  # samples in place of an unreadable one
+# A worker reads ahead if, per sample, it waits this much longer for storage than for a core, as a
+# mean of about ten tasks. Reading in other threads costs 0.1 to 0.2 ms of a core per sample.
+WAIT_SECONDS = 5e-4
+# Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+Rows = dict[str, np.ndarray]  # name of a field -> [B, *shape] of one batch
+Skipped = tuple[int, str]  # index and message of an unreadable sample
+
+
+class LoaderError(RunError):
+    """An unreadable image, a failed transform, or a worker that died, hangs or cannot start."""
+
+
+@dataclass(eq=False)
+class Task:
+    """Rows of one slot to fill. They depend on the samples only, so any worker may fill them."""
+
+    ring: int  # position of the ring in the pool
+    slot: int
+    row: int  # the first row
+    samples: np.ndarray  # int64 [n, 2] of (epoch, index), one per row
+    done: bool = False
+
+
+class Reply(NamedTuple):
+    """The result of a task. A worker replies to its tasks in their order."""
+
+    rows: int = 0
+    cpu_seconds: float = 0.0
+    storage_seconds: float = 0.0  # neither computing nor waiting for a core
+    core_seconds: float = 0.0  # ready to run, but waiting for a core
+    skipped: Sequence[Skipped] = ()
+    error: str = ""  # why the task failed
+    trace: str = ""  # traceback of an error that is not about a file
+
+
+@dataclass(eq=False)
+class Ring:
+    """A dataset and the memory for its batches."""
+
+    dataset: Dataset
+    local_batch_size: int  # rows of this rank
+    slots: int
+    # Replace unreadable samples up to this fraction of all; None: the first one is an error.
+    max_bad_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        rows = self.slots, self.local_batch_size
+        self.fields = dict(self.dataset.fields)
+        self.memory: dict[str, SharedArray] = {}  # name of a field -> [slots, B, *shape]
+        for name, field in self.fields.items():
+            self.memory[name] = SharedArray((*rows, *field.shape), field.dtype)
+        # int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from the
+        # task's if the sample was unreadable and another one replaced it.
+        self.samples = SharedArray((*rows, 2), np.int64)
+        self.buffers = [*self.memory.values(), self.samples]
+        self.replies: deque[Reply] = deque(maxlen=256)  # the newest replies
+
+    def worker_ms(self) -> dict[str, Any]:
+        """Average the newest tasks per image: the fields of `StepTimes` for a worker."""
+        replies = list(self.replies)  # `load_in_process` may add one meanwhile, in another thread
+        images, cpu, storage, core = 0, 0.0, 0.0, 0.0
+        for reply in replies:
+            images += reply.rows
+            cpu += reply.cpu_seconds
+            storage += reply.storage_seconds
+            core += reply.core_seconds
+        scale = 1e3 / max(1, images)
+        storage = max(0.0, storage)  # the clocks of the thread and of the kernel differ slightly
+        return {"cpu_ms": cpu * scale, "storage_ms": storage * scale, "core_ms": core * scale}
+
+    def candidates(self, index: int) -> Iterable[int]:
+        """Return a sample and, if unreadable ones are skipped, those that may replace it."""
+        if self.max_bad_fraction is None:
+            return [index]
+        return chain([index], islice(self.dataset.replacements(index), MAX_TRIED))
+
+
+def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -> Reply:
+    """Fill the rows of a task, in a worker. The reply reports an exception; the worker goes on.
+
+    `following`: the samples of this task and of those after it, to read several at a time.
+    """
+    ring = rings[task.ring]
+    started, computed, queued = time.perf_counter(), time.thread_time(), waited_for_core()
+    # The views of a batch are made once for a task: they take longer than a copy of an image.
+    batch = {name: memory.array[task.slot] for name, memory in ring.memory.items()}
+    ring.dataset.begin_rows(batch, range(task.row, task.row + len(task.samples)))
+    skipped: list[Skipped] = []
+    for done, (epoch, index) in enumerate(task.samples.tolist()):
+        if following:
+            ring.dataset.read_ahead(following[done : done + READ_AHEAD])
+        row = task.row + done
+        try:
+            used = _fill_row(ring, batch, row, epoch, index, skipped)
+        except UnreadableError as error:
+            return Reply(error=f"{error}; {REMEDIES[task.ring]}")
+        except LoaderError as error:
+            trace = "".join(traceback.format_exception(error.__cause__))
+            return Reply(error=str(error), trace=trace)
+        ring.samples.array[task.slot, row] = epoch, used  # last: the row is complete
+    computing, waiting = time.thread_time() - computed, waited_for_core() - queued
+    storage = time.perf_counter() - started - computing - waiting
+    return Reply(len(task.samples), computing, storage, waiting, skipped)
+
+
+def _fill_row(
+    ring: Ring, batch: Rows, row: int, epoch: int, index: int, skipped: list[Skipped]
+) -> int:
+    """Fill a row with the first readable one of a sample's `candidates`; return its index.
+
+    Adds the unreadable ones to `skipped`. Raises UnreadableError if none can be read, and
+    LoaderError for any other failure: without a reply, the training process would wait.
+    """
+    unreadable: list[Skipped] = []
+    for candidate in ring.candidates(index):
+        try:
+            _write(ring, batch, row, ring.dataset.load(epoch, candidate))
+        except UnreadableError as error:
+            unreadable.append((candidate, str(error)))
+        except Exception as error:  # of a transform or the dataset, or out of memory
+            failed = "the file was read; a transform or the dataset failed, see the traceback above"
+            text = f"{ring.dataset.name(candidate)}: {describe(error)}: {failed}"
+            raise LoaderError(text) from error
+        else:
+            skipped += unreadable
+            return candidate
+    _, first = unreadable[0]
+    if len(unreadable) > 1:
+        tried = len(unreadable) - 1
+        raise UnreadableError(f"{first}; none of its {tried} replacements can be read either")
+    raise UnreadableError(first)
+
+
+def _write(ring: Ring, batch: Rows, row: int, sample: Mapping[str, Any]) -> None:
+    """Write the fields of a sample into a row of a batch."""
+    for name, rows in batch.items():
+        if name in sample:
+            rows[row] = _fitting(name, sample[name], rows)
+        elif not ring.fields[name].partial:
+            raise ValueError(f"the sample lacks {name} of the dataset's `fields`")
+
+
+def _fitting(name: str, given: Any, rows: np.ndarray) -> np.ndarray:
+    """Return a field of a sample as an array. Raises ValueError if it is not as stated."""
+    value, shape = np.asarray(given), rows.shape[1:]
+    is_cut = value.dtype.kind == "f" and rows.dtype.kind != "f"  # numbers in [0, 1] would be 0
+    if value.shape != shape or is_cut:
+        stated = f"the dataset states {rows.dtype} {shape} in `fields`"
+        raise ValueError(f"the field {name} is {value.dtype} {value.shape}, and {stated}")
+    return value
+
+
+class ReadAhead:
+    """Decides whether a worker reads the next samples in other threads: if storage is slow."""
+
+    def __init__(self) -> None:
+        self.enabled = False  # it stays enabled, as waiting then is hidden
+        self._mean_excess = 0.0  # seconds per sample
+
+    def add(self, reply: Reply) -> None:
+        """Take the times of a task into account."""
+        excess = max(0.0, reply.storage_seconds - reply.core_seconds) / max(1, reply.rows)
+        self._mean_excess += (excess - self._mean_excess) / 10
+        if self._mean_excess > WAIT_SECONDS:
+            self.enabled = True
+
+    def following(self, tasks: Sequence[Task]) -> list[int]:
+        """Return the samples of the tasks of the first one's ring; nothing if not enabled."""
+        if not self.enabled:
+            return []
+        same = [task.samples for task in tasks if task.ring == tasks[0].ring]
+        indices: list[int] = np.concatenate(same)[:, 1].tolist()
+        return indices
+
+
+def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
+    """Run tasks, in a worker, until the pipe closes or the training process ends."""
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # Pillow warns of "Corrupt EXIF data" and the like, which do not affect the pixels.
+    warnings.filterwarnings("ignore", module="PIL")
+    torch.set_num_threads(1)  # the workers run in parallel, each in one thread
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    tasks: list[Task] = []
+    ahead = ReadAhead()
+    with contextlib.suppress(EOFError, OSError):  # the training process closed its end, or died
+        while True:
+            while not tasks or pipe.poll():
+                tasks.append(pipe.recv())
+            following = ahead.following(tasks)
+            reply = run_task(tasks.pop(0), rings, following)
+            pipe.send(reply)
+            ahead.add(reply)
+
+
+def _exit_with_parent() -> None:
+    """End this process when the training process ends, even during a read that never returns."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
