@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 # resumes from this format only. 3: mixup and random operations are as in the recipes' sources.
 FORMAT = 3
 READABLE = (2, 3)  # formats whose weights, config and plan have the same meaning
+GIVE = "the folder of a run, a step-*.pt, never (start over) or auto (the default)"
 # Parts of every checkpoint -> type.
 PARTS = {"step": int, **dict.fromkeys(("state", "identity", "config", "plan"), dict)}
 
@@ -122,32 +123,36 @@ def verify(path: Path) -> None:
 def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
     """Read the first intact file of `paths`, which begin with the newest checkpoint.
 
-    Raises CheckpointError if all are damaged, and what `load` raises.
+    Raises CheckpointError if none can be read; UserError for one of another program or version.
     """
     for path in paths:
-        with suppress(CheckpointError):
-            verify(path)
-            if path != paths[0]:
-                logger.warning("%s: damaged; continuing from %s instead", paths[0], path.name)
-            return path, load(path, verified=True)
+        try:
+            content = read_file(path, origin=str(path))
+        except UserError as error:
+            logger.warning("%s: an earlier one is tried", error)
+            continue
+        _require_ours(path, content)
+        return path, content
     raise CheckpointError(f"{paths[0]} and all before it: damaged; give checkpoint.resume=never")
 
 
-def load(path: Path, *, verified: bool = False) -> dict[str, Any]:
+def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU, without executing code from it.
 
-    Raises UserError if it cannot be read or is something else, CheckpointError for wrong sums.
+    Raises UserError if it cannot be read, is damaged or something else.
     """
-    give = "the folder of a run, a step-*.pt, never (start over) or auto (the default)"
-    content: dict[str, Any] = read_file(path, origin=str(path), give=give)
+    content: dict[str, Any] = read_file(path, origin=str(path), give=GIVE)
+    _require_ours(path, content)
+    return content
+
+
+def _require_ours(path: Path, content: Any) -> None:
+    """Raise UserError unless this is a checkpoint of this program that can resume."""
     if not is_ours(content):
-        raise UserError(f"{path}: not a checkpoint of this program; give {give}")
-    if not verified:
-        verify(path)
+        raise UserError(f"{path}: not a checkpoint of this program; give {GIVE}")
     if content["format"] != FORMAT:
         cure = f"give run.name=NAME model.weights={path} to start a new run from its weights"
         raise UserError(f"{path}: is of a version of this program that trains differently; {cure}")
-    return content
 
 
 def is_ours(content: Any) -> bool:

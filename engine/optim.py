@@ -7,15 +7,15 @@ as optim.name=module:function. The classes of torch.optim and timm have names al
 import inspect
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from conf.errors import UserError, did_you_mean
 from conf.named import import_object, is_object_name
+from conf.errors import UserError, did_you_mean
 from conf.schema import OptimConfig, group_names, show
 from models.zoo import import_timm
 
@@ -33,10 +33,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
 
     Raises UserError if `optim.name` names none, or this one does not take `optim.args`.
     """
-    create = OPTIMIZERS.get(config.name)
-    if create is None and is_object_name(config.name):
-        create = import_object(config.name, "optim.name")
-    create = create or partial(from_class, find_class(config.name))
+    create = _find(config.name)
     try:
         return create(model, config, **config.args)
     except (TypeError, ValueError) as error:
@@ -45,63 +42,115 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
         raise UserError(f"optim.args={show(config.args)}: {error}; change them") from None
 
 
-def find_class(name: str) -> Callable[..., Optimizer]:
-    """Return the class of torch.optim whose name this is in lower case; that of timm for timm/NAME.
-
-    Raises UserError if there is none, or the training step cannot use it.
-    """
-    find: Callable[[str], Callable[..., Optimizer]] = partial(getattr, torch.optim)
-    known = {each.lower(): each for each in vars(torch.optim) if each[0].isupper()}
+def _find(name: str) -> Callable[..., Optimizer]:
+    """Return the function that `optim.name` names. Raises UserError if there is none."""
+    if is_object_name(name):
+        return import_object(name, "optim.name")
     if name.startswith("timm/"):
-        import_timm(f"optim.name={name}")
-        import timm.optim as timm
-
-        names = timm.list_optimizers(exclude_filters=["bnb*", "fused*"])  # need other packages
-        find, known = timm.get_optimizer_class, {f"timm/{each}": each for each in names}
-    refused = {group: f"write optim={group}" for group in group_names("optim")} | UNFIT
-    if name.lower() in refused or name not in known:
-        near = did_you_mean(name, known) or "; timm/NAME is one of timm"
-        reason = refused.get(name.lower(), f"there is no such optimiser{near}")
+        return from_timm
+    if name not in OPTIMIZERS:
+        near = did_you_mean(name, OPTIMIZERS)
+        others = f"optim={' or '.join(group_names('optim'))}, timm/NAME and module:name are others"
+        reason = UNFIT.get(name.lower(), f"there is no such optimiser{near}; {others}")
         raise UserError(f"optim.name={name}: {reason}")
-    return find(known[name])
+    return OPTIMIZERS[name]
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are not frozen."""
+    return list(filter(attrgetter("requires_grad"), model.parameters()))
 
 
 def decay_groups(model: nn.Module, config: OptimConfig) -> Groups:
     """Return at most two groups of the parameters to train: with and without weight decay."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = set(trained) if config.decay_norms else linear_weights(model)
-    groups: Groups = [
-        {"params": [p for p in trained if p in decayed], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p not in decayed], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    weights = linear_weights(model)
+    decayed: dict[str, Any] = {"params": [], "weight_decay": config.weight_decay}
+    others: dict[str, Any] = {"params": [], "weight_decay": 0.0}
+    for parameter in trained(model):
+        if config.decay_norms or parameter in weights:
+            decayed["params"].append(parameter)
+        else:
+            others["params"].append(parameter)
+    return list(filter(itemgetter("params"), [decayed, others]))
+
+
+def sgd(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
+    """Create torch's SGD, fused on a GPU, where a CUDA graph captures it."""
+    keys: dict[str, Any] = {
+        "lr": config.lr,
+        "momentum": config.momentum,
+        "nesterov": config.nesterov and config.momentum > 0,
+        "weight_decay": config.weight_decay,
+    }
+    flags = {"fused": _is_on_gpu(model)}
+    optimizer = torch.optim.SGD(decay_groups(model, config), **keys, **(flags | args))
+    if optimizer.defaults["fused"] and config.momentum:
+        # A first step that torch.amp.GradScaler skips does not write the momentum: it stays random.
+        for parameter in trained(model):
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def adamw(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
+    """Create torch's AdamW, fused on a GPU, where a CUDA graph captures it."""
+    keys: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": tuple(config.betas),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    flags = dict.fromkeys(("fused", "capturable"), _is_on_gpu(model))
+    return torch.optim.AdamW(decay_groups(model, config), **keys, **(flags | args))
 
 
 def from_class(
     optimizer_class: Callable[..., Optimizer], model: nn.Module, config: OptimConfig, **args: Any
 ) -> Optimizer:
-    """Create an optimiser of a library's class, with the keys of `optim` that the class takes."""
-    groups, bound = decay_groups(model, config), getattr(optimizer_class, "keywords", {})  # by timm
-    parameters = inspect.signature(optimizer_class).parameters
-    defaults = {name: p.default for name, p in parameters.items() if name not in bound}
-    for name in args.keys() - defaults.keys():
-        raise TypeError(f"{config.name} takes no {name}{did_you_mean(name, defaults)}")
-    keys: dict[str, Any] = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
-    keys["weight_decay"] = config.weight_decay
-    if "nesterov" in parameters:
-        keys |= {"momentum": config.momentum, "nesterov": config.nesterov and config.momentum > 0}
-    for name, value in [*keys.items()]:
-        if defaults.get(name) is None or np.shape(defaults[name]) != np.shape(value):
-            del keys[name]  # such as eps of Adafactor, which is two numbers
-    for name in args.keys() & keys.keys():
-        raise TypeError(f"write optim.{name}=... instead")
-    on_gpu, device_flags = groups[0]["params"][0].is_cuda, defaults.keys() & {"fused", "capturable"}
-    if "capturable" not in defaults and optimizer_class is not torch.optim.SGD:
-        device_flags = set()
-    optimizer = optimizer_class(groups, **keys, **{**dict.fromkeys(device_flags, on_gpu), **args})
-    if on_gpu and not device_flags:
+    """Create another optimiser of torch.optim, with lr, weight_decay and optim.args only."""
+    _refuse_moments(config)
+    values = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "capturable": _is_on_gpu(model),
+    }
+    takes = inspect.signature(optimizer_class).parameters
+    keys: dict[str, Any] = {name: values[name] for name in values if name in takes}
+    optimizer = optimizer_class(decay_groups(model, config), **keys, **args)
+    if _is_on_gpu(model) and "capturable" not in keys:
         optimizer.register_step_pre_hook(refuse_capture)
     return optimizer
+
+
+def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
+    """Create an optimiser of timm, with lr, weight_decay, momentum and optim.args."""
+    import_timm(f"optim.name={config.name}")
+    import timm.optim
+
+    _refuse_moments(config)
+    known = timm.optim.list_optimizers(exclude_filters=["bnb*", "fused*"])  # need other packages
+    name = config.name.removeprefix("timm/")
+    if name not in known:
+        near = did_you_mean(name, known)
+        raise UserError(f"optim.name={config.name}: timm has no such optimiser{near}; give another")
+    keys: dict[str, Any] = {
+        "lr": config.lr,
+        "momentum": config.momentum,
+        "weight_decay": config.weight_decay,
+    }
+    groups = decay_groups(model, config)
+    optimizer = timm.optim.create_optimizer_v2(groups, name, **keys, **args)
+    if _is_on_gpu(model):
+        optimizer.register_step_pre_hook(refuse_capture)
+    return optimizer
+
+
+def _refuse_moments(config: OptimConfig) -> None:
+    """Refuse values of optim.betas and optim.eps, which mean something else in each class."""
+    usual = OptimConfig()
+    if (config.betas, config.eps) != (usual.betas, usual.eps):
+        cure = f"give optim.args={{betas: {show(config.betas)}, eps: {show(config.eps)}}}"
+        wrong = "optim.betas and optim.eps are keys of adamw"
+        raise UserError(f"optim.name={config.name}: {wrong}; {cure} if it takes them")
 
 
 def refuse_capture(optimizer: Optimizer, *_: Any) -> None:
@@ -110,17 +159,24 @@ def refuse_capture(optimizer: Optimizer, *_: Any) -> None:
         raise RuntimeError(f"{type(optimizer).__name__} computes a part of its step on the host")
 
 
-def sgd(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
-    optimizer = from_class(torch.optim.SGD, model, config, **args)
-    if optimizer.defaults["fused"] and optimizer.defaults["momentum"]:
-        # A first step that torch.amp.GradScaler skips does not write the momentum: it stays random.
-        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return optimizer
+def _is_on_gpu(model: nn.Module) -> bool:
+    return next(model.parameters()).is_cuda
 
 
-adamw = partial(from_class, torch.optim.AdamW)
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adamw": adamw}
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": sgd,
+    "adamw": adamw,
+    "adadelta": partial(from_class, torch.optim.Adadelta),
+    "adafactor": partial(from_class, torch.optim.Adafactor),
+    "adagrad": partial(from_class, torch.optim.Adagrad),
+    "adam": partial(from_class, torch.optim.Adam),
+    "adamax": partial(from_class, torch.optim.Adamax),
+    "asgd": partial(from_class, torch.optim.ASGD),
+    "nadam": partial(from_class, torch.optim.NAdam),
+    "radam": partial(from_class, torch.optim.RAdam),
+    "rmsprop": partial(from_class, torch.optim.RMSprop),
+    "rprop": partial(from_class, torch.optim.Rprop),
+}
 
 
 def linear_weights(model: nn.Module) -> set[Tensor]:

@@ -9,15 +9,15 @@ import hashlib
 import json
 import logging
 import os
-import re
-import shutil
+from collections.abc import Mapping
 from concurrent import futures
 from contextlib import AbstractContextManager, suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
+from torch import Tensor
 
 from conf.compose import to_yaml
 from conf.errors import UserError
@@ -38,13 +38,16 @@ logger = logging.getLogger(__name__)
 FIXED = ("model.name", "model.freeze", "optim.name", "optim.args", "loader.batch_size", "classes")
 WEIGHTS = ("model.weights",)  # keys that name a file, whose content counts
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
-VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
-VALIDATED_ON |= {"data.exif_orientation"}
-# Key -> pattern of others that follow from it; a refusal does not list them.
-FOLLOW = {f"{s}.name": rf"{s}\.(?!name)|parameters" for s in ("model", "optim", "schedule")}
-FOLLOW |= {"data.image_size": r"data\.val_size|augment\.(train|val)"}
-FOLLOW |= {"train.epochs": r"schedule\.warmup", "classes": r"data\.(train|val)$|classes|parameters"}
-BEGAN, WITH = "began at step ", " with "  # of a line in the history: `began at step 5 with PATH`
+VALIDATED_ON = {
+    "data.val",
+    "data.val_size",
+    "data.mean",
+    "data.std",
+    "data.exif_orientation",
+    "augment.val",
+}
+OF_A_RUN = {"config.yaml", "checkpoints", ".lock"}  # a folder with other files holds one of these
+MOST_SHOWN = 6  # keys that a refusal lists
 
 
 class Run(AbstractContextManager["Run"]):
@@ -54,22 +57,24 @@ class Run(AbstractContextManager["Run"]):
     """
 
     def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world = config, world
+        self.config = config
+        self.world = world
         self.path = Path(config.run.dir)
         self.checkpoints = self.path / "checkpoints"
         self.resumed: Path | None = None  # the checkpoint from which this start continues
         # Whether the folder has no checkpoint of its own; `resumed` is then None or another run's.
         self.is_first_start = True
+        self.began_with = config.checkpoint.resume  # at the first start; stored in each checkpoint
         self.finished_summary: dict[str, Any] | None = None  # if an earlier start finished it
         self.facts: dict[str, Any] = {}  # result of `run_facts`, in each checkpoint
         self.stop_step = 0  # where training ends
         # Step of the newest checkpoint, perhaps still being written; at first, that of the start
         self.last_saved_step = 0
-        self._made_for: TrainState | None = None  # the state, if this start has made the folder
         self._stored: dict[str, Any] = {}  # content of `resumed`, until it is loaded
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
-        self._writing: futures.Future[None] | None = None
-        self._lock: int | None = None
+        self._writing: futures.Future[None] = futures.Future()  # the last checkpoint
+        self._writing.set_result(None)
+        self._lock: int | None = None  # on rank 0, once this start owns the folder
 
     def read_checkpoint(self) -> dict[str, Any]:
         """Read the checkpoint to resume; return its content, {} to begin at step 0. Collective.
@@ -82,12 +87,11 @@ class Run(AbstractContextManager["Run"]):
         if paths:
             self.is_first_start = False
             self.resumed, self._stored = checkpoint.load_newest(paths)
-            # The same command again must resume: `history` names the checkpoint it began with.
-            began = [line for line in self._stored["state"]["history"] if line.startswith(BEGAN)]
-            if given != "auto" and not any(line.endswith(f"{WITH}{given}") for line in began):
-                wrong = f"checkpoint.resume={given}: {self.path} holds a run that began without it"
+            self.began_with = self._stored.get("began_with", "auto")
+            if given not in ("auto", self.began_with):
+                wrong = f"{self.path} holds a run that began without it"
                 cure = f"leave the key out to resume from {self.resumed.name}, or give a run.name"
-                raise UserError(f"{wrong}; {cure}")
+                raise UserError(f"checkpoint.resume={given}: {wrong}; {cure}")
         elif given not in ("auto", "never"):
             self.resumed = [Path(given), *checkpoint.files(Path(given, "checkpoints"))][-1]
             self._stored = checkpoint.load(self.resumed)
@@ -96,11 +100,12 @@ class Run(AbstractContextManager["Run"]):
     def _own_checkpoints(self) -> list[Path]:
         """Return the checkpoints of this folder, newest first; refuse a folder that is no run."""
         refuse_inside(self.path, self.config.data, f"run.dir={self.path}")
-        content = {file.name for file in self.path.iterdir()} if self.path.exists() else set()
-        if content and not content & {"config.yaml", "checkpoints", ".lock"}:
+        names = set(map(attrgetter("name"), self.path.glob("*")))
+        if names and names.isdisjoint(OF_A_RUN):
             raise UserError(f"run.dir={self.path}: holds files that are not of a run; give another")
-        restarts = self.config.checkpoint.resume == "never"
-        return [] if restarts else checkpoint.files(self.checkpoints)[::-1]
+        if self.config.checkpoint.resume == "never":
+            return []
+        return checkpoint.files(self.checkpoints)[::-1]
 
     def resume(self, state: TrainState, facts: dict[str, Any], stop_step: int) -> None:
         """Load what `read_checkpoint` has read, claim the folder and write config.yaml. Collective.
@@ -112,44 +117,56 @@ class Run(AbstractContextManager["Run"]):
         """
         self.world.require_same({"checkpoint": str(self.resumed), **facts["identity"]})
         if self.resumed is not None:
-            accept = self.config.checkpoint.accept_changes
-            changes = accepted_changes(self.resumed, self._stored, facts, accept, stop_step)
-            _load_state(state, self.resumed, self._stored)
-            if self.is_first_start or changes.keys() & VALIDATED_ON:
-                # The best checkpoint is in another folder, or was validated on other images.
-                state.best, state.last = {}, {}
-            if self.is_first_start:
-                state.history.append(f"{BEGAN}{state.step:,}{WITH}{self.config.checkpoint.resume}")
-            state.history += [f"accepted at step {state.step:,}: {v}" for v in changes.values()]
+            self._continue(state, self.resumed, facts["identity"])
         self._stored = {}  # frees the memory
-        self.facts, self.stop_step, self.last_saved_step = facts, stop_step, state.step
+        self.facts = {**facts, "began_with": self.began_with}
+        self.stop_step = stop_step
+        self.last_saved_step = state.step
         self.finished_summary = self.world.on_rank_0(lambda: self._claim(state))
+
+    def _continue(self, state: TrainState, path: Path, identity: Mapping[str, Any]) -> None:
+        """Load the state of a checkpoint, unless it is of another training."""
+        changes = changed_keys(self._stored["identity"], identity)
+        refuse_changes(path, changes, accept=self.config.checkpoint.accept_changes)
+        _load_state(state, path, self._stored)
+        if self.is_first_start:
+            state.best, state.last = {}, {}  # the best checkpoint is in another folder
+            state.history.append(f"began at step {state.step:,} with {self.began_with}")
+        if not VALIDATED_ON.isdisjoint(changes):
+            state.best, state.last = {}, {}
+        state.history += [f"accepted at step {state.step:,}: {each}" for each in changes.values()]
 
     def _claim(self, state: TrainState) -> dict[str, Any] | None:
         """Lock the folder; return its summary if the run is finished, else write the config."""
         if self.config.checkpoint.resume == "never" and self.path.exists():
             os.close(_lock(self.path))  # fails if another process trains in it
             _move_aside(self.path)
-        self._made_for = None if self.path.exists() else state
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.path)
         for left in self.checkpoints.glob("*.tmp"):  # a kill leaves them
             left.unlink()
         if state.best:
             checkpoint.link_best(self.checkpoints, int(state.best["step"]))
-        path = self.path / "summary.json"
+        summary = self._summary_of_finished(state)
+        if summary is None:
+            # This also fsyncs the name of checkpoints/ in the folder.
+            replace_file(self.path / "config.yaml", to_yaml(self.config))
+            replace_file(self.path / "overrides.yaml", to_yaml(self.config.overrides))
+            (self.path / "summary.json").unlink(missing_ok=True)  # of an earlier start
+        return summary
+
+    def _summary_of_finished(self, state: TrainState) -> dict[str, Any] | None:
+        """Return the summary of an earlier start if it has finished the run with this state."""
+        expected = {
+            "status": "finished",
+            "step": state.step,
+            "best_by": self.config.train.best_by,
+        }
         with suppress(OSError, ValueError, AttributeError):  # none, or cut off by a full disk
-            summary: dict[str, Any] = json.loads(path.read_bytes())
-            expected = "finished", state.step, self.config.train.best_by
-            stated = tuple(map(summary.get, ("status", "step", "best_by")))
-            if state.step >= self.stop_step and stated == expected:
+            text = (self.path / "summary.json").read_bytes()
+            summary: dict[str, Any] = json.loads(text)
+            if state.step >= self.stop_step and expected.items() <= summary.items():
                 return summary
-        # This also fsyncs the name of checkpoints/ in the folder.
-        replace_file(self.path / "config.yaml", to_yaml(self.config))
-        replace_file(
-            self.path / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(self.config.overrides))
-        )
-        path.unlink(missing_ok=True)  # the summary of an earlier start
         return None
 
     def save(self, state: TrainState) -> None:
@@ -165,33 +182,29 @@ class Run(AbstractContextManager["Run"]):
         # timm, among others, looks for weights under this key. The file holds them only once.
         content["state_dict"] = stored["ema"] or stored["model"]
         if self.world.is_main:
-            self._writing = self._thread.submit(self._write, checkpoint.host_copy(content))
+            on_host = checkpoint.host_copy(content)
+            self._writing = self._thread.submit(self._write, on_host)
         self.last_saved_step = state.step
 
     def _write(self, content: dict[str, Any]) -> None:
-        if not all(bool(each.isfinite().all()) for each in content["state"]["model"].values()):
+        weights = content["state"]["model"].values()
+        if not all(map(_is_finite, weights)):
             raise diverged(f"the weights are not finite at step {content['step']}")
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
-        self.world.on_rank_0(lambda: self._writing.result() if self._writing else None)
+        self.world.on_rank_0(self._writing.result)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait until the last checkpoint is on disk, and release the lock; remove an empty run."""
+        """Wait until the last checkpoint is on disk, and release the lock."""
         self._thread.shutdown()  # not `wait`: its error would hide the one that ends the run
-        if kind is KeyboardInterrupt and self.world.is_main:  # no StopSignal handled it
+        if self._lock is None:
+            return
+        if kind is KeyboardInterrupt:  # no StopSignal handled it
             newest = ["none", *checkpoint.files(self.checkpoints)][-1]
             print(f"status    stopped by Ctrl-C; newest checkpoint: {newest}", flush=True)
-            if self.config.checkpoint.resume != "never" and newest != "none":
-                print("resume    run the same command again to continue", flush=True)
-        if self._lock is not None:
-            stopped = kind is KeyboardInterrupt or (self.path / "summary.json").exists()
-            state, saved = self._made_for, checkpoint.files(self.checkpoints)
-            if stopped and not saved and state and state.step == self.last_saved_step:
-                shutil.rmtree(self.path)
-                print(f"removed   {self.path}: no step was made", flush=True)
-            os.close(self._lock)
+        os.close(self._lock)
 
 
 def run_facts(datasets: Datasets, schedule: Schedule, compute: Compute) -> dict[str, Any]:
@@ -223,12 +236,12 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
     a fingerprint of the samples; the decoder by the mode of the dataset; and a file of weights by a
     hash of its content.
     """
-    config, replaced = schedule.config, (*CHOOSE_SAMPLES, "loader.decoder")
-    keys = {name: v for name, v in result_keys(config).items() if name not in replaced}
+    keys = result_keys(schedule.config)
+    for replaced in (*CHOOSE_SAMPLES, "loader.decoder"):
+        keys.pop(replaced, None)
     for name in WEIGHTS:
         if keys[name] not in (None, "pretrained"):
-            with open(checkpoint.find_checkpoint(keys[name]), "rb") as file:
-                keys[name] = f"SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
+            keys[name] = _hash_of(keys[name])
     return {
         "data.train": datasets.train.fingerprint(),
         "data.val": datasets.val.fingerprint(),
@@ -241,35 +254,41 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
     }
 
 
-def accepted_changes(
-    path: Path, content: dict[str, Any], facts: dict[str, Any], accept: bool, stop_step: int
-) -> dict[str, str]:
-    """Return how a checkpoint's identity differs from that of this start, name -> sentence.
+def _hash_of(path: str) -> str:
+    """Return the SHA-256 of a file of weights, or of the checkpoint of a run's folder."""
+    with open(checkpoint.find_checkpoint(path), "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return f"SHA-256 {digest[:16]}"
+
+
+def changed_keys(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, str]:
+    """Return how a checkpoint's identity differs from that of this start, name -> both values.
 
     A key that only the checkpoint has is not listed: another key, which is listed, disables it.
-    Raises UserError for changes that are not accepted.
     """
-    stored, identity = content["identity"], facts["identity"]
+    changes = {}
+    for name in identity:
+        before, now = stored.get(name), identity[name]
+        if before != now:
+            changes[name] = f"{name}={show(before)} (now {show(now)})"
+    return changes
 
-    def changed(before: Any, now: Any, names: Any) -> dict[str, str]:
-        differ = [name for name in names if before.get(name) != now.get(name)]
-        return {n: f"{n}={show(before.get(n))} (now {show(now.get(n))})" for n in differ}
 
-    changes = changed(stored, identity, sorted(identity, key=lambda name: name not in FIXED))
-    fixed = [name for name in changes if name in FIXED]
-    if not changes or (accept and not fixed):
-        return changes
-    why = f"{fixed[0]} cannot change within a run" if fixed else "these keys affect the result"
-    cure = "give run.name=NAME to train elsewhere or checkpoint.resume=never to start over"
-    more = "" if content["step"] < stop_step else "a larger train.epochs and "
-    cure += f", or {more}checkpoint.accept_changes=true to continue from here" * (not fixed)
-    before, now = ({*each["plan"].get("classes", ())} for each in (content, facts))
-    told = [f"class {c} is {'new' if c in now else 'gone'}" for c in sorted(before ^ now)[:6]]
-    if changes.keys() & {"data.train", "data.val"}:
-        told += changed(content["config"], facts["config"], CHOOSE_SAMPLES).values()
-    follow = [FOLLOW[key] for key in FOLLOW if key in changes or (told and key == "classes")]
-    told += [changes[name] for name in changes if not re.match("|".join(follow) or "$", name)]
-    raise UserError(f"cannot resume {path}: {', '.join(told)}; {why}: {cure}")
+def refuse_changes(path: Path, changes: Mapping[str, str], *, accept: bool) -> None:
+    """Raise UserError for changes that are not accepted, or with which the state does not fit."""
+    refused = set(changes)
+    if accept:
+        refused &= set(FIXED)
+    if refused:
+        shown = ", ".join(list(changes.values())[:MOST_SHOWN])
+        wrong = f"{len(changes)} of the keys that affect the result have changed: {shown}"
+        cure = "give run.name=NAME to start another run, or checkpoint.accept_changes=true"
+        limit = f"to continue this one ({', '.join(FIXED)} cannot change)"
+        raise UserError(f"cannot resume {path}: {wrong}; {cure} {limit}")
+
+
+def _is_finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all())
 
 
 def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:
@@ -294,10 +313,13 @@ def _lock(path: Path) -> int:
 
 
 def _move_aside(path: Path) -> None:
-    number = 1
+    """Rename a folder, and create it anew."""
     folder = path.resolve()  # the path may be a link to another disk
-    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+    number = 1
+    aside = folder.with_name(f"{folder.name}.old-{number}")
+    while aside.exists():
         number += 1
+        aside = folder.with_name(f"{folder.name}.old-{number}")
     os.rename(folder, aside)
     folder.mkdir()
     logger.info("the earlier run is now %s", aside)

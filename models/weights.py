@@ -4,15 +4,17 @@ Reading a file never executes code from it.
 """
 
 import argparse
+import fnmatch
 import json
 import logging
 import re
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -25,34 +27,53 @@ Weights = dict[str, Tensor]
 # torchvision report the accuracy of the average if there is one.
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 ANY_FILE = "a checkpoint, the folder of a run, or a file with weights (.pth, .pt, .safetensors)"
-OTHERS = dict.fromkeys((".pt2", ".onnx"), "an exported program, for other software")
-OTHERS |= dict.fromkeys((".jpg", ".jpeg", ".png"), "an image: the model comes first")
-# Former names of layers in torchvision's files (DenseNet, ViT) -> names now.
-RENAMED = (
-    (r"(denselayer\d+\.(?:norm|conv))\.([12])\.", r"\1\2."),
-    (r"\.mlp\.linear_1\.", ".mlp.0."),
-    (r"\.mlp\.linear_2\.", ".mlp.3."),
-)
+UNREADABLE = "damaged, not by torch.save, or it would run code"
+OTHERS = {
+    ".pt2": "an exported program, for other software",
+    ".onnx": "an exported program, for other software",
+    ".jpg": "an image: the model comes first",
+    ".jpeg": "an image: the model comes first",
+    ".png": "an image: the model comes first",
+}
+# Beginnings of names: of DDP and AveragedModel, of torch.compile, and of Lightning around them.
+WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+")
+LIGHTNING_WRAPPERS = re.compile(r"^((model|module|_orig_mod)\.)+")
+LIGHTNING = "pytorch-lightning_version"  # a key in its checkpoints
+FORMER_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")  # in torchvision's files
 
 
 def read_file(path: Path, *, origin: str, give: str = ANY_FILE) -> Any:
     """Read a file of torch.save or, if its name ends in .safetensors, of safetensors to the CPU.
 
     `origin`: the beginning of error messages; `give`: the files that they ask for. Raises UserError
-    if the file is missing, or cannot be read without executing code from it.
+    if the file is missing, damaged, or cannot be read without executing code from it.
     """
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
+        check_sums(path)
         # timm and torchvision store their arguments. A Namespace only holds attributes.
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except (OSError, zipfile.BadZipFile) as error:
+        reason = str(error)
     except Exception:  # torch.load raises many types, with texts of many lines
-        reason = OTHERS.get(path.suffix.lower(), "damaged, not by torch.save, or it would run code")
-    near = "" if path.exists() else near_paths(str(path), "runs")
-    raise UserError(f"{origin}: cannot be read ({reason}){near or f'; give {give}'}")
+        reason = OTHERS.get(path.suffix.lower(), UNREADABLE)
+    near = near_paths(str(path), "runs")
+    raise UserError(f"{origin}: cannot be read ({reason}){near}; give {give}")
+
+
+def check_sums(path: Path) -> None:
+    """Raise BadZipFile if a zip file is damaged: torch.load does not check the CRC-32 sums.
+
+    torch.save has written zip files since torch 1.6; older files have no sums.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as file:
+        damaged = file.testzip()
+    if damaged is not None:
+        raise zipfile.BadZipFile(f"damaged: the CRC-32 sum of {damaged} does not fit")
 
 
 def weights_in(content: Any, *, origin: str) -> Weights:
@@ -62,21 +83,31 @@ def weights_in(content: Any, *, origin: str) -> Weights:
     moving average if there is one, which is what a validation measures. Raises UserError if there
     is no state_dict.
     """
-    stored = content if isinstance(content, dict) else {}
-    if isinstance(stored.get("state"), dict):
-        state = stored["state"]
-        stored = state.get("model") if state.get("ema") is None else state["ema"]
-    else:
-        inner = (stored[name] for name in CONTAINERS if isinstance(stored.get(name), dict))
-        stored = next(inner, stored)
-    weights = dict(stored or {})
+    refusal = UserError(f"{origin}: is not a state_dict; give a state_dict or a checkpoint")
+    if not isinstance(content, dict):
+        raise refusal
+    stored = content
+    state = content.get("state")
+    if isinstance(state, dict):
+        stored = {"model_ema": state.get("ema"), "model": state.get("model")}
+    weights = dict(stored)
+    for container in CONTAINERS:
+        if isinstance(stored.get(container), dict):
+            weights = dict(stored[container])
+            break
     weights.pop("n_averaged", None)
-    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise UserError(f"{origin}: is not a state_dict; give a state_dict or a checkpoint")
-    weights = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
-    while all(name.startswith("module.") for name in weights):  # DDP and AveragedModel add it
-        weights = {name.removeprefix("module."): value for name, value in weights.items()}
-    return weights
+    if not all(isinstance(value, Tensor) for value in weights.values()):
+        raise refusal
+    wrappers = WRAPPERS
+    if LIGHTNING in content:
+        wrappers = LIGHTNING_WRAPPERS
+    return {_plain_name(name, wrappers): value for name, value in weights.items()}
+
+
+def _plain_name(name: str, wrappers: re.Pattern[str]) -> str:
+    """Return the name of a tensor without those of the modules around the model."""
+    within = wrappers.sub("", name)
+    return within.replace("_orig_mod.", "")  # a part of the model was compiled
 
 
 def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> None:
@@ -89,15 +120,20 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     origin = f"model.weights={path}"
     content = read_file(path, origin=origin, give=f"{ANY_FILE}, or model.weights=pretrained")
     weights = weights_in(content, origin=origin)
-    # The names of the classes that an exported file or a checkpoint states, as JSON.
-    if path.suffix == ".safetensors":
-        named = safetensors_metadata(path).get("classes", "[]")
-    else:
-        plan = content.get("plan")
-        named = json.dumps(plan.get("classes", []) if isinstance(plan, dict) else [])
-    if named not in ("[]", json.dumps(list(classes))):
-        weights = {name: value for name, value in weights.items() if name not in head_of(model)}
+    if _named_classes(path, content) not in ("[]", json.dumps(list(classes))):
+        for name in head_of(model):
+            weights.pop(name, None)
     fit_weights(model, weights, origin=origin, new_head=True)
+
+
+def _named_classes(path: Path, content: dict[str, Any]) -> str:
+    """Return the names of the classes that a file states, as JSON; an empty list if it does not."""
+    if path.suffix == ".safetensors":
+        return safetensors_metadata(path).get("classes", "[]")
+    plan = content.get("plan")
+    if isinstance(plan, dict):
+        return json.dumps(plan.get("classes", []))
+    return "[]"
 
 
 def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bool = False) -> None:
@@ -106,42 +142,73 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     Raises UserError if keys are missing, unknown or of another shape: another model's weights.
 
     Args:
+        model: gets the weights.
+        weights: name -> values.
         origin: the beginning of messages.
-        new_head: allow weights without a head for these classes. It is then set to zero (ViT, arXiv
-            2010.11929), because gradients of a random head would damage the trained layers; a
-            convolutional head stays random, because a ReLU may follow (SqueezeNet).
+        new_head: allow weights without a head for these classes; see `_first_head`.
     """
     own = model.state_dict()
-    for former, now in RENAMED:
-        weights = {k if k in own else re.sub(former, now, k): v for k, v in weights.items()}
-    head = head_of(model) if new_head else []
-    if any(k in weights and weights[k].shape == own[k].shape for k in head):
-        head = []  # the file's
-    weights |= {k: own[k] if own[k].ndim == 4 else torch.zeros_like(own[k]) for k in head}
+    weights = {_present_name(name): value for name, value in weights.items()}
+    shared = own.keys() & weights.keys()
+    fitting = {name for name in shared if own[name].shape == weights[name].shape}
+    head = head_of(model)
+    if new_head and fitting.isdisjoint(head):
+        first = _first_head(own, head)
+        shown = ", ".join(head)
+        count = own[head[0]].shape[0]
+        logger.info(f"{origin}: {shown} start anew: the file has no head for these {count} classes")
+        weights |= first
+        fitting |= first.keys()
     # The oldest weights of torchvision have no num_batches_tracked.
-    problems = {
-        "missing": [k for k in own if k not in weights and not k.endswith("num_batches_tracked")],
-        "unknown": [k for k in weights if k not in own],
-        "of another shape": [k for k in own if k in weights and own[k].shape != weights[k].shape],
-    }
-    kinds = [f"{len(keys)} {kind}, such as {keys[0]}" for kind, keys in problems.items() if keys]
-    if kinds:
+    counters = fnmatch.filter(own, "*num_batches_tracked")
+    missing = own.keys() - weights.keys() - set(counters)
+    unknown = weights.keys() - own.keys()
+    misshapen = (own.keys() & weights.keys()) - fitting
+    wrong = [*sorted(missing), *sorted(unknown), *sorted(misshapen)]
+    if wrong:
+        counts = (
+            f"{len(missing)} missing, {len(unknown)} unknown, {len(misshapen)} of another shape"
+        )
         cure = "check model.name, data.image_size and the channels of the images"
-        raise UserError(f"{origin}: does not fit the model: keys {'; '.join(kinds)}; {cure}")
-    if head:
-        names, count = ", ".join(head), own[head[0]].shape[0]
-        logger.info(f"{origin}: {names} start anew: the file has no head for these {count} classes")
+        raise UserError(
+            f"{origin}: does not fit the model: keys {counts}, such as {wrong[0]}; {cure}"
+        )
     own.update(weights)  # `own` also has the versions of layers (`_metadata`), for MNASNet
     model.load_state_dict(own)
 
 
+def _present_name(name: str) -> str:
+    """Return the name in today's torchvision of a layer in its files (DenseNet, ViT)."""
+    name = name.replace(".mlp.linear_1.", ".mlp.0.")
+    name = name.replace(".mlp.linear_2.", ".mlp.3.")
+    return FORMER_DENSENET.sub(r"\1\2.", name)
+
+
+def _first_head(own: Weights, head: Sequence[str]) -> Weights:
+    """Return the first values of a new head: zeros (ViT, arXiv 2010.11929).
+
+    Gradients of a random head would damage the trained layers. A convolutional head stays random,
+    because a ReLU may follow (SqueezeNet).
+    """
+    first: Weights = {}
+    for name in head:
+        first[name] = own[name]
+        if own[name].ndim < 4:
+            first[name] = torch.zeros_like(own[name])
+    return first
+
+
 def head_of(model: nn.Module) -> list[str]:
     """Return the names of the tensors of the classifier: timm states it, else the last layer."""
-    layers = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
+    parameters = dict(model.named_parameters())
+    config = getattr(model, "pretrained_cfg", {})
+    layers = config.get("classifier")
     if not layers:
-        layers = [name for name, p in model.named_parameters() if p.ndim > 1][-1].rpartition(".")[0]
-    layers = (layers,) if isinstance(layers, str) else layers
-    return [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in layers]
+        matrices = [name for name in parameters if parameters[name].ndim > 1]
+        layers = matrices[-1].rpartition(".")[0]
+    if isinstance(layers, str):
+        layers = (layers,)
+    return [name for name in parameters if name.rpartition(".")[0] in layers]
 
 
 def safetensors_metadata(path: Path) -> dict[str, str]:

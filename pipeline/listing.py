@@ -5,11 +5,15 @@ One rule for all programs tells images from other files.
 
 import csv
 import os
+import sys
 import tarfile
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NoReturn
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 from conf.errors import UserError
 
@@ -17,21 +21,64 @@ from conf.errors import UserError
 EXTENSIONS = tuple(
     b".jpg .jpeg .png .webp .bmp .ppm .pgm .pbm .pnm .tif .tiff .gif .jfif .jpe .mpo .apng".split()
 )
-# Folders that macOS, Synology, QNAP, Windows and ext4 create next to the folders of a user.
-SYSTEM = set(b"__MACOSX @eaDir #recycle #snapshot @Recycle $RECYCLE.BIN lost+found".split())
+# How the names of files and folders begin that are not the user's: hidden ones, as ._name of macOS,
+# and folders of macOS, Synology, QNAP, Windows and ext4.
+HIDDEN_NAMES = tuple(
+    b". __MACOSX @eaDir #recycle #snapshot @Recycle $RECYCLE.BIN lost+found".split()
+)
 # Words in the names of files and folders -> the split that they name.
-SPLITS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(("test", "testing"), "test")
-SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "dev": "val",
+    "test": "test",
+    "testing": "test",
+}
 THREADS = 16  # hide the latency of a network file system: 1,000 folders in sequence take minutes
-LOOSE = "in no class folder"  # why an image is left out
+# Why a file or folder is left out.
+LOOSE = "in no class folder"
+HIDDEN = "hidden, or of the system"
+TWICE = "link to a folder that is listed, or to one around it"  # which holds all classes
+IRREGULAR = "no regular file"  # a pipe blocks the process that opens it; a link may lead nowhere
+BLOCK = 512  # bytes of a header in a tar file; two blocks of zeros end the file
+PADDING = 1 << 24  # most bytes of zeros at the end; tar pads to 10 kB, or what `-b` says
 LeftOut = dict[bytes, str]  # path of a file or folder that is not read -> reason
 Classes = dict[bytes, list[bytes]]  # name -> sorted paths of its images; sorted by name
 Places = dict[bytes, tuple[int, int, int]]  # path -> source, offset and length, as in Index.places
+Identity = tuple[int, int]  # device and number of a folder
+Members = dict[bytes, tuple[int, int]]  # name in a tar file -> offset and length in bytes
+DAMAGED = (  # what tarfile raises for a damaged header
+    ArithmeticError,
+    LookupError,
+    MemoryError,
+    tarfile.TarError,
+    TypeError,
+    ValueError,
+)
+
+
+class Listed(NamedTuple):
+    """A folder, and what lies in it and may be read."""
+
+    path: bytes
+    folders: list[bytes]  # names, sorted
+    files: list[bytes]  # names of the regular files, sorted
+
+
+class ClassFolder(NamedTuple):
+    """What a class folder holds, with the folders in it."""
+
+    images: list[bytes]  # sorted paths, below the folder of the split
+    folders: list[bytes]  # paths
+    left_out: LeftOut
 
 
 def is_hidden(name: bytes) -> bool:
-    """Whether a file or folder is hidden, as ._name, which macOS adds, or one of SYSTEM."""
-    return name.startswith(b".") or name in SYSTEM
+    """Whether a file or folder is hidden, or of the system."""
+    return name.startswith(HIDDEN_NAMES)
 
 
 def is_image(path: bytes) -> bool:
@@ -41,139 +88,229 @@ def is_image(path: bytes) -> bool:
 
 def why_left_out(path: bytes) -> str:
     """Return why a file or folder is not read; "" if it is an image."""
-    for part in path.split(b"/"):
-        if is_hidden(part):
-            return os.fsdecode(part) if part in SYSTEM else "hidden"
-    return "" if is_image(path) else os.fsdecode(os.path.splitext(path)[1].lower()) or "no ending"
+    if any(map(is_hidden, path.split(b"/"))):
+        return HIDDEN
+    if is_image(path):
+        return ""
+    ending = os.path.splitext(path)[1]
+    return os.fsdecode(ending.lower()) or "no ending"
 
 
 def count_left_out(left_out: LeftOut) -> str:
     """Say in one line how much is left out for which reason; "" if nothing is."""
     if not left_out:
         return ""
-    counts = Counter(sorted(left_out.values())).most_common(5)
-    example = os.fsdecode(min(path for path, reason in left_out.items() if reason == counts[0][0]))
-    reasons = ", ".join(f"{reason} ({count:,})" for reason, count in counts)
-    what = "file or folder is" if len(left_out) == 1 else "files or folders are"
-    text = f"{len(left_out):,} {what} not read: {reasons}, such as {example}"
-    return " ".join(f"{text}; rename or convert what should be read".split())
+    by_reason = defaultdict(list)
+    for path in sorted(left_out):
+        reason = left_out[path]
+        by_reason[reason].append(path)
+    commonest = sorted(by_reason, key=lambda reason: -len(by_reason[reason]))
+    reasons = ", ".join(f"{reason} ({len(by_reason[reason]):,})" for reason in commonest[:5])
+    example = by_reason[commonest[0]][0]
+    found = f"{len(left_out):,} files or folders are not read: {reasons}"
+    told = f"{found}, such as {os.fsdecode(example)}; rename or convert what should be read"
+    return " ".join(told.split())
 
 
-def walk(top: bytes, left_out: LeftOut) -> Iterator[tuple[bytes, list[bytes], list[bytes]]]:
-    """Yield each folder from `top` on, the folders and the files in it, sorted, as os.walk does.
+def walk(top: bytes, left_out: LeftOut) -> Iterator[Listed]:
+    """Yield each folder from `top` on, depth first in the order of the names.
 
-    Links are followed; they may lead in a circle, so a folder comes once. What is hidden is added
-    to `left_out` instead. So is a link to a folder around it: it leads to images of all classes.
+    Links are followed. They may lead in a circle, or to a folder around `top`, so a folder comes
+    once, and those around it never. What is not read, whatever its ending, is added to `left_out`.
     """
-    seen = set()
-    for folder, inner, names in os.walk(top, onerror=_raise, followlinks=True):
-        info = os.stat(folder)
-        if (info.st_dev, info.st_ino) in seen:
-            inner.clear()
-            continue
-        seen.add((info.st_dev, info.st_ino))
-        skipped = {name: why_left_out(name) for name in (*inner, *names) if is_hidden(name)}
-        for name in (name for name in inner if os.path.islink(os.path.join(folder, name))):
-            target = os.path.realpath(os.path.join(folder, name))
-            if os.path.commonpath([target, os.path.realpath(folder)]) == target:
-                skipped[name] = "link to a folder around it"
-        left_out |= {os.path.join(folder, name): reason for name, reason in skipped.items()}
-        inner[:] = sorted(name for name in inner if name not in skipped)
-        yield folder, inner, sorted(name for name in names if name not in skipped)
+    path = Path(os.fsdecode(top))
+    target = path.resolve()
+    around = {path, *path.absolute().parents, *target.parents}
+    seen = set(map(_identity, around))
+    waiting = [top]
+    while waiting:
+        folder = waiting.pop()
+        listed = _list_one(folder, seen, left_out)
+        yield listed
+        inner = _paths_in(folder, listed.folders)
+        waiting += reversed(inner)
 
 
-def _raise(error: OSError) -> NoReturn:
-    raise error
+def _identity(folder: bytes | Path) -> Identity:
+    """Return the device and the number of a folder, which are the same through any link."""
+    info = os.stat(folder)
+    return info.st_dev, info.st_ino
+
+
+def _paths_in(folder: bytes, names: Iterable[bytes]) -> list[bytes]:
+    return [os.path.join(folder, name) for name in names]
+
+
+def _list_one(folder: bytes, seen: set[Identity], left_out: LeftOut) -> Listed:
+    """List a folder. The kind of a file comes with its name; only links and folders cost a call.
+
+    Adds its folders to `seen`, and what is not read to `left_out`.
+    """
+    listed = Listed(folder, [], [])
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=attrgetter("name")):
+            if is_hidden(entry.name):
+                left_out[entry.path] = HIDDEN
+            elif entry.is_file():
+                listed.files.append(entry.name)
+            elif not entry.is_dir():
+                left_out[entry.path] = IRREGULAR
+            elif _identity(entry.path) in seen:
+                left_out[entry.path] = TWICE
+            else:
+                seen.add(_identity(entry.path))
+                listed.folders.append(entry.name)
+    return listed
 
 
 def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, list[bytes]]:
-    """List the images in class folders, and all folders; add the rest to `others`."""
+    """List the images in class folders, and all folders; add the rest to `others`.
+
+    `origin`: key=value, for messages. Raises UserError if there is no class, or one is empty.
+    """
+    top = next(walk(base, others))
+    if not top.folders:
+        found = f"holds {len(top.files):,} files, and no folder for each class"
+        raise UserError(f"{origin}: {found}; put each image into <class>/, a folder in it")
+    classes: Classes = {}
     listed = [base]
-
-    def list_class(name: bytes) -> list[bytes]:
-        images = []
-        for folder, _, files in walk(os.path.join(base, name), others):
-            listed.append(folder)
-            below = os.path.relpath(folder, base)
-            for file in files:
-                if is_image(file):
-                    images.append(os.path.join(below, file))
-                else:
-                    others[os.path.join(folder, file)] = why_left_out(file)
-        return sorted(images)
-
-    _, names, loose = next(walk(base, others))
-    if not names:
-        above, cure = os.path.dirname(base), "put each image into <class>/, a folder in it"
-        if origin.startswith("data.root=") and any(map(is_image, loose)):
-            cure = f"if its images are one class of several, give {os.fsdecode(above)}"
-        found = "holds no folders" if loose else "is empty"
-        raise UserError(f"{origin}: {found}, but needs a folder for each class; {cure}")
     with ThreadPoolExecutor(THREADS) as pool:
-        classes = dict(zip(names, pool.map(list_class, names), strict=True))
-    for name, images in classes.items():
-        folder = f"{origin}: class folder {os.fsdecode(name)}"
-        if not images:
-            own = {p: why for p, why in others.items() if p.startswith(base + b"/" + name + b"/")}
-            cure = count_left_out(own) or "fill it or remove it"
-            raise UserError(f"{folder} holds no images (.jpg, .png, ...); {cure}")
-        if os.fsdecode(name).lower() in SPLITS and all(path.count(b"/") > 1 for path in images):
-            raise UserError(f"{folder} holds folders of images only; give data.train and data.val")
-    others |= {os.path.join(base, name): LOOSE for name in filter(is_image, loose)}
+        contents = pool.map(partial(_list_class, base), top.folders)
+        for name, content in zip(top.folders, contents, strict=True):
+            shown = os.fsdecode(name)
+            folder = f"{origin}: class folder {shown}"
+            if not content.images:
+                told = count_left_out(content.left_out)
+                cure = f"fill it or remove it. {told}"
+                raise UserError(f"{folder} holds no images (.jpg, .png, ...); {cure}".rstrip(" ."))
+            if len(content.folders) > 1 and shown.lower() in SPLITS:
+                cure = "give data.train and data.val"
+                raise UserError(f"{folder} holds folders, as a split does; {cure}")
+            classes[name] = content.images
+            listed += content.folders
+            others |= content.left_out
+    loose = _paths_in(base, filter(is_image, top.files))
+    others |= dict.fromkeys(loose, LOOSE)
     return classes, listed
 
 
+def _list_class(base: bytes, name: bytes) -> ClassFolder:
+    """List the class folder `name` in the folder `base` of a split."""
+    content = ClassFolder([], [], {})
+    for folder, _, files in walk(os.path.join(base, name), content.left_out):
+        content.folders.append(folder)
+        below = os.path.relpath(folder, base)
+        for file in files:
+            if is_image(file):
+                content.images.append(os.path.join(below, file))
+            else:
+                path = os.path.join(folder, file)
+                reason = why_left_out(file)
+                content.left_out[path] = reason
+    content.images.sort()
+    return content
+
+
 def list_tars(files: Sequence[str], origin: str, others: LeftOut) -> tuple[Classes, Places]:
-    """List the images in tar files, and the place of each; add the rest to `others`."""
-    all_places: Places = {}
+    """List the images in tar files, and the place of each; add the rest to `others`.
+
+    Raises UserError if there is no image in a folder, or two tar files hold one of the same name.
+    """
+    found: Places = {}
     with ThreadPoolExecutor(THREADS) as pool:
         for number, members in enumerate(pool.map(tar_members, files)):
-            all_places |= {name: (number, *place) for name, place in members.items()}
-    paths = [path for path in all_places if b"/" in path and not why_left_out(path)]
-    inside = {path for path in all_places if b"/" in path or is_image(path)}.difference(paths)
-    others |= {path: why_left_out(path) or LOOSE for path in inside}
-    if not paths:
+            _add_images(found, members, number, others)
+    if not found:
         cure = "python scripts/prepare.py SOURCE --to DIR converts other tar files"
         raise UserError(f"{origin}: holds no <class>/<name> with the suffix of an image; {cure}")
-    # Folders around all class folders, such as train/, are left out.
-    outer = os.path.commonpath({path.rpartition(b"/")[0].rpartition(b"/")[0] for path in paths})
-    places = {path[len(outer) :].lstrip(b"/"): all_places[path] for path in paths}
+    # Folders around all class folders, such as train/, are no part of the names.
+    folders = set(map(os.path.dirname, found))
+    outer = os.path.commonpath(set(map(os.path.dirname, folders)))
     classes: Classes = {}
-    for path in sorted(places):  # not the order of the classes: `-` sorts before `/`
-        classes.setdefault(path.split(b"/")[0], []).append(path)
+    places: Places = {}
+    for whole in sorted(found):  # not the order of the classes: `-` sorts before `/`
+        path = whole.removeprefix(outer).lstrip(b"/")
+        label = path.split(b"/")[0]
+        classes.setdefault(label, []).append(path)
+        places[path] = found[whole]
     return dict(sorted(classes.items())), places
 
 
-def tar_members(path: str, start: int = 0, shown: str = "") -> dict[bytes, tuple[int, int]]:
-    """Return name -> offset and length in bytes, of the files in the tar file at byte `start`.
+def _add_images(found: Places, members: Members, number: int, others: LeftOut) -> None:
+    """Add the images in folders of tar file `number` to `found`, and the rest to `others`."""
+    for name, place in members.items():
+        reason = why_left_out(name)
+        if b"/" not in name:
+            others[name] = LOOSE
+        elif reason:
+            others[name] = reason
+        elif name in found:
+            shown = os.fsdecode(name)
+            raise UserError(f"{shown}: two of the tar files hold it; rename or remove one of them")
+        else:
+            found[name] = (number, *place)
 
-    Raises UserError about `shown` if it is damaged or holds a link; OSError if it cannot be read.
+
+def tar_members(path: str, start: int = 0, shown: str = "", length: int = sys.maxsize) -> Members:
+    """List the files in a tar file: name -> offset in `path` and length, in bytes.
+
+    Args:
+        path: the tar file, or a file that contains it.
+        start: offset of the tar file in `path`, in bytes.
+        shown: what messages name instead of `path`.
+        length: bytes of the tar file, at most; it also ends where `path` ends.
+
+    Raises UserError if it is damaged or holds a link; OSError if it cannot be read.
     """
-    members = {}
+    members: Members = {}
+    at = start
     try:
-        with open(path, "rb") as file:
-            at = file.seek(start)
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                while (header := tar.next()) is not None:
-                    tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
-                    at = tar.offset
-                    name = os.path.normpath(os.fsencode(header.name)).lstrip(b"/")
-                    if header.isreg():
-                        members[name] = header.offset_data, header.size
-                    elif header.islnk() or header.issym():
-                        raise ValueError(f"{header.name} is a link")
-            # tarfile takes a damaged or missing header for the end, which is a block of zeros.
-            file.seek(at)
-            if file.read(512) != bytes(512):
-                raise ValueError("no header and no end")
-    except OSError:
-        raise
-    except Exception as error:  # tarfile raises many kinds: ReadError, IndexError, ...
+        with open(path, "rb") as file, _open_tar(file, start) as tar:
+            header = tar.next()
+            while header is not None:
+                if tar.offset <= at:
+                    raise ValueError(f"{header.name} has a negative size")
+                at = tar.offset
+                _add_member(members, header)
+                tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
+                header = tar.next()
+            end = os.fstat(file.fileno()).st_size
+            _check_end(file, at, min(end, start + length))
+    except DAMAGED as error:
         cure = "it may be damaged or compressed: download or copy it again, or pack it again "
         cure += "without compression and links (tar --dereference --hard-dereference)"
         wrong = f"cannot be read at byte {at:,}: {error}"
         raise UserError(f"{shown or path}: {wrong}; {cure}") from None
     return members
+
+
+def _open_tar(file: BinaryIO, start: int) -> tarfile.TarFile:
+    file.seek(start)
+    return tarfile.open(fileobj=file, mode="r:")
+
+
+def _add_member(members: Members, header: tarfile.TarInfo) -> None:
+    """Add a regular file. Raises ValueError for a link, and for the name of an earlier file."""
+    name = os.path.normpath(os.fsencode(header.name)).lstrip(b"/")
+    if header.type in (tarfile.LNKTYPE, tarfile.SYMTYPE):
+        raise ValueError(f"{header.name} is a link")
+    if name in members:
+        raise ValueError(f"a second file has the name {header.name}")
+    if header.isreg():
+        members[name] = (header.offset_data, header.size)
+
+
+def _check_end(file: BinaryIO, at: int, stop: int) -> None:
+    """Raise ValueError unless the bytes from `at` to `stop` are the end of a tar file, all zeros.
+
+    tarfile takes a block of zeros and a damaged header for the end, wherever they are.
+    """
+    file.seek(at)
+    rest = file.read(min(stop - at, PADDING + 1))
+    length = max(len(rest), 2 * BLOCK)
+    length = min(length, PADDING)
+    if rest != bytes(length):
+        raise ValueError("no header and no end, which is two blocks of zeros and nothing behind")
 
 
 def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
@@ -188,7 +325,7 @@ def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
                 if "\0" in "".join(cells):
                     raise csv.Error("a NUL character")
                 if cells:
-                    yield rows.line_num, [cell.strip() for cell in cells]
+                    yield rows.line_num, list(map(str.strip, cells))
         except csv.Error as error:
             raise UserError(f"{path}: line {rows.line_num}: {error}; correct it") from None
 
@@ -198,20 +335,28 @@ def read_list(path: str, origin: str) -> Classes:
 
     A first line that is no file, such as `path,label` or `image,class`, is a header. Returns class
     name -> sorted paths, absolute or relative to the file's folder; the classes are sorted too.
+    Raises UserError if a line is something else, or gives an image a second label.
     """
-    classes, folder = Classes(), os.fsencode(os.path.dirname(os.path.abspath(path)))
-    remedy = "write one image per line, and separate path and label with a comma"
-    for line, cells in csv_rows(path):
-        if len(cells) != 2 or not all(cells):
-            raise UserError(f"{origin}: line {line} is not path,label; {remedy}")
-        first = os.path.join(os.path.dirname(path), cells[0])
-        if line == 1 and not is_image(os.fsencode(first)) and not os.path.exists(first):
+    classes: Classes = {}
+    labels: dict[str, str] = {}  # path -> label
+    beside = partial(os.path.join, os.path.dirname(os.path.abspath(path)))
+    for line, row in csv_rows(path):
+        cells = list(filter(None, row))
+        if len(cells) != 2:
+            wrong = f"line {line} is not path,label"
+            raise UserError(f"{origin}: {wrong}; write one image per line, as path,label")
+        image, label = cells
+        names_file = is_image(os.fsencode(image)) or os.path.exists(beside(image))
+        if line == 1 and not names_file:
             continue
-        classes.setdefault(os.fsencode(cells[1]), []).append(os.fsencode(cells[0]))
-    if not classes:
-        raise UserError(f"{origin}: holds no images; {remedy}")
-    if not any(os.path.exists(os.path.join(folder, names[0])) for names in classes.values()):
-        swapped = "; or exchange the columns" if is_image(os.fsencode(cells[1])) else ""
-        wrong = f"no file at its paths, such as {cells[0]}; write absolute ones, or relative to"
-        raise UserError(f"{origin}: {wrong} {os.fsdecode(folder)}{swapped}")
-    return {label: sorted(names) for label, names in sorted(classes.items())}
+        known = labels.setdefault(os.path.normpath(image), label)
+        if known != label:
+            wrong = f"line {line}: {image} is {label}, but {known} in an earlier line"
+            raise UserError(f"{origin}: {wrong}; give each image one label")
+        classes.setdefault(os.fsencode(label), []).append(os.fsencode(image))
+    first = list(labels)[:100]
+    if not any(map(os.path.exists, map(beside, first))):
+        wrong = f"holds no images, or no file is at their paths, such as {', '.join(first[:1])}"
+        cure = f"write lines path,label; a path is absolute, or relative to {beside('')}"
+        raise UserError(f"{origin}: {wrong}; {cure}")
+    return {label: sorted(classes[label]) for label in sorted(classes)}

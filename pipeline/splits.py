@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conf.errors import UserError, did_you_mean
+from conf.errors import UserError
 from conf.schema import DataConfig
 from pipeline.index import Index, find_storage, load_index
-from pipeline.listing import SPLITS
 
 
 class HeldOut(NamedTuple):
@@ -26,22 +25,25 @@ def held_out(data: DataConfig) -> HeldOut | None:
     """Return which images to hold out for validation; None if there is a validation split."""
     if data.val_fold:
         fold, folds = map(int, data.val_fold.split("/"))
-        return HeldOut(f"data.val_fold={fold}/{folds}", (fold - 1) / folds, fold / folds, folds)
+        return HeldOut(
+            origin=f"data.val_fold={fold}/{folds}",
+            start=(fold - 1) / folds,
+            stop=fold / folds,
+            fewest=folds,
+        )
     if data.val_fraction:
-        return HeldOut(f"data.val_fraction={data.val_fraction:g}", 0, data.val_fraction, 2)
+        return HeldOut(
+            origin=f"data.val_fraction={data.val_fraction:g}",
+            start=0,
+            stop=data.val_fraction,
+            fewest=2,
+        )
     return None
 
 
 def split_path(root: str | os.PathLike[str], name: str) -> Path:
-    """Return the path of a split; for a missing `train` or `val`, the only one that means it.
-
-    Such as training/ or Valid.tar; but a folder without folders is a class of images.
-    """
-    path = Path(root, name)
-    beside = [] if find_storage(path) else path.parent.glob("*")
-    named = [p for p in beside if SPLITS.get(p.stem.lower()) == path.name and find_storage(p)]
-    found = [p for p in named if p.is_file() or [*p.glob("[!.@]*/"), *p.glob("*.tar")]]
-    return found[0] if len(found) == 1 else path
+    """Return the path of a split; `find_storage` says what is there."""
+    return Path(root, name)
 
 
 def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str) -> None:
@@ -51,11 +53,18 @@ def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str)
     """
     if data.root is None or data.source == "fake":
         return
-    root, inner = Path(data.root).expanduser(), Path(output).resolve()
-    splits = [split_path(root, data.train), split_path(root, data.val)]
-    if held_out(data) and not find_storage(splits[0]):
-        splits.append(root)  # data.root holds the class folders itself
-    for folder in (split.resolve() for split in splits):
+    root = Path(data.root).expanduser()
+    train_split = split_path(root, data.train)
+    val_split = split_path(root, data.val)
+    splits = [
+        train_split,
+        val_split,
+    ]
+    if held_out(data) and not find_storage(train_split):
+        splits.append(root)  # it holds the class folders itself
+    inner = Path(output).resolve()
+    for split in splits:
+        folder = split.resolve()
         if inner.is_relative_to(folder):
             where = f"inside {folder}, where every folder is a class of images"
             raise UserError(f"{origin}: is {where}; give a folder outside it")
@@ -67,31 +76,45 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     If data.train equals data.val, only one split has to exist. Raises UserError if the folder or
     its content is wrong.
     """
-    root = os.path.expanduser(data.root or "")
-    if os.path.isfile(root) and not find_storage(root):
+    root = Path(data.root or "").expanduser()
+    if root.is_file() and not find_storage(root):
         remedy = "unpack a .zip or .tar.gz file first, and give the folder"
         raise UserError(f"data.root={data.root}: is not a folder, .tar or .csv file; {remedy}")
-    train_split, val_split = (str(split_path(root, name)) for name in (data.train, data.val))
-    if held := held_out(data):
-        if find_storage(val_split) or data.val != "val":
-            raise UserError(f"{held.origin}: excludes {val_split}; leave the key out, or move that")
-        key = "data.train" if data.train != "train" or find_storage(train_split) else "data.root"
-        index = load_index(train_split if key == "data.train" else root, key=key)
-        train, val = map(index.rows, hold_out(index, held))
+    held = held_out(data)
+    if held is not None:
+        index = _load_undivided(root, data, held)
+        train_rows, val_rows = hold_out(index, held)
+        train = index.rows(train_rows)
+        val = index.rows(val_rows)
         return train, val
-    if not find_storage(val_split):  # perhaps one level higher or deeper
-        for folder in (Path(os.path.abspath(root)).parent, *sorted(Path(root).glob("*"))):
-            if all(find_storage(folder / name) for name in (data.train, data.val)):
-                raise UserError(f"data.root={root}: holds no {data.val}; give data.root={folder}")
     # First data.val: evaluate.py gives it for both splits, and the error names this key.
-    val = load_index(val_split, key="data.val")
-    train = load_index(train_split, key="data.train")
-    for here, there, name, other in ((train, val, "train", "val"), (val, train, "val", "train")):
-        if extra := sorted({*here.classes} - {*there.classes}):  # a label would mean two classes
-            wrong = f"has no class {', '.join(extra[:5])}, which {name} has ({len(extra)} in all)"
-            near = did_you_mean(extra[0], {*there.classes} - {*here.classes})
-            raise UserError(f"data.{other}={there.root}: {wrong}; give both the same classes{near}")
+    val = load_index(split_path(root, data.val), key="data.val")
+    train = load_index(split_path(root, data.train), key="data.train")
+    if train.classes != val.classes:
+        raise _other_classes(train, val)
     return train, val
+
+
+def _other_classes(train: Index, val: Index) -> UserError:
+    """Return the error for splits of other classes: a label would mean two classes."""
+    here = set(val.classes)
+    there = set(train.classes)
+    only_here = sorted(here - there)[:5]
+    only_there = sorted(there - here)[:5]
+    found = f"only there: {only_there}; only here: {only_here}"
+    wrong = f"its classes are not those of {train.root}: {found}"
+    return UserError(f"data.val={val.root}: {wrong}; give both the same classes")
+
+
+def _load_undivided(root: Path, data: DataConfig, held: HeldOut) -> Index:
+    """Load the images of which a part is held out: of data.train, or of data.root without it."""
+    val_split = split_path(root, data.val)
+    if find_storage(val_split) or data.val != "val":
+        raise UserError(f"{held.origin}: excludes {val_split}; leave the key out, or move that")
+    train_split = split_path(root, data.train)
+    if data.train == "train" and not find_storage(train_split):
+        return load_index(root, key="data.root")
+    return load_index(train_split, key="data.train")
 
 
 def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
@@ -99,19 +122,36 @@ def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
 
     Which images are held out depends on a hash of their paths only, so it is the same for every
     seed and storage, and stays nearly the same when images are added.
+
+    Returns: two int64 [n], sorted, which together are all samples.
     """
-    labels, paths = index.labels.array, index.paths.array
-    bounds = np.bincount(labels, minlength=len(index.classes)).cumsum()[:-1]
-    of_classes = np.split(labels.argsort(kind="stable"), bounds)
+    labels = index.labels.array
+    by_class = labels.argsort(kind="stable")
+    counts = np.bincount(labels, minlength=len(index.classes))
+    stops = counts.cumsum()
     is_val = np.zeros(len(labels), bool)
-    for name, rows in zip(index.classes, of_classes, strict=True):
-        count = len(rows)
+    for name, count, stop in zip(index.classes, counts, stops, strict=True):
         if count < held.fewest:
             wrong = f"class {name} has {count} of the {held.fewest} images that it needs"
             raise UserError(f"{held.origin}: {wrong}; add images, or remove the class")
-        digests = [blake2b(path, digest_size=8).digest() for path in paths[rows]]
-        low, high = round(held.start * count), round(held.stop * count)
+        low = round(held.start * count)
+        high = round(held.stop * count)
         if low == 0:
             high = min(max(1, high), count - 1)
-        is_val[rows[sorted(range(count), key=digests.__getitem__)[low:high]]] = True
-    return np.flatnonzero(~is_val), np.flatnonzero(is_val)
+        rows = by_class[stop - count : stop]
+        ordered = _by_hash(index, rows)
+        chosen = ordered[low:high]
+        is_val[chosen] = True
+    train_rows = np.flatnonzero(~is_val)
+    val_rows = np.flatnonzero(is_val)
+    return train_rows, val_rows
+
+
+def _by_hash(index: Index, rows: np.ndarray) -> list[int]:
+    """Sort samples by the hash of their paths; `rows`: int64 [n], their numbers."""
+    paths = index.paths.array
+
+    def digest(row: int) -> bytes:
+        return blake2b(paths[row], digest_size=8).digest()
+
+    return sorted(rows, key=digest)

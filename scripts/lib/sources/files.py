@@ -3,6 +3,7 @@
 import gzip
 import os
 import shutil
+import sys
 import zlib
 from functools import cache
 from tempfile import NamedTemporaryFile
@@ -45,18 +46,19 @@ def damaged(path: str, reason: object) -> UserError:
     return UserError(f"{path}: is damaged or incomplete ({reason}); download or copy it again")
 
 
-def tree_of_tar(path: str, others: LeftOut, start: int = 0) -> Tree:
+def tree_of_tar(path: str, others: LeftOut, start: int = 0, length: int = sys.maxsize) -> Tree:
     """List the files in the tar file at byte `start` of a file; add the hidden ones to `others`.
 
-    Tar files in it are folders. Raises UserError if it is damaged, OSError if it cannot be read.
+    `length`: bytes of the tar file, at most. Tar files in it are folders. Raises UserError if it is
+    damaged, OSError if it cannot be read.
     """
     with open(path, "rb") as file:
         stored = inflated(path).name if file.read(2) == b"\x1f\x8b" else path
     tree: Tree = {}
-    for member, place in tar_members(stored, start, path).items():
+    for member, place in tar_members(stored, start, path, length).items():
         name = os.fsdecode(member)
         if name.endswith(".tar"):
-            inner = tree_of_tar(stored, others, place[0])
+            inner = tree_of_tar(stored, others, *place)
             tree |= {os.path.join(name.removesuffix(".tar"), n): at for n, at in inner.items()}
         elif any(map(is_hidden, member.split(b"/"))):
             others[member] = why_left_out(member)
