@@ -95,9 +95,10 @@ def train(config: Config) -> dict[str, Any]:
         first_batch = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         # May reduce the micro-batch, in the schedule and in train_on_batch.
         schedule = fit_memory(schedule, train_on_batch, state, world, first_batch)
-        tune_loader(feed, compute, train_on_batch, state, run=run, stop=stop, tracker=tracker)
+        tuner = tune_loader(feed, train_on_batch, state, run, tracker)
         run.facts["identity"] |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
-        log = RunLog(feed, schedule, compute, train_on_batch, state=state, run=run, tracker=tracker)
+        parts = {"state": state, "run": run, "tracker": tracker, "follow": tuner.follow}
+        log = RunLog(feed, schedule, compute, train_on_batch, **parts)
         enter(garbage_collection_paused())
         if schedule.due(state.step).validate and state.last.get("step") != state.step:
             # No validation yet: a signal or other keys prevented it, or its images have changed.

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.named import import_object
 from conf.errors import UserError, did_you_mean
+from conf.named import import_object
 
 Values = dict[str, Tensor]  # name -> tensor on the device; those of a step, float [], are logged
 Compute = Callable[[], float | Tensor]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from conf.named import import_object, is_object_name
 from conf.errors import UserError, did_you_mean
+from conf.named import import_object, is_object_name
 from conf.schema import OptimConfig, group_names, show
 from models.zoo import import_timm
 

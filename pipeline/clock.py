@@ -5,7 +5,7 @@ Recording a CUDA event takes microseconds and never waits for the GPU.
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -51,6 +51,11 @@ class StepTimes(NamedTuple):
     def per_worker(self) -> float:
         """Images/s of one worker that always has a task."""
         return 1e3 / max(self.cpu_ms + self.storage_ms + self.core_ms, 1e-6)
+
+    @property
+    def demand(self) -> float:
+        """Images/s of the step, had it never waited for images."""
+        return self.rate / max(0.01, 1 - self.data_wait - self.ranks_wait)
 
     @property
     def device_decodes(self) -> bool:
@@ -124,6 +129,16 @@ class StepClock:
         event = torch.cuda.Event(enable_timing=True) if self.cuda else HostEvent()
         event.record()
         return event
+
+    def seconds_of(self, function: Callable[[], object], times: int) -> float:
+        """Return the seconds of the device for a call of a function, as a mean over some calls."""
+        begin = self.now()
+        for _ in range(times):
+            function()
+        end = self.now()
+        if self.cuda:
+            end.synchronize()
+        return begin.elapsed_time(end) / 1000 / times
 
     def start(self) -> None:
         """Begin an iteration over batches, and forget unread figures of the one before."""

@@ -79,7 +79,7 @@ class Dataset(ABC):
     # decoder. loader.workers=auto compares them.
     modes: Sequence[str] = ("cpu",)
     decoder = "none"  # decoder of the workers, if they decode images in the present mode
-    device_rate = math.inf  # images/s that `on_device` can make at most, as far as it is known
+    device_rate = 0.0  # images/s that `on_device` decodes at most; 0 if it has decoded none
 
     def set_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
         """Make later samples in one of `modes`, in all processes.

@@ -1,6 +1,7 @@
 """Batches on the device for training and validation: buffers, workers and prefetchers."""
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,20 +14,17 @@ from conf.errors import UserError
 from conf.schema import Config
 from pipeline import machine
 from pipeline.augment import build_transforms
-from pipeline.batch import IMAGE, ImageFormat
+from pipeline.batch import IMAGE, Batch, ImageFormat
 from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing, RandomErasing
 from pipeline.build import Datasets
 from pipeline.clock import StepTimes
-from pipeline.dataset import Dataset, FakeDataset
 from pipeline.loader import Loader, Pool, Ring, slots_needed
 from pipeline.prefetcher import Prefetcher
 from pipeline.sampler import TrainSampler, val_batches
 from pipeline.shared import page_locked
 
-MIN_BATCHES = 16  # with fewer in an epoch, or left in the run, the workers are not measured
-# Files of at most SMALL_FILE bytes are not measured: a worker decodes 15,500 of them per second, so
-# ENOUGH_WORKERS workers keep up with ResNet-18 at 32 px on an H200 (62,000 images/s).
-SMALL_FILE, ENOUGH_WORKERS = 4096, 4
+MIN_BATCHES = 16  # with fewer left in the run, the workers are not measured
+PROBE_IMAGES = 96  # images of each worker in its measurement
 
 
 class RankInfo(Protocol):
@@ -82,6 +80,32 @@ class Feed:
             **loader.ring.worker_ms(),
         )
 
+    def most_workers(self, times: StepTimes) -> int:
+        """Return the number of workers for which there are cores; more if storage is slow."""
+        waiting = 1 + times.storage_ms / max(times.cpu_ms, 1e-6)
+        cores = self.datasets.train.workers_in(self.mode, self.num_cores)
+        return max(1, min(self.max_workers, round(cores * waiting)))
+
+    def measure_workers(self, first_step: int) -> tuple[StepTimes, Batch]:
+        """Return the times of a worker while all run and nothing uses their batches, and a batch.
+
+        The first batch is not counted, because every worker begins with it.
+        """
+        loader = self.train.loader
+        self.pool.activate(self.num_cores)
+        self.set_mode(self.modes[0])
+        images = PROBE_IMAGES * self.num_cores
+        count = math.ceil(images / loader.local_batch_size)
+        batches = self.train.batches(first_step, first_step + 1 + count)
+        first = next(batches).clone()
+        loader.ring.replies.clear()
+        deque(batches, maxlen=0)
+        return StepTimes(**loader.ring.worker_ms()), first
+
+    def discard(self, first_step: int, count: int) -> None:
+        """Make some batches that nothing uses."""
+        deque(self.train.batches(first_step, first_step + count), maxlen=0)
+
     @contextmanager
     def for_validation(self) -> Iterator[None]:
         """Use all workers in the `with` block: the CPU decodes all validation images."""
@@ -91,12 +115,9 @@ class Feed:
         self.pool.activate(before)
 
 
-def is_measured(config: Config, dataset: Dataset, device: torch.device, num_cores: int) -> bool:
+def is_measured(config: Config, device: torch.device) -> bool:
     """Whether loader.workers=auto measures; if not, it starts as many as it has cores for."""
-    is_short = len(dataset) < MIN_BATCHES * config.loader.batch_size
-    is_small = 0 < dataset.mean_bytes() <= SMALL_FILE and num_cores >= ENOUGH_WORKERS
-    is_fast = is_short or is_small or isinstance(dataset, FakeDataset)
-    return config.loader.workers == "auto" and device.type == "cuda" and not is_fast
+    return config.loader.workers == "auto" and device.type == "cuda"
 
 
 @contextmanager
@@ -114,7 +135,7 @@ def open_feed(
     """
     loader, data = config.loader, config.data
     num_cores = machine.cores_for_workers(world.local_size)
-    measured = is_measured(config, datasets.train, world.device, num_cores)
+    measured = is_measured(config, world.device)
     modes = datasets.modes if measured else datasets.modes[:1]
     active = started = max_workers = loader.workers
     if loader.workers == "auto":

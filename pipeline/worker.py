@@ -88,7 +88,7 @@ class Ring:
         # task's if the sample was unreadable and another one replaced it.
         self.samples = SharedArray((*rows, 2), np.int64)
         self.buffers = [*self.memory.values(), self.samples]
-        self.replies: deque[Reply] = deque(maxlen=256)  # the newest replies
+        self.replies: deque[Reply] = deque(maxlen=64)  # the newest replies
 
     def worker_ms(self) -> dict[str, Any]:
         """Average the newest tasks per image: the fields of `StepTimes` for a worker."""

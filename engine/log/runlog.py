@@ -64,6 +64,8 @@ class RunLog:
     state: TrainState
     run: Run
     tracker: Tracker
+    follow: Callable[[StepTimes], None]  # sets the number of workers after a row
+    follow: Callable[[StepTimes], None]  # sets the number of workers after a row
 
     def __post_init__(self) -> None:
         self.world, self.config = self.run.world, self.run.config
@@ -193,6 +195,7 @@ class RunLog:
         line = train_line(row, interval.means, self.best_by, self.config.train.epochs)
         self.tracker.print(line)
         self.row = row
+        self.follow(self._timed[-1].times)
 
     def _times_of(self, interval: Interval) -> StepTimes:
         """Return the mean times of the steps of an interval, without the first of this start."""
@@ -308,6 +311,7 @@ def train_row(
         **values,
         "lr": schedule.lr(step - 1),
         "images_per_second": rate,
+        "workers": times.workers,
     }
     for name in TIME:
         row[name] = getattr(times, name.removesuffix("_fraction"))

@@ -31,7 +31,7 @@ from pipeline.shared import SharedArray
 logger = logging.getLogger(__name__)
 
 FILE, GEOMETRY = "file", "geometry"  # the fields of a sample that the engines decode
-CPU, HYBRID, GPU = MODES = ("cpu", "hybrid", "gpu")
+CPU, GPU, HYBRID = MODES = ("cpu", "gpu", "hybrid")  # the first one that is enough is taken
 # Bytes of a row for a file, as a multiple of the mean. The rows of a task pool theirs: 0.8 % of
 # ImageNet's files have over four times the mean, and decoding those takes a worker 5 ms each.
 ROOM, MIN_ROOM = 1.5, 1 << 15
@@ -125,7 +125,7 @@ class JpegEngineDataset(DatasetWrapper):
     @property
     def device_rate(self) -> float:
         seconds = self.engine.seconds_per_image if self.engine else 0.0
-        return 1 / seconds if seconds else math.inf
+        return 1 / seconds if seconds else 0.0
 
     def set_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
         self.workers, self.demand = workers, demand
@@ -139,9 +139,8 @@ class JpegEngineDataset(DatasetWrapper):
 
         With hybrid, another thread of the training process waits for the engines.
         """
-        if mode == GPU:
-            return min(READING_WORKERS, max(2, cores))
-        return max(1, cores - 1) if mode == HYBRID else cores
+        reading = min(READING_WORKERS, max(2, cores))
+        return {CPU: cores, GPU: reading, HYBRID: max(1, cores - 1)}[mode]
 
     def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:
         self._files = fields[FILE].reshape(-1)
@@ -214,7 +213,8 @@ class JpegEngineDataset(DatasetWrapper):
     def _balance(self) -> None:
         """Set the share of hybrid from the measured rates of workers and engines."""
         seconds = self.shared.array[SECONDS]
-        if self.mode == HYBRID and seconds and self.device_rate < math.inf:
-            workers, rate = self.workers / seconds, self.device_rate
+        rate = self.device_rate
+        if self.mode == HYBRID and seconds and rate:
+            workers = self.workers / seconds
             needed = max(0.0, 1 - workers / self.demand)
             self.shared.array[SHARE] = min(rate / (rate + workers), needed, MAX_SHARE)
