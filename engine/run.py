@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from conf.compose import to_yaml
@@ -151,7 +152,8 @@ class Run(AbstractContextManager["Run"]):
         if summary is None:
             # This also fsyncs the name of checkpoints/ in the folder.
             replace_file(self.path / "config.yaml", to_yaml(self.config))
-            replace_file(self.path / "overrides.yaml", to_yaml(self.config.overrides))
+            typed = OmegaConf.create(self.config.overrides)
+            replace_file(self.path / "overrides.yaml", OmegaConf.to_yaml(typed))
             (self.path / "summary.json").unlink(missing_ok=True)  # of an earlier start
         return summary
 

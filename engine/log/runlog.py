@@ -65,7 +65,6 @@ class RunLog:
     run: Run
     tracker: Tracker
     follow: Callable[[StepTimes], None]  # sets the number of workers after a row
-    follow: Callable[[StepTimes], None]  # sets the number of workers after a row
 
     def __post_init__(self) -> None:
         self.world, self.config = self.run.world, self.run.config
