@@ -23,8 +23,9 @@ if __name__ == "__main__":
 
 import gc
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -54,7 +55,7 @@ from engine.losses import Criterion, Loss, build_criterion, class_weights
 from engine.memory import explain_limit, fit_memory
 from engine.metrics import BestBy, Values, add_values
 from engine.optim import build_optimizer
-from engine.run import Run, run_facts
+from engine.run import Run, checkpoint_metadata
 from engine.schedule import Schedule, make_schedule
 from engine.state import MovingAverage, TrainState, check_loss, seed_step
 from engine.step_graph import StepGraph
@@ -63,7 +64,7 @@ from engine.tune import tune_loader
 from engine.validation import evaluate, validation_batches
 from pipeline.batch import TARGET, Batch
 from pipeline.build import Datasets, build_datasets
-from pipeline.feed import Feed, open_feed
+from pipeline.feed import open_feed
 from pipeline.loader import start_forkserver
 
 
@@ -80,30 +81,28 @@ def train(config: Config) -> dict[str, Any]:
         world = enter(join_world(config.train.device, config.loader.timeout_seconds))
         config = resolve_config(config, world)
         run = enter(Run(config, world))
-        identity = run.read_checkpoint().get("identity", {})  # {} at step 0
-        datasets, schedule, compute, loss_fn, state = build_parts(config, identity, world)
-        run.resume(state, run_facts(datasets, schedule, compute), schedule.stop_step)
-        print_plan(datasets, schedule, compute, state, run)
+        parts = build_parts(config, world, run.read_checkpoint())
+        schedule, compute, state = parts.schedule, parts.compute, parts.state
+        run.resume(state, parts.checkpoint_metadata(), schedule.stop_step)
+        print_plan(parts.datasets, schedule, compute, state, run)
         if run.finished_summary is not None:
             return run.finished_summary
 
-        feed = enter(open_feed(config, datasets, world, compute.dtype, compute.channels_last))
+        feed = enter(open_feed(config, parts.datasets, world, compute.dtype, compute.channels_last))
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         tracker.print(feed.console_line())
-        train_on_batch = enter(build_step(schedule, compute, loss_fn, state, world))
+        train_on_batch = enter(build_step(schedule, compute, parts.loss_fn, state, world))
         stop = enter(StopSignal(world))
         first_batch = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         # May reduce the micro-batch, in the schedule and in train_on_batch.
         schedule = fit_memory(schedule, train_on_batch, state, world, first_batch)
         tuner = tune_loader(feed, train_on_batch, state, run, tracker)
-        run.facts["identity"] |= {"fitted_batch": schedule.fitted_batch, "pixels": feed.mode}
-        parts = {"state": state, "run": run, "tracker": tracker, "follow": tuner.follow}
-        log = RunLog(feed, schedule, compute, train_on_batch, **parts)
+        run.note_measured(schedule.fitted_micro_batch, feed.decode_mode)
+        log = RunLog(feed, schedule, compute, train_on_batch, state=state, run=run, tracker=tracker)
         enter(garbage_collection_paused())
-        if schedule.due(state.step).validate and state.last.get("step") != state.step:
-            # No validation yet: a signal or other keys prevented it, or its images have changed.
-            validate(feed, compute, schedule, state, stop, log)
-            save(state, run, log)
+        if is_validation_missing(schedule, state):
+            validate(log, stop)
+            save(log)
 
         # A signal to one rank ends the loop before the same step on all ranks.
         for batch in stop.interruptible(feed.train.batches(state.step, schedule.stop_step)):
@@ -113,13 +112,14 @@ def train(config: Config) -> dict[str, Any]:
             due = schedule.due(state.step)  # log, epoch, validate, save
             newest = log.end_step(values, due)
             check_loss(newest)  # often of an earlier step: reading this one's would wait
+            tuner.follow(log.timed_rows)  # loader.workers=auto: more or fewer workers
             if due.validate:
-                validate(feed, compute, schedule, state, stop, log)
+                validate(log, stop)
             if due.save:
-                save(state, run, log)
+                save(log)
         check_loss(log.end_interval())
         if state.step != run.last_saved_step:
-            save(state, run, log)
+            save(log)
         return log.finish(stop, started)
 
 
@@ -173,11 +173,11 @@ def train_step(
         group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
     logged: list[Values] = []
     for number, micro_batch in enumerate(batch.split(micro_batches), start=1):
-        set_ddp_sync(network, enabled=state.averages_gradients and number == micro_batches)
+        set_ddp_sync(network, enabled=number == micro_batches)
         loss, values = loss_fn(network, micro_batch)
         state.scaler.scale(loss / micro_batches).backward()  # DDP averages here, if enabled
         logged.append({"loss": loss.detach(), **values})
-    average_gradients(network, across_ranks=state.averages_gradients)
+    average_gradients(network)
     # Without fp16, the scaler is disabled: `step` calls the optimiser, the others do nothing.
     state.scaler.unscale_(state.optimizer)
     if clip_norm is not None:
@@ -245,43 +245,44 @@ def predictions(outputs: Tensor) -> Values:
     return {"probability": outputs.float().softmax(1)}
 
 
-def validate(
-    feed: Feed,
-    compute: Compute,
-    schedule: Schedule,
-    state: TrainState,
-    stop: StopSignal,
-    log: RunLog,
-) -> None:
+def validate(log: RunLog, stop: StopSignal) -> None:
     """Validate each image once, and note in the state whether the model is the best so far.
 
     With train.ema_decay, the moving average is validated, and the raw model alongside it
     (`loss_raw`, `top1_raw`, ...). A signal ends the validation early and nothing is recorded: the
     next start validates again.
     """
+    state, feed = log.state, log.feed
     networks = [state.model] if state.ema is None else [state.ema.module, state.model]
     with log.pause(f"validating {len(feed.datasets.val):,} images"):
         for network in networks:
             log.world.broadcast_buffers(network)
-        batches = validation_batches(feed, stop, schedule.micro_batches)
-        with compute.autocast(), feed.for_validation():
+        batches = validation_batches(feed, stop, log.schedule.micro_batches)
+        with log.compute.autocast(), feed.for_validation():
             result, *raw_results = evaluate(networks, validation_values, batches, log.world)
         if result.images < len(feed.datasets.val):
             return  # a signal has ended it
-        row = {"step": state.step, "epoch": schedule.epoch(state.step), **result.values()}
+        row = {"step": state.step, "epoch": log.schedule.epoch(state.step), **result.values()}
         for raw in raw_results:
             row |= {f"{name}_raw": value for name, value in raw.values().items()}
-        best = BestBy.of(schedule.config.train.best_by).prefers(row, state.best)
-        state.last = row
-        state.best = row if best else state.best
+        best = log.best_by.prefers(row, state.best_validation)
+        state.last_validation = row
+        if best:
+            state.best_validation = row
         log.validated(row, result, best=best)
 
 
-def save(state: TrainState, run: Run, log: RunLog) -> None:
+def is_validation_missing(schedule: Schedule, state: TrainState) -> bool:
+    """Whether a signal or other keys have prevented a validation, or its images have changed."""
+    validated = state.last_validation.get("step") == state.step
+    return schedule.due(state.step).validate and not validated
+
+
+def save(log: RunLog) -> None:
     """Start to write a checkpoint; a thread writes it while training continues."""
     with log.pause():
         log.tracker.flush()  # so that a kill leaves no gap in the curves
-        run.save(state)
+        log.run.save(log.state)
         gc.collect(1)  # newer objects only; Python 3.14 may also examine some older ones
 
 
@@ -300,36 +301,46 @@ def resolve_config(config: Config, world: World) -> Config:
     return config
 
 
-def build_parts(
-    config: Config, identity: dict[str, Any], world: World
-) -> tuple[Datasets, Schedule, Compute, Loss, TrainState]:
+@dataclass(frozen=True)
+class Parts:
+    """What a training consists of, before it loads batches."""
+
+    datasets: Datasets
+    schedule: Schedule
+    compute: Compute
+    loss_fn: Loss
+    state: TrainState
+
+    def checkpoint_metadata(self) -> dict[str, Any]:
+        return checkpoint_metadata(self.datasets, self.schedule, self.compute)
+
+
+def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Parts:
     """Find the images, and build what the training needs. Collective.
 
-    `identity`: that of the checkpoint to resume. Raises UserError for nearly every mistake of the
-    user, before the run directory is created.
+    `stored`: the content of the checkpoint to resume; empty at step 0. Raises UserError for nearly
+    every mistake of the user, before the run directory is created.
     """
-    world.on_all_ranks(lambda: add_values(config.log.values))
-    world.on_rank_0(lambda: bool(named_observers(config)))  # other ranks need not import them
+    identity = stored.get("identity", {})
     if config.loader.workers != 0:
         start_forkserver()  # it imports what workers need, while this process builds
-
-    def build() -> tuple[Datasets, Schedule, Compute, Loss, TrainState]:
-        datasets = build_datasets(config, world.device, identity.get("pixels"))
+    with world.shared_errors():
+        add_values(config.log.values)
+        datasets = build_datasets(config, world.device, identity.get("decode_mode"))
         schedule = make_schedule(config, len(datasets.train), world, identity)
-        steps, size = schedule.stop_step, schedule.local_batch_size
-        compute = choose_compute(config, datasets, world.device, steps=steps, local_batch_size=size)
-        set_up_kernels(deterministic=config.train.deterministic, precision=compute.precision)
+        compute = choose_compute(config, datasets, schedule, world.device)
+        set_up_kernels(config.train.deterministic, compute.precision)
         loss_fn = build_loss(config, datasets, compute)
-        return datasets, schedule, compute, loss_fn, build_state(config, datasets, compute, world)
-
-    datasets, schedule, compute, loss_fn, state = world.on_all_ranks(build)
+        state = build_state(config, datasets, compute, world)
+    world.on_rank_0(lambda: bool(named_observers(config)))  # other ranks need not import them
     # Validate on zeros, so that a wrong train.best_by is refused before the training.
     with compute.autocast():
         example = Batch.zeros(datasets.train.fields, world.device)
         (dry_run,) = evaluate([state.model], validation_values, [example], world)
     BestBy.of(config.train.best_by).check(dry_run.rows)
-    world.on_all_ranks(datasets.create_files)  # such as synthetic images, which a dataset draws
-    return datasets, schedule, compute, loss_fn, state
+    with world.shared_errors():
+        datasets.create_files()  # such as synthetic images, which a dataset draws
+    return Parts(datasets, schedule, compute, loss_fn, state)
 
 
 def build_state(config: Config, datasets: Datasets, compute: Compute, world: World) -> TrainState:

@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 # Increased whenever the content of a checkpoint or the result of the same config changes: a run
 # resumes from this format only. 3: mixup and random operations are as in the recipes' sources.
 FORMAT = 3
-READABLE = (2, 3)  # formats whose weights, config and plan have the same meaning
+READABLE = (2, 3)  # formats whose weights, config and model_input have the same meaning
 GIVE = "the folder of a run, a step-*.pt, never (start over) or auto (the default)"
 # Parts of every checkpoint -> type.
-PARTS = {"step": int, **dict.fromkeys(("state", "identity", "config", "plan"), dict)}
+PARTS = {"step": int, **dict.fromkeys(("state", "identity", "config", "model_input"), dict)}
 
 
 class CheckpointError(RunError):

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import models
 from conf.errors import UserError
 from conf.schema import Config
+from engine.schedule import Schedule
 from pipeline.batch import IMAGE
 from pipeline.build import Datasets
 
@@ -92,7 +93,7 @@ def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False)
     return models.build(
         config.model.name,
         num_classes=len(datasets.classes),
-        image_size=datasets.train_size,
+        image_size=datasets.train_image_size,
         in_channels=datasets.train.fields[IMAGE].device_shape[-3],
         pretrained=pretrained,
         args=config.model.args,
@@ -100,24 +101,26 @@ def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False)
 
 
 def choose_compute(
-    config: Config, datasets: Datasets, device: torch.device, steps: int, local_batch_size: int = 0
+    config: Config, datasets: Datasets, schedule: Schedule, device: torch.device
 ) -> Compute:
     """Choose what the config leaves open, from a model on the meta device, which takes no memory.
 
-    `steps`: number of steps of the run; `local_batch_size`: images of this rank in one step. Raises
-    UserError if the model does not take the images.
+    Raises UserError if the model does not take the images.
     """
     shape = datasets.train.fields[IMAGE].device_shape
     with torch.device("meta"):
         model = build_model(config, datasets)
     models.freeze(model, config.model.freeze)  # refuses a wrong name before weights are read
     flops = count_flops(model, shape)
-    if datasets.val_size != datasets.train_size:  # fails here, not at the first validation
+    if datasets.val_image_size != datasets.train_image_size:
+        # Fails here, not at the first validation.
         val_shape = datasets.val.fields[IMAGE].device_shape
         count_flops(model, val_shape, key="data.val_size, augment.val")
     on_gpu = device.type == "cuda"
     precision = choose_precision(config.train.precision, device)
-    mode = resolve_compile(config, device, steps, 3 * flops * steps * local_batch_size)
+    steps = schedule.stop_step
+    operations = 3 * flops * steps * schedule.local_batch_size  # of this rank, in the whole run
+    mode = resolve_compile(config, device, steps, operations)
     rewritten = on_gpu and precision == "bf16" and mode not in ("off", "recompute")
     return Compute(
         device=device,
@@ -193,7 +196,7 @@ def resolve_compile(config: Config, device: torch.device, steps: int, operations
     return "default" if operations <= MANY_OPERATIONS or config.train.deterministic else "tuned"
 
 
-def set_up_kernels(*, deterministic: bool, precision: str) -> None:
+def set_up_kernels(deterministic: bool, precision: str) -> None:
     """Set torch's global options for precision, cuDNN and determinism.
 
     TF32 is allowed unless `precision` is fp32. cuDNN uses its fastest algorithms, or reproducible

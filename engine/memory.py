@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from engine.distributed import World
+from engine.distributed import World, on_this_rank_alone
 from engine.schedule import Schedule, count_micro_batches
 from engine.state import TrainingError, TrainState, restored_on_exit
 from engine.step_graph import StepGraph
@@ -62,17 +62,17 @@ def fit_memory(
     size = images // count
     more = f"training in {count} micro-batches of {size}, as with train.micro_batch={size}"
     logger.warning("out of memory with %d images at a time: %s", images, more)
-    return replace(schedule, fitted_batch=size)
+    return replace(schedule, fitted_micro_batch=size)
 
 
 def _fits(train_on_batch: StepGraph, state: TrainState, batch: Batch, count: int) -> bool:
     """Return whether a step in `count` micro-batches fits on this rank alone; undo the step."""
-    state.averages_gradients = fits = False
-    with suppress(torch.OutOfMemoryError), restored_on_exit(state):
+    fits = False
+    alone = on_this_rank_alone(train_on_batch.network)
+    with alone, suppress(torch.OutOfMemoryError), restored_on_exit(state):
         train_on_batch.before_step(batch.step)
         train_on_batch.step_function(batch, micro_batches=count)
         fits = True
-    state.averages_gradients = True
     if not fits:
         torch.cuda.empty_cache()  # blocks of the sizes that were too large
     return fits

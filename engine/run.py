@@ -67,7 +67,7 @@ class Run(AbstractContextManager["Run"]):
         self.is_first_start = True
         self.began_with = config.checkpoint.resume  # at the first start; stored in each checkpoint
         self.finished_summary: dict[str, Any] | None = None  # if an earlier start finished it
-        self.facts: dict[str, Any] = {}  # result of `run_facts`, in each checkpoint
+        self.checkpoint_metadata: dict[str, Any] = {}  # stored in each checkpoint
         self.stop_step = 0  # where training ends
         # Step of the newest checkpoint, perhaps still being written; at first, that of the start
         self.last_saved_step = 0
@@ -108,22 +108,29 @@ class Run(AbstractContextManager["Run"]):
             return []
         return checkpoint.files(self.checkpoints)[::-1]
 
-    def resume(self, state: TrainState, facts: dict[str, Any], stop_step: int) -> None:
+    def resume(self, state: TrainState, metadata: dict[str, Any], stop_step: int) -> None:
         """Load what `read_checkpoint` has read, claim the folder and write config.yaml. Collective.
 
-        `facts`: of `run_facts`; training ends at `stop_step`.
+        `metadata`: of `checkpoint_metadata`; training ends at `stop_step`.
 
         Raises UserError, before anything is created, if the checkpoint is of another training, or
         if another process uses the folder. If the run is finished, nothing is written.
         """
-        self.world.require_same({"checkpoint": str(self.resumed), **facts["identity"]})
+        self.world.require_same({"checkpoint": str(self.resumed), **metadata["identity"]})
         if self.resumed is not None:
-            self._continue(state, self.resumed, facts["identity"])
+            self._continue(state, self.resumed, metadata["identity"])
         self._stored = {}  # frees the memory
-        self.facts = {**facts, "began_with": self.began_with}
+        self.checkpoint_metadata = {**metadata, "began_with": self.began_with}
         self.stop_step = stop_step
         self.last_saved_step = state.step
         self.finished_summary = self.world.on_rank_0(lambda: self._claim(state))
+
+    def note_measured(self, fitted_micro_batch: int | None, decode_mode: str) -> None:
+        """Add to the identity what is measured at the start; later starts keep it."""
+        self.checkpoint_metadata["identity"] |= {
+            "fitted_micro_batch": fitted_micro_batch,
+            "decode_mode": decode_mode,
+        }
 
     def _continue(self, state: TrainState, path: Path, identity: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint, unless it is of another training."""
@@ -131,10 +138,13 @@ class Run(AbstractContextManager["Run"]):
         refuse_changes(path, changes, accept=self.config.checkpoint.accept_changes)
         _load_state(state, path, self._stored)
         if self.is_first_start:
-            state.best, state.last = {}, {}  # the best checkpoint is in another folder
+            state.best_validation, state.last_validation = (
+                {},
+                {},
+            )  # the best checkpoint is in another folder
             state.history.append(f"began at step {state.step:,} with {self.began_with}")
         if not VALIDATED_ON.isdisjoint(changes):
-            state.best, state.last = {}, {}
+            state.forget_validations()
         state.history += [f"accepted at step {state.step:,}: {each}" for each in changes.values()]
 
     def _claim(self, state: TrainState) -> dict[str, Any] | None:
@@ -146,8 +156,8 @@ class Run(AbstractContextManager["Run"]):
         self._lock = _lock(self.path)
         for left in self.checkpoints.glob("*.tmp"):  # a kill leaves them
             left.unlink()
-        if state.best:
-            checkpoint.link_best(self.checkpoints, int(state.best["step"]))
+        if state.best_validation:
+            checkpoint.link_best(self.checkpoints, int(state.best_validation["step"]))
         summary = self._summary_of_finished(state)
         if summary is None:
             # This also fsyncs the name of checkpoints/ in the folder.
@@ -180,7 +190,7 @@ class Run(AbstractContextManager["Run"]):
         self.wait()
         self.world.broadcast_buffers(state.model)
         stored = state.state_dict()
-        content = {"step": state.step, "state": stored, **self.facts}
+        content = {"step": state.step, "state": stored, **self.checkpoint_metadata}
         # timm, among others, looks for weights under this key. The file holds them only once.
         content["state_dict"] = stored["ema"] or stored["model"]
         if self.world.is_main:
@@ -209,19 +219,19 @@ class Run(AbstractContextManager["Run"]):
         os.close(self._lock)
 
 
-def run_facts(datasets: Datasets, schedule: Schedule, compute: Compute) -> dict[str, Any]:
+def checkpoint_metadata(datasets: Datasets, schedule: Schedule, compute: Compute) -> dict[str, Any]:
     """Return what each checkpoint of a run stores in addition to its step and its state.
 
-    `identity` is compared when the run resumes; `config` and `plan` are for programs that use the
-    model; `made_by` is for the reader.
+    `identity` is compared when the run resumes; `config` and `model_input` are for programs that
+    use the model; `made_by` is for the reader.
     """
     image = datasets.train.fields[IMAGE]
     return {
         "identity": run_identity(datasets, schedule, compute),
         "config": {**config_values(schedule.config), "ranks": schedule.ranks},
-        "plan": {
+        "model_input": {
             "classes": list(datasets.classes),
-            "image_size": datasets.train_size,
+            "image_size": datasets.train_image_size,
             "image_shape": list(image.device_shape),
             "image_dtype": np.dtype(image.dtype).name,
             "channels_last": compute.channels_last,
@@ -251,8 +261,8 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
         "classes": len(datasets.classes),
         "parameters": compute.parameters,
         "train.precision": compute.precision,
-        "pixels": datasets.modes[0],
-        "fitted_batch": schedule.fitted_batch,
+        "decode_mode": datasets.decode_modes[0],
+        "fitted_micro_batch": schedule.fitted_micro_batch,
     }
 
 

@@ -32,7 +32,7 @@ class Schedule:
     images: int  # number of training images
     ranks: int = 1
     # Images of a micro-batch, if the first step of the run was out of memory with more
-    fitted_batch: int | None = None
+    fitted_micro_batch: int | None = None
 
     @property
     def batch_size(self) -> int:
@@ -47,7 +47,7 @@ class Schedule:
     @property
     def micro_batches(self) -> int:
         """The number of equal parts in which a rank trains on its images of a step."""
-        max_images = self.config.train.micro_batch or self.fitted_batch
+        max_images = self.config.train.micro_batch or self.fitted_micro_batch
         return count_micro_batches(self.local_batch_size, max_images)
 
     @property
@@ -72,8 +72,9 @@ class Schedule:
 
     @property
     def warmup_steps(self) -> int:
-        """The steps of linear increase from zero."""
-        return round(self.config.schedule.warmup_epochs * self.steps_per_epoch)
+        """The steps of linear increase from zero, at most half of all."""
+        wanted = round(self.config.schedule.warmup_epochs * self.steps_per_epoch)
+        return min(wanted, self.steps // 2)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of step `step`, counted from 0."""
@@ -149,7 +150,9 @@ def make_schedule(
         raise UserError(f"{given}: the global batch must be {multiple}")
     if config.model.sync_bn and ranks > 1 and world.device.type == "cpu":
         raise UserError("model.sync_bn=true: torch has SyncBatchNorm for GPUs only; leave it out")
-    fitted = (identity or {}).get("fitted_batch") if config.train.micro_batch is None else None
+    fitted = (
+        (identity or {}).get("fitted_micro_batch") if config.train.micro_batch is None else None
+    )
     return Schedule(config, images, ranks, fitted)
 
 

@@ -89,16 +89,14 @@ class TrainState:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    # Moving average of the weights if train.ema_decay is set; `best` then refers to it
+    # Moving average of the weights if train.ema_decay is set; then it is what is validated
     ema: MovingAverage | None = None
     step: int = 0
     # The best validation row so far, by train.best_by
-    best: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)  # the newest validation row
+    best_validation: dict[str, float] = field(default_factory=dict)
+    last_validation: dict[str, float] = field(default_factory=dict)  # the newest validation row
     # Differences from a run with this config: its first checkpoint, and changes accepted at a step
     history: list[str] = field(default_factory=list)
-    # Whether a step averages gradients over the ranks; off while `fit_memory` tries a step
-    averages_gradients: bool = True
     # For fp16, which has a smaller range than fp32: gradients below 6e-8 are zero
     scaler: GradScaler = field(default_factory=lambda: GradScaler(enabled=False))
 
@@ -110,8 +108,8 @@ class TrainState:
             "optimizer": self.optimizer.state_dict(),
             "loss_scale": self.scaler.state_dict(),
             "step": self.step,
-            "best": self.best,
-            "last": self.last,
+            "best": self.best_validation,
+            "last": self.last_validation,
             "history": self.history,
         }
 
@@ -132,9 +130,14 @@ class TrainState:
         ]
         self.optimizer.load_state_dict({**stored["optimizer"], "param_groups": groups})
         self.step = stored["step"]
-        self.best = dict(stored["best"])
-        self.last = dict(stored["last"])
+        self.best_validation = dict(stored["best"])
+        self.last_validation = dict(stored["last"])
         self.history = list(stored["history"])
+
+    def forget_validations(self) -> None:
+        """Let the next validation be the best so far."""
+        self.best_validation = {}
+        self.last_validation = {}
 
     def clear_gradients(self) -> None:
         """Free the gradients, and forget an update that an error has interrupted."""

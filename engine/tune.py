@@ -7,6 +7,7 @@ differ a little. With the CPU's, the workers then follow the log rows, which cha
 import logging
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -18,7 +19,7 @@ from engine.run import Run
 from engine.state import TrainState, restored_on_exit
 from engine.step_graph import FIRST_STEPS, StepGraph
 from pipeline.batch import Batch
-from pipeline.clock import StepTimes, mean_of
+from pipeline.clock import StepTimes, TimedRow, mean_of
 from pipeline.feed import MIN_BATCHES, Feed
 from pipeline.loader import LoaderError
 
@@ -98,19 +99,23 @@ class Tuner:
     def __init__(self, feed: Feed, world: World) -> None:
         self.feed, self.world = feed, world
         self.rule: Rule | None = None
-        self.rows: list[StepTimes] = []  # of the present window
+        self.first_row = 0  # of the present window
+        self.seen = 0  # rows so far
         self.lines: list[str] = []  # what was measured
 
-    def follow(self, row: StepTimes) -> None:
-        """Set the number of workers after a log row. Each rank follows its own rows."""
-        if self.rule is None:
+    def follow(self, rows: Sequence[TimedRow]) -> None:
+        """Set the number of workers after a log row; called after each step.
+
+        `rows`: all rows of this rank so far; each rank follows its own.
+        """
+        if self.rule is None or len(rows) == self.seen:
             return
-        self.rows.append(row)
-        window = mean_of(self.rows)
+        self.seen = len(rows)
+        window = mean_of([row.times for row in rows[self.first_row :]])
         # With fewer steps, what was queued before them could hide a lack.
         if window.seconds < WINDOW_SECONDS or window.steps <= self.feed.train.loader.queue_size:
             return
-        self.rows.clear()
+        self.first_row = len(rows)
         most = self.feed.most_workers(window)
         self.feed.pool.activate(self.rule.next_number(window, most))
 
@@ -124,14 +129,14 @@ class Tuner:
             f"one worker gives {worker.per_worker:,.0f} img/s while {feed.num_cores} run",
         ]
         mode = self.choose_mode(worker, first_step)
-        feed.set_mode(mode)
+        feed.set_decode_mode(mode)
         workers = feed.most_workers(worker)
         if mode == "cpu":
             workers = min(workers, math.ceil(MARGIN * step_rate / worker.per_worker))
             waits = WAITS / math.sqrt(self.world.size)  # all ranks wait for the slowest
             self.rule = Rule(workers, step_rate, waits)
         feed.pool.activate(workers)
-        feed.set_mode(mode, demand=ENOUGH_ON_DEVICE * step_rate)
+        feed.set_decode_mode(mode, demand=ENOUGH_ON_DEVICE * step_rate)
         self.lines.append(f"decoder={mode} workers={workers} at first")
 
     def measure_step(self, train_on_batch: StepGraph, resident: Batch) -> float:
@@ -145,7 +150,7 @@ class Tuner:
 
     def choose_mode(self, worker: StepTimes, first_step: int) -> str:
         """Return the first mode that is enough on all ranks, else the fastest. Collective."""
-        modes = self.feed.modes
+        modes = self.feed.decode_modes
         count = min(self.world.all_gather(len(modes)))  # a rank may lack engines
         shares: dict[str, float] = {}
         enough = ENOUGH_ON_CPU
@@ -161,7 +166,7 @@ class Tuner:
     def rate_of(self, mode: str, worker: StepTimes, first_step: int) -> float:
         """Return the images/s that a mode makes on this rank; 0 if it fails here."""
         feed, dataset = self.feed, self.feed.datasets.train
-        feed.set_mode(mode)
+        feed.set_decode_mode(mode)
         of_workers = feed.most_workers(worker) * worker.per_worker
         if mode == "cpu":
             return of_workers

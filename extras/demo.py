@@ -24,7 +24,7 @@ from conf.schema import DataConfig
 from pipeline.augment import Compose
 from pipeline.build import Options, Splits
 from pipeline.dataset import FolderDataset
-from pipeline.index import Folder, Index
+from pipeline.index import ImageFolder, Index
 
 Plane = NDArray[np.floating[Any]]  # float32 [H, W]
 
@@ -178,7 +178,7 @@ class DemoDataset(FolderDataset):
         is_drawn(self.root)
         names = [f"{number:04d}.jpg" for number in range(COUNTS[split] // len(CLASSES))]
         files = {label: [f"{label}/{name}".encode() for name in names] for label in sorted(CLASSES)}
-        folder = Folder(str(self.root.absolute() / split))
+        folder = ImageFolder(str(self.root.absolute() / split))
         super().__init__(Index.of_files(folder, files), transform, **options)
 
     def mean_bytes(self) -> float:

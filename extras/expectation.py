@@ -63,14 +63,16 @@ class Expectation(Observer):
         format = "lossless" if datasets.train.name(0).lower().endswith(LOSSLESS) else "JPEG"
         data = len(datasets.classes), len(datasets.train), len(datasets.val), format
         same_data = (log.run.config.recipe, *data) == tuple(expect[n] for n in ("recipe", *DATA))
-        same_norm = log.schedule.fitted_batch is None  # BatchNorm over all images of a step
+        same_norm = log.schedule.fitted_micro_batch is None  # BatchNorm over all images of a step
         same_run = same_data and same_norm and not log.state.history and self._value.name in expect
         # With another optimiser, the curve still shows a mistake in the images or the model.
         tuned = all(key.startswith("optim.") for key in self._changed)
         self._curve = expect.get("reference", {}) if same_run and tuned else {}
         self._final = expect if same_run and not self._changed else None
         self._warned = False
-        self._last: Mapping[str, Any] = log.state.last  # validation, perhaps of an earlier start
+        self._last: Mapping[str, Any] = (
+            log.state.last_validation
+        )  # validation, perhaps of an earlier start
 
     def validated(self, row: Mapping[str, Any], rows: Any) -> dict[str, float]:
         """Return the columns to add to a validation's row; perhaps print a warning.

@@ -32,8 +32,9 @@ MAX_BATCH = 256  # the recipe states the learning rate for it
 
 def prepare(config: Config, world: World) -> Config:
     """Return the config with what follows from its weights and images. Collective."""
-    images = world.on_all_ranks(lambda: len(build_datasets(config).train))
-    return world.on_all_ranks(lambda: complete(config, images, world.size))
+    with world.shared_errors():
+        images = len(build_datasets(config).train)
+        return complete(config, images, world.size)
 
 
 def complete(config: Config, images: int, ranks: int = 1) -> Config:
@@ -85,7 +86,7 @@ def of_weights(config: Config, typed: set[str]) -> KeyValues:
         content = models.read_file(path, origin=f"model.weights={config.model.weights}")
     names_model = bool(typed & {"model", "model.name"})
     if checkpoint.is_ours(content):
-        values = {**content["config"], "data.image_size": content["plan"]["image_size"]}
+        values = {**content["config"], "data.image_size": content["model_input"]["image_size"]}
     elif own := exported(path):
         values = own.values
     else:

@@ -23,6 +23,6 @@ class HParams(Observer):
             typed = {k: v if type(v) in (int, float) else show(v) for k, v in keys.items()}
             # Without the first part, which lists all keys, the tab begins with those that differ.
             board.file_writer.add_summary(hparams(typed, {})[1])
-            board.add_scalar(f"best/{name}", self.log.state.best[name], row["step"])
+            board.add_scalar(f"best/{name}", self.log.state.best_validation[name], row["step"])
 
         self.log.tracker.board("HPARAMS", add)

@@ -36,7 +36,7 @@ class Pictures(Observer):
             data, log, step = self.log.datasets, self.log, row["step"]
             found = Predictions(rows, data.classes, data.val)
             log.tracker.images(found.draw, step)
-            if log.state.best.get("step") == step:
+            if log.state.best_validation.get("step") == step:
                 folder = log.run.path / "evaluation"
                 folder.mkdir(exist_ok=True)
                 write_json(folder / "evaluation.json", {**row, **found.write(folder)})

@@ -32,7 +32,8 @@ def run(config: Config, world: World, sizes: dict[int, int]) -> Config:
     if epochs != sorted({0, *epochs}) or epochs[-1] >= length or sizes[epochs[-1]] != side:
         ends = f"the last with data.image_size={side} and before train.epochs={show(length)}"
         raise UserError(f"train.prepare: sizes={show(sizes)}: give `epoch: px` from 0 on, {ends}")
-    images = world.on_all_ranks(lambda: len(build_datasets(config).train))
+    with world.shared_errors():
+        images = len(build_datasets(config).train)
     starts = {-(-epoch * images // config.loader.batch_size): side for epoch, side in sizes.items()}
     step, own = Run(config, world).read_checkpoint().get("step", 0), config.run
     last = config.train.max_steps or max(step, *starts) + 1

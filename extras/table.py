@@ -24,7 +24,7 @@ from pipeline.batch import IMAGE, Field, image_field
 from pipeline.build import Options, Splits
 from pipeline.dataset import FolderDataset
 from pipeline.decode import Picture
-from pipeline.index import Folder, Index
+from pipeline.index import ImageFolder, Index
 from pipeline.listing import csv_rows
 from pipeline.shared import SharedArray
 from pipeline.splits import held_out, hold_out
@@ -84,7 +84,7 @@ class TableDataset(FolderDataset):
                 raise UserError(f"{path}: {name}: {','.join(texts)}: {cure}")
             numbers[row] = values
         files = {"": [os.fsencode(row[0]) for row in rows]}
-        super().__init__(Index.of_files(Folder(str(path.parent)), files), transform, **options)
+        super().__init__(Index.of_files(ImageFolder(str(path.parent)), files), transform, **options)
         self.numbers = SharedArray.copy_of(numbers)
 
     @property

@@ -38,6 +38,7 @@ OTHERS = {
 # Beginnings of names: of DDP and AveragedModel, of torch.compile, and of Lightning around them.
 WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+")
 LIGHTNING_WRAPPERS = re.compile(r"^((model|module|_orig_mod)\.)+")
+RENAMED = {"plan": "model_input", "pixels": "decode_mode", "fitted_batch": "fitted_micro_batch"}
 LIGHTNING = "pytorch-lightning_version"  # a key in its checkpoints
 FORMER_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")  # in torchvision's files
 
@@ -54,13 +55,23 @@ def read_file(path: Path, *, origin: str, give: str = ANY_FILE) -> Any:
         check_sums(path)
         # timm and torchvision store their arguments. A Namespace only holds attributes.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return _renamed(torch.load(path, map_location="cpu", weights_only=True))
     except (OSError, zipfile.BadZipFile) as error:
         reason = str(error)
     except Exception:  # torch.load raises many types, with texts of many lines
         reason = OTHERS.get(path.suffix.lower(), UNREADABLE)
     near = near_paths(str(path), "runs")
     raise UserError(f"{origin}: cannot be read ({reason}){near}; give {give}")
+
+
+def _renamed(content: Any) -> Any:
+    """Give parts of a checkpoint of an earlier version of this program their present names."""
+    if isinstance(content, dict):
+        for part in (content, content.get("identity")):
+            for old, new in RENAMED.items():
+                if isinstance(part, dict) and old in part:
+                    part[new] = part.pop(old)
+    return content
 
 
 def check_sums(path: Path) -> None:
@@ -130,9 +141,9 @@ def _named_classes(path: Path, content: dict[str, Any]) -> str:
     """Return the names of the classes that a file states, as JSON; an empty list if it does not."""
     if path.suffix == ".safetensors":
         return safetensors_metadata(path).get("classes", "[]")
-    plan = content.get("plan")
-    if isinstance(plan, dict):
-        return json.dumps(plan.get("classes", []))
+    model_input = content.get("model_input")
+    if isinstance(model_input, dict):
+        return json.dumps(model_input.get("classes", []))
     return "[]"
 
 

@@ -17,7 +17,7 @@ from conf.errors import UserError
 from pipeline.clock import BatchEvents
 
 IMAGE = "image"  # the field that is the input of the network
-TARGET = "target"  # the field that batch transforms add: the mixed form of `Mixing.label`
+TARGET = "target"  # the field that batch transforms add: the mixed form of `BatchTransforms.label`
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """Transforms of a whole training batch on the device, written as an ordered list in the config.
 
 Journey of a batch, 5: on the prefetcher's side stream, after normalisation. A transform is a
-function of (images, targets, part): float32 [B, C, S, S], float32 [B, classes], and which part of
+function of (images, targets, share): float32 [B, C, S, S], float32 [B, classes], and which part of
 the global batch they are. The prefetcher rounds to the training dtype once, after the last one.
 
 Parameters are drawn on the host, one set per image or group of images, from a generator that is a
 pure function of (seed, step). Every rank draws for the global batch and takes its own, so the draws
 of an image, and the image it is mixed with, do not depend on the number of ranks. For random
-numbers per pixel, use `torch.Generator(images.device).manual_seed(int(part.rng.integers(2**63)))`:
+numbers per pixel, use `torch.Generator(images.device).manual_seed(int(share.rng.integers(2**63)))`:
 torch's global generator would give different numbers after a restart.
 """
 
@@ -29,7 +29,7 @@ ALPHA = number(0.001, 1000)
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchShare:
     """A rank's rows of the global batch, and the random numbers of all rows."""
 
     rng: np.random.Generator  # generator of this step, in the same state on every rank
@@ -55,7 +55,7 @@ class Part:
         return blended
 
 
-BatchTransform = Callable[[Tensor, Tensor, Part], tuple[Tensor, Tensor]]
+BatchTransform = Callable[[Tensor, Tensor, BatchShare], tuple[Tensor, Tensor]]
 
 
 @dataclass(kw_only=True)
@@ -66,11 +66,11 @@ class Mixup:
     alpha: float = parameter(ALPHA, 0.2)
     p: float = parameter(FRACTION, 1.0)  # probability for an image to be blended
 
-    def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        rng, count = part.rng, part.total
+    def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
+        rng, count = share.rng, share.total
         keep = np.where(rng.random(count) < self.p, rng.beta(self.alpha, self.alpha, count), 1.0)
-        weight = to_device(part.of_rank(keep), images)[:, None]
-        return part.blend(images, weight[:, :, None, None]), part.blend(targets, weight)
+        weight = to_device(share.of_rank(keep), images)[:, None]
+        return share.blend(images, weight[:, :, None, None]), share.blend(targets, weight)
 
 
 @dataclass(kw_only=True)
@@ -83,13 +83,13 @@ class Cutmix:
     alpha: float = parameter(ALPHA, 1.0)  # the box's fraction of the area is 1 - Beta(alpha, alpha)
     p: float = parameter(FRACTION, 1.0)  # probability for an image to get a box
 
-    def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        rng, count = part.rng, part.total
+    def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
+        rng, count = share.rng, share.total
         chosen = rng.random(count) < self.p
-        share = np.where(chosen, 1 - rng.beta(self.alpha, self.alpha, count), 0.0)
-        boxes, area = map(part.of_rank, _pasted(share, images.shape[-1], rng))
+        areas = np.where(chosen, 1 - rng.beta(self.alpha, self.alpha, count), 0.0)
+        boxes, area = map(share.of_rank, _pasted(areas, images.shape[-1], rng))
         weight = to_device(1 - area, images)[:, None]
-        return part.blend(images, _outside(boxes, images)), part.blend(targets, weight)
+        return share.blend(images, _outside(boxes, images)), share.blend(targets, weight)
 
 
 @dataclass(kw_only=True)
@@ -109,9 +109,9 @@ class MixupOrCutmix:
     # per batch. The last group is smaller if the batch is no multiple of it.
     group: int = parameter(whole(1, 10**6), 128)
 
-    def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        rng, groups = part.rng, part.of_rank(np.arange(part.total) // self.group)  # [B]
-        count = math.ceil(part.total / self.group)
+    def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
+        rng, groups = share.rng, share.of_rank(np.arange(share.total) // self.group)  # [B]
+        count = math.ceil(share.total / self.group)
         chosen = rng.random(count) < self.p
         cut = rng.random(count) < self.switch_p
         alpha = np.where(cut, self.cutmix_alpha, self.mixup_alpha)
@@ -119,7 +119,7 @@ class MixupOrCutmix:
         boxes, area = _pasted(np.where(cut, 1 - keep, 0.0), images.shape[-1], rng)
         own, rest = (to_device(np.where(cut, w, keep)[groups], images) for w in (1.0, 1 - area))
         weight = own[:, None, None, None] * _outside(boxes[groups], images)
-        return part.blend(images, weight), part.blend(targets, rest[:, None])
+        return share.blend(images, weight), share.blend(targets, rest[:, None])
 
 
 @dataclass(kw_only=True)
@@ -134,8 +134,8 @@ class RandomErasing:
     scale: Sequence[float] = parameter(span(1), (0.02, 0.33))
     ratio: Sequence[float] = parameter(span(1000), (0.3, 3.3))  # of its height / width
 
-    def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-        boxes = part.of_rank(self.boxes(part.total, images.shape[-1], part.rng))
+    def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
+        boxes = share.of_rank(self.boxes(share.total, images.shape[-1], share.rng))
         return images * _outside(boxes, images), targets  # normalised: the mean is 0
 
     def boxes(self, count: int, image_size: int, rng: np.random.Generator) -> np.ndarray:
@@ -163,7 +163,7 @@ BATCH_TRANSFORMS: dict[str, Callable[..., BatchTransform]] = {
 
 
 @dataclass(frozen=True)
-class Mixing:
+class BatchTransforms:
     """Batch transforms for training, in order; a batch is this rank's part of the global batch."""
 
     transforms: list[BatchTransform]
@@ -188,17 +188,17 @@ class Mixing:
 
         All image fields of a batch, and all frames of a sample, get the same draws.
         """
-        part = self.part(step, len(images))
+        share = self.share(step, len(images))
         pixels, mixed = images.flatten(1, -3), targets[:, None].flatten(1)  # [B, C, H, W], [B, n]
         for transform in self.transforms:
-            pixels, mixed = transform(pixels, mixed, part)
+            pixels, mixed = transform(pixels, mixed, share)
         return pixels.reshape(images.shape), mixed.view(targets.shape)
 
-    def part(self, step: int, count: int) -> Part:
+    def share(self, step: int, count: int) -> BatchShare:
         """Return the part of this rank, `count` rows, of the global batch of a step."""
         # The 1 distinguishes it from the sampler's generator.
         rng = np.random.Generator(np.random.PCG64([self.seed, step, 0, 1]))
-        return Part(rng, count * self.world_size, self.rank * count, count)
+        return BatchShare(rng, count * self.world_size, self.rank * count, count)
 
 
 def to_device(values: np.ndarray, like: Tensor) -> Tensor:

@@ -28,10 +28,10 @@ class Datasets:
     train: Dataset
     val: Dataset
     classes: tuple[str, ...]  # names of the classes; a label is a position in it
-    train_size: int  # side of the images after the transforms, pixels
-    val_size: int
+    train_image_size: int  # side of the images after the transforms, pixels
+    val_image_size: int
     # Modes of the training split to compare; training begins with the first one
-    modes: tuple[str, ...] = ("cpu",)
+    decode_modes: tuple[str, ...] = ("cpu",)
 
     def create_files(self) -> None:
         """Create files that are missing, such as synthetic images."""
@@ -40,19 +40,19 @@ class Datasets:
 
 
 def build_datasets(
-    config: Config, device: torch.device | None = None, stored_mode: str | None = None
+    config: Config, device: torch.device | None = None, stored_decode_mode: str | None = None
 ) -> Datasets:
     """Build the transforms and the sample tables of both splits; write only the index cache.
 
     Args:
         device: of the training, for data.on_device; None leaves everything to the workers.
-        stored_mode: that of the checkpoint to resume; None without a checkpoint.
+        stored_decode_mode: that of the checkpoint to resume; None without a checkpoint.
 
     Raises UserError if a transform, a folder or its content is wrong.
     """
     data = config.data
-    train = build_transform(config.augment.train, "augment.train")
-    val = build_transform(config.augment.val, "augment.val")
+    train = build_image_transforms(config.augment.train, "augment.train")
+    val = build_image_transforms(config.augment.val, "augment.val")
     build_transforms(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")  # only to check
     train_split, val_split, classes = build_splits(config, data, train, val)
     if len(classes) < 2 and train_split.fields.get("label") == LABEL:
@@ -66,17 +66,21 @@ def build_datasets(
     if len({(field.highest, field.shape[-1]) for field in images}) > 1:
         raise UserError("data.mean: fields with image=True differ in dtype or number of channels")
     check_channels(data, val_split.fields[IMAGE].shape[-1])
-    modes = ("cpu",) if device is None else choose_modes(config, train_split, stored_mode)
+    modes = (
+        ("cpu",) if device is None else choose_decode_modes(config, train_split, stored_decode_mode)
+    )
     return Datasets(train_split, val_split, classes, train.image_size, val.image_size, modes)
 
 
-def choose_modes(config: Config, dataset: Dataset, stored: str | None = None) -> tuple[str, ...]:
+def choose_decode_modes(
+    config: Config, dataset: Dataset, stored: str | None = None
+) -> tuple[str, ...]:
     """Resolve loader.decoder to modes of a dataset, the first one to begin with.
 
     `stored`: that of the checkpoint to resume, which loader.decoder=auto keeps; None without a
     checkpoint. Raises UserError if there is no such decoder.
     """
-    name, modes = config.loader.decoder, tuple(dataset.modes)
+    name, modes = config.loader.decoder, tuple(dataset.decode_modes)
     if name not in ("auto", *DECODERS, *modes):
         choices = ("auto", *DECODERS, *modes[1:])
         cure = f"give one of {', '.join(choices)}{did_you_mean(name, choices)}"
@@ -96,7 +100,7 @@ def check_channels(data: DataConfig, channels: int) -> None:
             raise UserError(f"data.{key}: {wrong}; give one value per channel")
 
 
-def build_transform(entries: Sequence[Any], key: str) -> Compose:
+def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
     """Build the list of a config key, and apply it to a few images: some lists fail only then.
 
     Returns the transforms, with the side of the images that they make. Raises UserError if a

@@ -42,7 +42,7 @@ class StepTimes(NamedTuple):
     core_ms: float = 0.0
     workers: int = 0  # with 0, the training process decodes
     decoder: str = "none"  # decoder of the workers; none if they decode nothing
-    mode: str = "cpu"  # mode of the dataset
+    decode_mode: str = "cpu"  # mode of the dataset
     on_gpu: bool = False  # otherwise, the step shares the CPU with the workers
     graph_refused: str = ""  # why the whole step is not one CUDA graph
     slowdowns: str = ""  # why this rank's GPU ran below its maximum clock
@@ -60,7 +60,7 @@ class StepTimes(NamedTuple):
     @property
     def device_decodes(self) -> bool:
         """Whether the device decodes all images; workers only read the files."""
-        return self.mode != "cpu" and self.decoder == "none"
+        return self.decode_mode != "cpu" and self.decoder == "none"
 
     @property
     def idle(self) -> float:
@@ -75,8 +75,20 @@ class StepTimes(NamedTuple):
     @property
     def busy(self) -> float:
         """Share of the time in which the workers, or the decoder on the device, are busy."""
-        device = self.copy if self.mode != "cpu" else 0.0
+        device = self.copy if self.decode_mode != "cpu" else 0.0
         return max(device, self.rate / (self.workers * self.per_worker) if self.workers else 0.0)
+
+
+class TimedRow(NamedTuple):
+    """The times of a log row, and what makes them unusual."""
+
+    times: StepTimes
+    starting: bool  # of the first steps of this start only, which compile
+    first_epoch: bool  # which reads cold files
+
+    def resembles(self, other: "TimedRow") -> bool:
+        same_epoch = self.first_epoch == other.first_epoch
+        return same_epoch and self.starting == other.starting
 
 
 def mean_of(rows: Sequence[StepTimes]) -> StepTimes:

@@ -77,18 +77,18 @@ class Dataset(ABC):
 
     # Ways to make a sample: `cpu`, the default, and values of loader.decoder that are no CPU
     # decoder. loader.workers=auto compares them.
-    modes: Sequence[str] = ("cpu",)
+    decode_modes: Sequence[str] = ("cpu",)
     decoder = "none"  # decoder of the workers, if they decode images in the present mode
     device_rate = 0.0  # images/s that `on_device` decodes at most; 0 if it has decoded none
 
-    def set_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
+    def set_decode_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
         """Make later samples in one of `modes`, in all processes.
 
         Args:
             workers: number of processes that make samples.
             demand: images/s that are needed of them together.
         """
-        assert mode in self.modes
+        assert mode in self.decode_modes
 
     def workers_in(self, mode: str, cores: int) -> int:
         """Return how many workers a mode can use, of those for which there are cores."""

@@ -15,7 +15,7 @@ from conf.schema import Config
 from pipeline import machine
 from pipeline.augment import build_transforms
 from pipeline.batch import IMAGE, Batch, ImageFormat
-from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing, RandomErasing
+from pipeline.batch_augment import BATCH_TRANSFORMS, BatchTransforms, RandomErasing
 from pipeline.build import Datasets
 from pipeline.clock import StepTimes
 from pipeline.loader import Loader, Pool, Ring, slots_needed
@@ -46,27 +46,29 @@ class Feed:
     train: Prefetcher
     val: Prefetcher
     num_val_batches: int  # number of validation batches of this rank
-    modes: Sequence[str]  # modes of the training split to compare; training begins with the first
+    decode_modes: Sequence[
+        str
+    ]  # modes of the training split to compare; training begins with the first
     num_cores: int  # number of workers for which this rank has cores
     max_workers: int  # number of workers for which the buffers are allocated
     measured: bool  # whether to measure how many workers are needed
-    mode: str = "cpu"  # mode of the training samples, one of `modes`
+    decode_mode: str = "cpu"  # mode of the training samples, one of `modes`
     step_rate: float = 0.0  # images/s of this rank's step without the loader; 0 if not measured
 
     def console_line(self) -> str:
         """Return the active workers and the decoder, for the console."""
         workers, decoder = self.pool.active, self.datasets.train.decoder
-        names = " or ".join(decoder if mode == "cpu" else mode for mode in self.modes)
+        names = " or ".join(decoder if mode == "cpu" else mode for mode in self.decode_modes)
         measured = " (to be measured)" if self.measured else ""
         return f"loader    {workers} worker{'' if workers == 1 else 's'}{measured}, decoder {names}"
 
-    def set_mode(self, mode: str, *, demand: float = math.inf) -> None:
+    def set_decode_mode(self, mode: str, *, demand: float = math.inf) -> None:
         """Make the training samples of later iterations in one of `modes`.
 
         `demand`: images/s that this rank needs.
         """
-        self.mode = mode
-        self.datasets.train.set_mode(mode, workers=max(1, self.pool.active), demand=demand)
+        self.decode_mode = mode
+        self.datasets.train.set_decode_mode(mode, workers=max(1, self.pool.active), demand=demand)
 
     def step_times(self, steps: int | None = None, *, skip: int = 0) -> StepTimes | None:
         """Return `StepClock.step_times` of the training, with its rates and workers."""
@@ -76,14 +78,14 @@ class Feed:
             step_rate=self.step_rate,
             workers=self.pool.active,
             decoder=self.datasets.train.decoder,
-            mode=self.mode,
+            decode_mode=self.decode_mode,
             **loader.ring.worker_ms(),
         )
 
     def most_workers(self, times: StepTimes) -> int:
         """Return the number of workers for which there are cores; more if storage is slow."""
         waiting = 1 + times.storage_ms / max(times.cpu_ms, 1e-6)
-        cores = self.datasets.train.workers_in(self.mode, self.num_cores)
+        cores = self.datasets.train.workers_in(self.decode_mode, self.num_cores)
         return max(1, min(self.max_workers, round(cores * waiting)))
 
     def measure_workers(self, first_step: int) -> tuple[StepTimes, Batch]:
@@ -93,7 +95,7 @@ class Feed:
         """
         loader = self.train.loader
         self.pool.activate(self.num_cores)
-        self.set_mode(self.modes[0])
+        self.set_decode_mode(self.decode_modes[0])
         images = PROBE_IMAGES * self.num_cores
         count = math.ceil(images / loader.local_batch_size)
         batches = self.train.batches(first_step, first_step + 1 + count)
@@ -136,12 +138,12 @@ def open_feed(
     loader, data = config.loader, config.data
     num_cores = machine.cores_for_workers(world.local_size)
     measured = is_measured(config, world.device)
-    modes = datasets.modes if measured else datasets.modes[:1]
+    decode_modes = datasets.decode_modes if measured else datasets.decode_modes[:1]
     active = started = max_workers = loader.workers
     if loader.workers == "auto":
         # All cores validate, even if few workers are enough for training. Measured workers may wait
         # for storage, and need no core then.
-        active, started = datasets.train.workers_in(modes[0], num_cores), num_cores
+        active, started = datasets.train.workers_in(decode_modes[0], num_cores), num_cores
         max_workers = max(started, 2 * active if measured else 0)
     of_world = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
     labels = datasets.train.labels if config.train.class_weights == "sampled" else None
@@ -152,7 +154,7 @@ def open_feed(
     val_samples = val_batches(num_samples=len(datasets.val), **of_world)
     highest = datasets.val.fields[IMAGE].highest  # in an evaluation, `train` is a stand-in
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
-    mixing = _mixing(config, datasets, world)
+    batch_transforms = _batch_transforms(config, datasets, world)
     local_batch_size = loader.batch_size // world.size
     # The batch of the step and 4 ready ones (8 were not faster), or 2 of more than 2,048 images.
     in_use = 5 if local_batch_size <= 2048 else 3
@@ -161,19 +163,23 @@ def open_feed(
     train_ring = Ring(datasets.train, local_batch_size, slots, limit)
     rings = train_ring, Ring(datasets.val, local_batch_size, slots)
     pool = Pool(rings, timeout_seconds=loader.timeout_seconds)
-    train = Prefetcher(Loader(pool, 0, train_sampler.samples, in_use=in_use), images, mixing)
+    train = Prefetcher(
+        Loader(pool, 0, train_sampler.samples, in_use=in_use), images, batch_transforms
+    )
     val = Prefetcher(Loader(pool, 1, val_samples.__getitem__, in_use=in_use), images)
     known: dict[str, Any] = dict(num_cores=num_cores, max_workers=max_workers, measured=measured)
-    feed = Feed(config, datasets, pool, train, val, len(val_samples), modes, **known)
+    feed = Feed(config, datasets, pool, train, val, len(val_samples), decode_modes, **known)
     locked = page_locked([buffer for ring in rings for buffer in ring.buffers])
     with locked if train.cuda else nullcontext(), pool, closing(train), closing(val):
         pool.activate(started)
         pool.activate(active)
-        feed.set_mode(modes[0])
+        feed.set_decode_mode(decode_modes[0])
         yield feed
 
 
-def _mixing(config: Config, datasets: Datasets, world: RankInfo) -> Mixing | None:
+def _batch_transforms(
+    config: Config, datasets: Datasets, world: RankInfo
+) -> BatchTransforms | None:
     """Return the transforms of augment.batch; None if the list is empty."""
     transforms = build_transforms(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     if not transforms:
@@ -188,4 +194,6 @@ def _mixing(config: Config, datasets: Datasets, world: RankInfo) -> Mixing | Non
             sample = f"besides images, a sample has {', '.join(others) or 'nothing'}"
             raise UserError(f"augment.batch: {wrong}; {sample}; leave them out")
     count, seed = len(datasets.classes), config.train.seed
-    return Mixing(transforms, count, seed=seed, label=label, rank=world.rank, world_size=world.size)
+    return BatchTransforms(
+        transforms, count, seed=seed, label=label, rank=world.rank, world_size=world.size
+    )

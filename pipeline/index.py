@@ -42,7 +42,7 @@ PAUSES = (0.1, 0.5, 2.0)
 
 
 @dataclass(frozen=True)
-class Folder:
+class ImageFolder:
     """Files below a folder. For another storage, override `read`, and `where` for its messages."""
 
     path: str
@@ -58,7 +58,7 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Container(Folder):
+class TarFile(ImageFolder):
     """A tar file."""
 
     stamp: tuple[int, int]  # mtime (ns) and size (bytes) when the members were listed
@@ -79,7 +79,7 @@ class Container(Folder):
 
 
 @cache
-def _opened(tar: Container) -> BinaryIO:
+def _opened(tar: TarFile) -> BinaryIO:
     """Open a tar file, once in each process.
 
     Threads and forked processes may share it, because `pread` uses no file position.
@@ -103,7 +103,7 @@ class Index:
 
     root: str  # the split's folder or file, for messages
     classes: tuple[str, ...]  # class names, sorted; a label is a position in it
-    sources: Sequence[Folder]  # what holds the images
+    sources: Sequence[ImageFolder]  # what holds the images
     left_out: str  # what else is in the split and not read, in one line; or ""
     paths: SharedArray  # bytes [samples]: path below the source
     labels: SharedArray  # int64 [samples]
@@ -111,7 +111,7 @@ class Index:
     places: SharedArray
 
     @classmethod
-    def of_files(cls, source: Folder, files: Mapping[str, Sequence[bytes]]) -> "Index":
+    def of_files(cls, source: ImageFolder, files: Mapping[str, Sequence[bytes]]) -> "Index":
         """Make the table of known files.
 
         Args:
@@ -212,9 +212,11 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
             raise UserError(f"{key}={root}: {with_advice(error)}") from None
         if scan.stamps[:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
             _write_cache(file, scan)
-    sources: Sequence[Folder] = [Folder(root if os.path.isdir(root) else os.path.dirname(root))]
+    sources: Sequence[ImageFolder] = [
+        ImageFolder(root if os.path.isdir(root) else os.path.dirname(root))
+    ]
     if scan.places.any():  # offsets in tar files
-        sources = list(map(Container, files, map(tuple, scan.stamps.tolist())))
+        sources = list(map(TarFile, files, map(tuple, scan.stamps.tolist())))
     if left_out := os.fsdecode(scan.left_out.item()):
         logger.warning("%s=%s: %s", key, root, left_out)
     arrays = map(SharedArray.copy_of, (scan.paths, scan.labels, scan.places))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.batch import TARGET, Batch, DeviceSlot, ImageFormat
-from pipeline.batch_augment import Mixing
+from pipeline.batch_augment import BatchTransforms
 from pipeline.clock import BatchEvents, StepClock
 from pipeline.dataset import RefusedError
 from pipeline.loader import Loader
@@ -29,10 +29,12 @@ class Prefetcher:
 
     loader: Loader
     format: ImageFormat
-    mixing: Mixing | None = None  # batch transforms for training; None for validation
+    batch_transforms: BatchTransforms | None = (
+        None  # batch transforms for training; None for validation
+    )
 
     def __post_init__(self) -> None:
-        device, mixed = self.format.device, self.mixing is not None
+        device, mixed = self.format.device, self.batch_transforms is not None
         self.cuda = device.type == "cuda"
         # High priority: its kernels are small, and the step waits for their result.
         self.side = torch.cuda.Stream(device, priority=-1) if self.cuda else None
@@ -104,12 +106,12 @@ class Prefetcher:
             samples = slot.copy("", host.samples)  # no field has this name
             if self.cuda:
                 self.loader.keep_until(self.clock.now(), host)
-            if self.mixing is not None:
-                targets = unmixed = self.mixing.targets(fields)
+            if self.batch_transforms is not None:
+                targets = unmixed = self.batch_transforms.targets(fields)
                 for name in (name for name, field in dataset.fields.items() if field.image):
-                    mixed, targets = self.mixing.apply(fields[name], unmixed, host.step)
+                    mixed, targets = self.batch_transforms.apply(fields[name], unmixed, host.step)
                     fields[name] = slot.images(name, mixed.shape).copy_(mixed)
-                if self.mixing.label is not None:
+                if self.batch_transforms.label is not None:
                     fields[TARGET] = slot.copy(TARGET, targets)
             events.copy_end = self.clock.now()
         return Batch(fields, samples, host.step)

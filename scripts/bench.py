@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -57,7 +56,8 @@ def run(config: Config, *, only: Sequence[str], seconds: float) -> Iterator[Stag
         config = replace(config, optim=slow, schedule=constant)
         if config.model.compile == "auto" and world.device.type == "cuda":  # also for a short run
             config = replace(config, model=replace(config.model, compile="default"))
-        parts = datasets, _, compute, *_ = train.build_parts(config, {}, world)
+        parts = train.build_parts(config, world, {})
+        datasets, compute = parts.datasets, parts.compute
         if "loader" in only:
             with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
                 # Complete batches in host memory, as fast as the loader delivers them.
@@ -92,14 +92,11 @@ def warm_up(sizes: Iterator[int], feed: Feed) -> None:
         next(sizes)
 
 
-def measure_steps(parts: Any, world: World, seconds: float) -> list[Stage]:
-    """Measure train.py's optimiser step, on four batches that stay on the device and then fed.
-
-    `parts`: what `train.build_parts` returns.
-    """
-    datasets, schedule, compute, loss, state = parts
-    config = schedule.config
-    train_on_batch = train.build_step(schedule, compute, loss, state, world)
+def measure_steps(parts: train.Parts, world: World, seconds: float) -> list[Stage]:
+    """Measure train.py's optimiser step, on four batches that stay on the device and then fed."""
+    datasets, compute, state = parts.datasets, parts.compute, parts.state
+    config = parts.schedule.config
+    train_on_batch = train.build_step(parts.schedule, compute, parts.loss_fn, state, world)
     meter = Meter(world)
 
     def trained(batches: Iterable[Batch]) -> Iterator[int]:
@@ -110,7 +107,7 @@ def measure_steps(parts: Any, world: World, seconds: float) -> list[Stage]:
     finish = torch.get_device_module(world.device).synchronize
     with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
         kept = [batch.clone() for batch in feed.train.batches(0, 4)]
-        fit_memory(schedule, train_on_batch, state, world, kept[:1])
+        fit_memory(parts.schedule, train_on_batch, state, world, kept[:1])
         sizes = trained(cycle(kept))
         for _ in range(20 if world.device.type == "cuda" else 2):
             next(sizes)
@@ -124,7 +121,7 @@ def measure_steps(parts: Any, world: World, seconds: float) -> list[Stage]:
         feed.step_rate = median(alone) if world.device.type != "cpu" else 0.0  # for the verdict
         times = feed.step_times()
         verdict = judge([times] if times else [], 0.0, world, feed)
-    note = f"{config.model.name}, batch {schedule.batch_size}, {compute.precision}, "
+    note = f"{config.model.name}, batch {parts.schedule.batch_size}, {compute.precision}, "
     note += f"compile {compute.compile_mode}, batch already on the device"
     lines = ["the step, fed by the loader", *(f"verdict   {line}" for line in verdict)]
     return [("step", alone, note), ("train", fed, "\n".join(lines))]

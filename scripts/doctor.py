@@ -282,7 +282,7 @@ def plan(case: Case) -> Iterator[Row]:
     # Again, with loader.decoder, which depends on the device, and what train.prepare has changed.
     datasets, world = build_datasets(config, device), World(0, 1, 1, device)
     schedule = make_schedule(config, len(datasets.train), world)
-    case.compute = choose_compute(config, datasets, device, schedule.stop_step, schedule.batch_size)
+    case.compute = choose_compute(config, datasets, schedule, device)
     train.build_loss(config, datasets, case.compute)
     weights = config.model.weights
     if weights == "pretrained" and published(config.model.name, Path(weights)) is not None:

@@ -131,7 +131,7 @@ def run(
     datasets.create_files()
     classes, places = outputs_of(trained, datasets, all_outputs=all_outputs)
     labels = None if real is None else read_real(real, datasets.val)
-    trained.check_size(datasets.val_size)
+    trained.check_size(datasets.val_image_size)
     model = trained.build(device)
     count = trained.num_classes
     kept = None if places == [*range(count)] else torch.tensor(places, device=device)
@@ -169,7 +169,7 @@ def run(
         **values,
         "images": validation.images,
         "model": config.model.name,
-        "val_size": datasets.val_size,
+        "val_size": datasets.val_image_size,
         "flip": flip,
         "precision": precision,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -295,7 +295,7 @@ def name_of(trained: Trained) -> str:
 def print_result(found: Evaluated, folder: Path) -> None:
     results = ", ".join(format_value(name, value) for name, value in found.values.items())
     images, seconds = found.summary["images"], found.summary["seconds"]
-    size = f"{images:,} images of {found.datasets.val_size} px, {images / seconds:,.0f}/s"
+    size = f"{images:,} images of {found.datasets.val_image_size} px, {images / seconds:,.0f}/s"
     path, step = found.trained.path, found.summary["step"]
     weights = f"weights   {path.name}" + (f", step {step:,}" if step else "")
     say(weights, f"result    {results}", f"images    {size}", f"files     {folder}")

@@ -78,7 +78,7 @@ from torch import Tensor, nn
 
 from models.weights import safetensors_metadata
 from pipeline.batch import Field, ImageFormat
-from pipeline.build import build_transform
+from pipeline.build import build_image_transforms
 from scripts.lib.trained import Trained, exit_status, open_trained
 
 CPU = torch.device("cpu")
@@ -316,7 +316,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--out {out}: {out.parent} is no folder that can be written; give another")
     if options.to == "hub" and not model.name.startswith("timm/"):
         raise UserError(f"--to hub: is for models timm/NAME, not {model.name}; give safetensors")
-    size = build_transform(trained.config.augment.val, "augment.val").image_size
+    size = build_image_transforms(trained.config.augment.val, "augment.val").image_size
     trained.check_size(size)
     if options.preprocessing and (dtype := trained.image_dtype) != np.uint8:
         raise UserError(f"--preprocessing: takes uint8, the model was trained on {dtype}; omit it")

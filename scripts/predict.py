@@ -78,7 +78,7 @@ from models.weights import head_of
 from pipeline import decode, machine
 from pipeline.augment import sample_rng
 from pipeline.batch import IMAGE, Field, ImageFormat
-from pipeline.build import build_transform
+from pipeline.build import build_image_transforms
 from pipeline.class_names import readable
 from pipeline.listing import LeftOut, count_left_out, is_image, walk, why_left_out
 from scripts.lib.progress import in_threads
@@ -132,7 +132,7 @@ class Predictor:
         self, trained: Trained, device: torch.device, *, top: int = 5, features: bool = False
     ) -> None:
         config, data, loader = trained.config, trained.config.data, trained.config.loader
-        self.transform = build_transform(config.augment.val, "augment.val")
+        self.transform = build_image_transforms(config.augment.val, "augment.val")
         if (size := self.transform.image_size) != trained.image_size:
             trained.check_size(size)
         if len(shape := [*trained.image_shape]) > 3:

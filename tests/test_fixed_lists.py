@@ -2,7 +2,7 @@
 
 import ast
 
-from conf.schema import FIELDS, NOTHING
+from conf.schema import FIELDS
 from tests.helpers.processes import needs_extras, run_python
 from tests.helpers.sources import PROGRAM, ROOT, nodes
 
@@ -35,7 +35,7 @@ def test_environment_variables() -> None:
 
 def test_what_each_key_affects() -> None:
     """The others affect the result. tests/equal has the list of all keys."""
-    found = {name for name, f in FIELDS.items() if f.metadata["affects"] == NOTHING}
+    found = {name for name, f in FIELDS.items() if not f.metadata["in_identity"]}
     sections = {"checkpoint", "run", "log"}
     assert {name for name in found if name.split(".")[0] not in sections} == {
         *("data.on_device", "data.on_error", "data.max_bad_fraction", "model.channels_last"),

@@ -69,6 +69,7 @@ from conf.compose import from_overrides
 from engine.distributed import join_world
 from engine.validation import evaluate
 from engine.compute import choose_compute
+from engine.schedule import Schedule
 from pipeline.build import build_datasets
 from pipeline.feed import open_feed
 from tests.helpers.batches import toy_values as validation_values
@@ -79,7 +80,7 @@ with join_world("cpu") as world:
     for words in json.loads(sys.argv[1]):
         config = from_overrides(words)
         datasets = build_datasets(config)
-        compute = choose_compute(config, datasets, world.device, 0)
+        compute = choose_compute(config, datasets, Schedule(config, 100), world.device)
         network = build_state(config, datasets, compute, world).model
         with open_feed(config, datasets, world) as feed:
             batches = feed.val.batches(0, feed.num_val_batches)

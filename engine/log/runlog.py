@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -32,22 +32,10 @@ from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
 from engine.validation import Validation
 from pipeline.batch import Batch
-from pipeline.clock import StepTimes, mean_of
+from pipeline.clock import StepTimes, TimedRow, mean_of
 from pipeline.feed import Feed
 
 HEADER_ROWS = 40  # the columns are named again after so many rows: a terminal has fewer lines
-
-
-class TimedRow(NamedTuple):
-    """The times of a log row, and what makes them unusual."""
-
-    times: StepTimes
-    starting: bool  # of the first steps of this start only, which compile
-    first_epoch: bool  # which reads cold files
-
-    def resembles(self, other: "TimedRow") -> bool:
-        same_epoch = self.first_epoch == other.first_epoch
-        return same_epoch and self.starting == other.starting
 
 
 @dataclass
@@ -64,7 +52,6 @@ class RunLog:
     state: TrainState
     run: Run
     tracker: Tracker
-    follow: Callable[[StepTimes], None]  # sets the number of workers after a row
 
     def __post_init__(self) -> None:
         self.world, self.config = self.run.world, self.run.config
@@ -72,7 +59,7 @@ class RunLog:
         self.best_by = BestBy.of(self.config.train.best_by)
         self.meter = Meter(self.world)
         self.row: dict[str, Any] = {}  # the newest row of training steps
-        self._timed: list[TimedRow] = []
+        self.timed_rows: list[TimedRow] = []  # of all log rows of this start
         self._judged = 0  # how many of these rows are of epochs that were judged
         self._cause = ""  # what limited the newest epoch that was judged
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
@@ -146,8 +133,8 @@ class RunLog:
     def _judge_epoch(self) -> None:
         """Print what limited the epoch, if it is something new; `finish` does it at the end."""
         with self.pause():
-            newest = self._timed[self._judged :]
-            self._judged = len(self._timed)
+            newest = self.timed_rows[self._judged :]
+            self._judged = len(self.timed_rows)
             rows = [row.times for row in newest if not row.starting]
             verdict = judge(rows, SHORT_EPOCH, self.world, self.feed)
             if not verdict:
@@ -189,12 +176,11 @@ class RunLog:
         row |= self.monitor.read()
         row |= memory_figures(self.feed.pool.pids, self.world.device)
         self._write(row)
-        if len(self._timed) % HEADER_ROWS == 0:
+        if len(self.timed_rows) % HEADER_ROWS == 0:
             self.tracker.print(header(self.best_by))
         line = train_line(row, interval.means, self.best_by, self.config.train.epochs)
         self.tracker.print(line)
         self.row = row
-        self.follow(self._timed[-1].times)
 
     def _times_of(self, interval: Interval) -> StepTimes:
         """Return the mean times of the steps of an interval, without the first of this start."""
@@ -210,7 +196,7 @@ class RunLog:
             slowdowns=self.monitor.slowdowns(),
         )
         first_epoch = before * self.schedule.batch_size < self.schedule.images
-        self._timed.append(TimedRow(times, skip >= interval.steps, first_epoch))
+        self.timed_rows.append(TimedRow(times, skip >= interval.steps, first_epoch))
         return times
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -242,7 +228,7 @@ class RunLog:
             "seconds_to_first_step": self._began - started,
             **self._speed(),
             "device": self.compute.name,
-            "made_by": self.run.facts["made_by"],
+            "made_by": self.run.checkpoint_metadata["made_by"],
             "workers": self.feed.pool.active,
             "unreadable_images": self._count_unreadable(),
         }
@@ -255,7 +241,7 @@ class RunLog:
 
     def _newest_values(self) -> dict[str, Any]:
         """Return the values of the last validation, and the names of those without `_raw`."""
-        values = dict(self.state.last)
+        values = dict(self.state.last_validation)
         values.pop("step", None)
         values.pop("epoch", None)
         names = [name for name in values if not name.endswith("_raw")]
@@ -266,7 +252,7 @@ class RunLog:
         key = f"best_{self.best_by.name}"
         values: dict[str, Any] = {"best_by": self.config.train.best_by}
         values |= {key: None, "best_epoch": None, "best_checkpoint": None}
-        best = self.state.best
+        best = self.state.best_validation
         if best:
             step = int(best["step"])
             values[key] = best.get(self.best_by.name)
@@ -281,9 +267,9 @@ class RunLog:
         """
         settled: list[StepTimes] = []
         rate = 0.0
-        if self._timed:
-            newest = self._timed[-1]
-            settled = [row.times for row in self._timed if row.resembles(newest)]
+        if self.timed_rows:
+            newest = self.timed_rows[-1]
+            settled = [row.times for row in self.timed_rows if row.resembles(newest)]
             rate = mean_of(settled).rate * self.world.size
             if newest.starting:
                 settled = []

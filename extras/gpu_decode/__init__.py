@@ -91,7 +91,7 @@ class JpegEngineDataset(DatasetWrapper):
     images/s, to leave most of the GPU to the step. If both are too slow, they finish together.
     """
 
-    modes = MODES
+    decode_modes = MODES
 
     def __init__(self, dataset: FolderDataset) -> None:
         super().__init__(dataset)
@@ -127,7 +127,7 @@ class JpegEngineDataset(DatasetWrapper):
         seconds = self.engine.seconds_per_image if self.engine else 0.0
         return 1 / seconds if seconds else 0.0
 
-    def set_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
+    def set_decode_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
         self.workers, self.demand = workers, demand
         self.decoder = "none" if mode == GPU else self.dataset.decoder
         self.shared.array[MODE] = MODES.index(mode)
@@ -151,7 +151,7 @@ class JpegEngineDataset(DatasetWrapper):
 
     def load(self, epoch: int, index: int, rng: Any = None) -> Mapping[str, Any]:
         sample = FolderDataset.load(self, epoch, index, rng)  # type: ignore[arg-type]
-        if IMAGE in sample and self.mode != GPU:  # in that mode, workers only read
+        if IMAGE in sample and self.decode_mode != GPU:  # in that mode, workers only read
             shared, now = self.shared.array, time.perf_counter()
             shared[COUNT] = min(shared[COUNT] + 1, AVERAGED)
             # With writing the samples since the last image, and reading the files.
@@ -160,7 +160,7 @@ class JpegEngineDataset(DatasetWrapper):
         return sample
 
     def image_fields(self, picture: Picture) -> dict[str, Any]:
-        if self.mode == CPU:
+        if self.decode_mode == CPU:
             return self.dataset.image_fields(picture)
         row = np.zeros(g.COLUMNS)
         if self._due > 0 and self._send(picture, row):
@@ -187,7 +187,7 @@ class JpegEngineDataset(DatasetWrapper):
         rest = dict(fields)
         pixels, files, geometry = rest.pop(IMAGE), rest.pop(FILE), rest.pop(GEOMETRY)
         self._decodes_all = False
-        if self.mode == CPU:
+        if self.decode_mode == CPU:
             return self.dataset.on_device({IMAGE: pixels, **rest}, slot)
         affine, batch = slot.format.affine(3), (files, geometry, pixels)
         if type(self.dataset).on_device is not Dataset.on_device:  # it computes on levels
@@ -214,7 +214,7 @@ class JpegEngineDataset(DatasetWrapper):
         """Set the share of hybrid from the measured rates of workers and engines."""
         seconds = self.shared.array[SECONDS]
         rate = self.device_rate
-        if self.mode == HYBRID and seconds and rate:
+        if self.decode_mode == HYBRID and seconds and rate:
             workers = self.workers / seconds
             needed = max(0.0, 1 - workers / self.demand)
             self.shared.array[SHARE] = min(rate / (rate + workers), needed, MAX_SHARE)

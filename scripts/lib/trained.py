@@ -26,7 +26,7 @@ from engine.compute import choose_precision, count_flops
 from engine.memory import explain_limit
 from models.weights import head_of
 from models.zoo import RGB
-from pipeline.build import Datasets, build_splits, build_transform, check_channels
+from pipeline.build import Datasets, build_image_transforms, build_splits, check_channels
 from pipeline.dataset import FakeDataset
 from pipeline.splits import held_out
 from scripts.lib.options import is_training_key
@@ -66,7 +66,7 @@ class Trained:
     @property
     def image_dtype(self) -> np.dtype[Any]:
         """Dtype of an image before it is normalised."""
-        return np.dtype(self.stored.get("plan", {}).get("image_dtype", "uint8"))
+        return np.dtype(self.stored.get("model_input", {}).get("image_dtype", "uint8"))
 
     def channels_last(self, model: nn.Module, device: torch.device) -> bool:
         """Return the memory format for a model on a device."""
@@ -94,7 +94,7 @@ class Trained:
         channels_last = self.channels_last(model, device)
         layout = torch.channels_last if channels_last else torch.preserve_format
         model = model.to(device).to(memory_format=layout)
-        rewritten = self.stored.get("plan", {}).get("rewrites_layers") is True
+        rewritten = self.stored.get("model_input", {}).get("rewrites_layers") is True
         rewrite = self.config.model.rewrite if rewritten and device.type == "cuda" else None
         if rewrite and choose_precision(self.config.train.precision, device) == "bf16":
             import_object(rewrite, "model.rewrite")(model, channels_last=channels_last)
@@ -130,20 +130,20 @@ def open_trained(
     path = checkpoint.find_checkpoint(path)
     content = models.read_file(path, origin=str(path))
     weights = models.weights_in(content, origin=str(path))
-    count, shape, plan, stored, averaged = None, None, {}, {}, False
+    count, shape, model_input, stored, averaged = None, None, {}, {}, False
     if checkpoint.is_ours(content):
         checkpoint.verify(path)
         stored = {name: value for name, value in content.items() if name != "state"}
         stored["validation"] = content["state"].get("last", {})  # perhaps of an earlier step
-        plan, averaged = content["plan"], bool(content["state"].get("ema"))
-        config, names = _config_of_run(content, overrides), plan.get("classes", ())
-        count, shape = len(names) or None, plan.get("image_shape")
+        model_input, averaged = content["model_input"], bool(content["state"].get("ema"))
+        config, names = _config_of_run(content, overrides), model_input.get("classes", ())
+        count, shape = len(names) or None, model_input.get("image_shape")
     elif stated := exported(path):
         config, names = from_checkpoint(stated.values, overrides), stated.classes
         count, shape = stated.num_classes, stated.image_shape
     else:
         config, names = _config_of_foreign(path, content, overrides)
-    size = plan.get("image_size", config.data.image_size)
+    size = model_input.get("image_size", config.data.image_size)
     if count is None or shape is None:
         channels, outputs = sizes_in(weights, config.model, image_size=size, origin=str(path))
         count, shape = count or outputs, shape or (channels, size, size)
@@ -203,7 +203,7 @@ def build_val(config: Config) -> Datasets:
 
     data.root need not hold a training split, unless validation images are held out of it.
     """
-    transform = build_transform(config.augment.val, "augment.val")
+    transform = build_image_transforms(config.augment.val, "augment.val")
     data = config.data if held_out(config.data) else replace(config.data, train=config.data.val)
     _, val, classes = build_splits(config, data, transform, transform)
     nothing = FakeDataset(config.loader.batch_size, len(classes), 1)

@@ -13,7 +13,7 @@ from engine.compute import count_flops
 from engine.optim import build_optimizer
 from pipeline import augment
 from pipeline.batch_augment import BATCH_TRANSFORMS
-from pipeline.build import build_transform
+from pipeline.build import build_image_transforms
 from tests.conf.refused import offered
 
 RECIPES = group_names("recipe")
@@ -28,8 +28,8 @@ def test_recipe_builds(recipe: str) -> None:
     config = offered(shlex.split(commands[0]))
     assert config.recipe == recipe
     augment.build_transforms(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    train = build_transform(config.augment.train, "augment.train")
-    val = build_transform(config.augment.val, "augment.val")
+    train = build_image_transforms(config.augment.train, "augment.train")
+    val = build_image_transforms(config.augment.val, "augment.val")
     assert (train.image_size, val.image_size) == (config.data.image_size, config.data.val_size)
     if config.model.name.startswith("timm/") and find_spec("timm") is None:
         return  # the rest needs the model

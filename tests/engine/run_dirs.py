@@ -25,7 +25,7 @@ def content_of(
     step: int, state: dict[str, Any], identity: dict[str, Any] = IDENTITY
 ) -> dict[str, Any]:
     """Return the content of a checkpoint."""
-    return {"step": step, "state": state, "identity": identity, "config": {}, "plan": {}}
+    return {"step": step, "state": state, "identity": identity, "config": {}, "model_input": {}}
 
 
 def add_checkpoint(
@@ -46,7 +46,7 @@ def resume_with(
 ) -> None:
     """Do what `train.train` does with a run directory before the first step."""
     run.read_checkpoint()
-    run.resume(state, {"identity": identity, "config": {}, "plan": {}}, stop_step)
+    run.resume(state, {"identity": identity, "config": {}, "model_input": {}}, stop_step)
 
 
 def open_run(

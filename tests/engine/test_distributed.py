@@ -17,6 +17,7 @@ from conf.compose import from_overrides
 from conf.errors import UserError
 from engine.compute import choose_compute
 from engine.distributed import World, join_world, resolve_device
+from engine.schedule import Schedule
 from engine.state import params_sha256
 from engine.stop_signal import StopSignal
 from pipeline.build import build_datasets
@@ -72,7 +73,7 @@ def test_sync_bn_keeps_weights_and_keys() -> None:
         ["data=fake", "model=resnet_tiny", "data.image_size=32", "model.sync_bn=true"]
     )
     datasets = build_datasets(config)
-    made = config, datasets, choose_compute(config, datasets, ALONE.device, 0)
+    made = config, datasets, choose_compute(config, datasets, Schedule(config, 100), ALONE.device)
     one, two = (build_state(*made, replace(ALONE, size=size)).model for size in (1, 2))
     kinds = (nn.BatchNorm2d, nn.SyncBatchNorm)
     for model, kind in ((one, nn.BatchNorm2d), (two, nn.SyncBatchNorm)):

@@ -42,7 +42,7 @@ def built(*overrides: str, world: World = ALONE) -> Built:
     """A schedule, and the state, the step and a batch for it."""
     schedule = schedule_of(*overrides)
     datasets = build_datasets(schedule.config)
-    compute = choose_compute(schedule.config, datasets, world.device, 0)
+    compute = choose_compute(schedule.config, datasets, schedule, world.device)
     state = train.build_state(schedule.config, datasets, compute, world)
     loss = train.build_loss(schedule.config, datasets, compute)
     batch = Batch.zeros(datasets.train.fields, world.device, schedule.batch_size)
@@ -78,7 +78,7 @@ def test_micro_batches_halve_until_they_fit(
         assert fitted == schedule and not caplog.messages
         return
     parts = images // found
-    assert (fitted.micro_batches, fitted.fitted_batch) == (parts, found)
+    assert (fitted.micro_batches, fitted.fitted_micro_batch) == (parts, found)
     line = f"{parts} micro-batches of {found}, as with train.micro_batch={found}"
     assert caplog.messages == [f"out of memory with {images} images at a time: training in {line}"]
     train_on_batch(batch)

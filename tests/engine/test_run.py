@@ -104,7 +104,9 @@ def check_refused(message: str, unchanged: Path, *arguments: Any) -> None:
 
 
 def compare(stored: dict[str, Any], now: Any, *, accept: bool = False, stop: int = 8) -> Any:
-    content, facts = (dict.fromkeys(("identity", "plan", "config"), each) for each in (stored, now))
+    content, facts = (
+        dict.fromkeys(("identity", "model_input", "config"), each) for each in (stored, now)
+    )
     return accepted_changes(Path("step-7.pt"), content | {"step": 7}, facts, accept, stop)
 
 

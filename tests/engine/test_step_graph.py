@@ -39,10 +39,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 def build(world: World, *overrides: str) -> tuple[Compute, TrainState, StepGraph]:
     config = from_overrides([*OPTIONS, *overrides])
     datasets = build_datasets(config)
-    compute = choose_compute(config, datasets, world.device, 0)
+    schedule = Schedule(config, len(datasets.train))
+    compute = choose_compute(config, datasets, schedule, world.device)
     set_up_kernels(deterministic=True, precision=compute.precision)
     state = train.build_state(config, datasets, compute, world)
-    schedule = Schedule(config, len(datasets.train))
     loss = train.build_loss(config, datasets, compute)
     return compute, state, train.build_step(schedule, compute, loss, state, world)
 

@@ -142,7 +142,7 @@ def check_memory(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "TRIED_ON", ("cpu",))
         fitted = memory.fit_memory(schedule(batch=16, ranks=2), graph, state, world, [batch])
-    assert (fitted.micro_batches, fitted.fitted_batch) == (4, 2)
+    assert (fitted.micro_batches, fitted.fitted_micro_batch) == (4, 2)
     assert params_sha256(state.model) == before and not state.optimizer.state
     graph(batch)
     after = params_sha256(state.model)

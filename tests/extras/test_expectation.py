@@ -46,7 +46,7 @@ def expectation(
     state = SimpleNamespace(history=list(history), last=last, model=nn.BatchNorm2d(1))
     lines: list[str] = []
     tracker = SimpleNamespace(print=lines.append, lines=lines)
-    planned = replace(schedule(10 * STEPS, 10, 3), fitted_batch=fitted)
+    planned = replace(schedule(10 * STEPS, 10, 3), fitted_micro_batch=fitted)
     log: Any = SimpleNamespace(schedule=planned, datasets=datasets, tracker=tracker, state=state)
     log.run, log.best_by = SimpleNamespace(config=config), BestBy.of(config.train.best_by)
     log.row = {}

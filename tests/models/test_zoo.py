@@ -137,7 +137,9 @@ def test_the_head_of_other_classes_is_not_kept(
     """Also if their number is that of the training: its logits would be of other classes."""
     stored, model, path = tiny(2, seed=5).state_dict(), tiny(2), tmp_path / f"weights{suffix}"
     if suffix == ".pt":
-        torch.save({"state": {"model": stored, "ema": None}, "plan": {"classes": named}}, path)
+        torch.save(
+            {"state": {"model": stored, "ema": None}, "model_input": {"classes": named}}, path
+        )
     else:
         save_file(stored, path, {"classes": json.dumps(named)})
     caplog.set_level("INFO")

@@ -18,7 +18,7 @@ from pipeline.batch import Batch
 from pipeline.build import build_datasets
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.feed import Feed, open_feed
-from pipeline.index import Folder, Index, load_index
+from pipeline.index import ImageFolder, Index, load_index
 from pipeline.loader import Loader, Pool, Ring
 from pipeline.sampler import TrainSampler, val_batches
 from pipeline.shared import SharedArray, page_locked
@@ -56,7 +56,7 @@ class Files(FolderDataset):
     """A list without its files, which are as large as those of ImageNet."""
 
     def __init__(self, count: int, kilobytes: float = 110) -> None:
-        index = Index.of_files(Folder("/none"), {"a": [b"a/1.jpg"] * count})
+        index = Index.of_files(ImageFolder("/none"), {"a": [b"a/1.jpg"] * count})
         super().__init__(index, Compose([], 224))
         self.kilobytes = kilobytes
 

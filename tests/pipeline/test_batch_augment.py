@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.augment import build_transforms
-from pipeline.batch_augment import BATCH_TRANSFORMS, BLOCK, Mixing, Part
+from pipeline.batch_augment import BATCH_TRANSFORMS, BLOCK, BatchShare, BatchTransforms
 
 COUNT, SIDE = 64, 32
 
@@ -24,8 +24,8 @@ def batch() -> tuple[Tensor, Tensor]:
     return images, torch.eye(COUNT)
 
 
-def part(seed: int = 0, step: int = 0, *, total: int = COUNT) -> Part:
-    return Mixing([], COUNT, seed).part(step, total)
+def share(seed: int = 0, step: int = 0, *, total: int = COUNT) -> BatchShare:
+    return BatchTransforms([], COUNT, seed).share(step, total)
 
 
 def neighbours() -> np.ndarray:
@@ -39,11 +39,11 @@ def is_box(inside: np.ndarray) -> bool:
 
 
 def test_draws_differ_between_seeds_and_steps() -> None:
-    assert len({part(*place).rng.random() for place in ((0, 0), (1, 0), (0, 1), (1, 0))}) == 3
+    assert len({share(*place).rng.random() for place in ((0, 0), (1, 0), (0, 1), (1, 0))}) == 3
 
 
 def test_mixup_blends_pixels_and_targets_alike() -> None:
-    images, targets = one("mixup", alpha=5.0)(*batch(), part())
+    images, targets = one("mixup", alpha=5.0)(*batch(), share())
     own = targets[range(COUNT), range(COUNT)]
     other = targets[range(COUNT), neighbours()]
     torch.testing.assert_close(targets.sum(1), torch.ones(COUNT))
@@ -55,7 +55,7 @@ def test_mixup_blends_pixels_and_targets_alike() -> None:
 
 
 def test_cutmix_pastes_a_box_and_its_area_is_the_weight() -> None:
-    images, targets = one("cutmix", alpha=1.0)(*batch(), part())
+    images, targets = one("cutmix", alpha=1.0)(*batch(), share())
     torch.testing.assert_close(targets.sum(1), torch.ones(COUNT))
     areas = []
     for i, j in enumerate(neighbours().tolist()):
@@ -74,7 +74,7 @@ def test_erasing_clears_a_box_and_keeps_the_targets() -> None:
     erasing = one("random_erasing", p=0.25, scale=[0.1, 0.2], ratio=[0.5, 2.0])
     erased = 0
     for step in range(20):
-        images, targets = erasing(*batch(), part(0, step))
+        images, targets = erasing(*batch(), share(0, step))
         assert torch.equal(targets, torch.eye(COUNT))
         for image, original in zip(images, batch()[0], strict=True):
             cleared = (image == 0).numpy()
@@ -93,7 +93,7 @@ Draws = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 def drawn(step: int, count: int, size: int) -> Draws:
     """Whether cutmix, weights and (x, y) centres that mixup_or_cutmix draws by default."""
-    rng = part(0, step).rng
+    rng = share(0, step).rng
     rng.random(count)
     cut = rng.random(count) < 0.5
     alpha = np.where(cut, 1.0, 0.2)
@@ -117,7 +117,7 @@ def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(
             places = iter(torch.from_numpy(centres))  # x, then y
             patch.setattr(torch, "randint", lambda *_, places=places, **__: next(places))
             expected = theirs(images, labels)
-        found = transform(images, torch.eye(BLOCK), part(0, step, total=BLOCK))
+        found = transform(images, torch.eye(BLOCK), share(0, step, total=BLOCK))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         kinds.append(cut)
     assert 20 < sum(kinds) < 44
@@ -128,7 +128,7 @@ def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(
 )
 def test_a_group_shares_its_draws_and_the_last_may_be_smaller(group: int, sizes: list[int]) -> None:
     transform = one("mixup_or_cutmix", switch_p=0, group=group)
-    _, targets = transform(torch.zeros(10, 1, 1, 1), torch.eye(10), part(total=10))
+    _, targets = transform(torch.zeros(10, 1, 1, 1), torch.eye(10), share(total=10))
     assert targets.diagonal().unique_consecutive(return_counts=True)[1].tolist() == sizes
 
 
@@ -142,10 +142,10 @@ def test_a_group_shares_its_draws_and_the_last_may_be_smaller(group: int, sizes:
 def test_ranks_together_make_the_batch_of_one_process(transform: Any) -> None:
     total = 48
     images, targets = torch.randn(total, 3, 8, 8), torch.eye(total)
-    whole = transform(images, targets, part(3, 5, total=total))
+    whole = transform(images, targets, share(3, 5, total=total))
     for ranks in (2, 4, 6):
         for rank in range(ranks):
-            mine = Mixing([], total, 3, rank, ranks).part(5, total // ranks)
+            mine = BatchTransforms([], total, 3, rank, ranks).share(5, total // ranks)
             rows = slice(mine.first, mine.first + mine.count)
             found = transform(images[rows], targets[rows], mine)
             assert torch.equal(found[0], whole[0][rows])
@@ -155,7 +155,7 @@ def test_ranks_together_make_the_batch_of_one_process(transform: Any) -> None:
 @pytest.mark.parametrize(("total", "ranks"), [(24, 2), (12, 2), (9, 3), (10, 2), (7, 1), (6, 3)])
 def test_every_image_of_a_small_share_gets_another_one(total: int, ranks: int) -> None:
     for rank in range(ranks):
-        mine = Mixing([], total, 0, rank, ranks).part(0, total // ranks)
+        mine = BatchTransforms([], total, 0, rank, ranks).share(0, total // ranks)
         rows = torch.arange(float(mine.count))
         partners = mine.blend(rows, torch.zeros_like(rows))
         assert sorted(partners.tolist()) == rows.tolist() and not (partners == rows).any()
@@ -167,7 +167,7 @@ def test_p_is_the_fraction_of_changed_images_and_the_input_stays(name: str) -> N
     for p, low, high in ((0.0, 0.0, 0.0), (0.3, 0.25, 0.35)):
         transform, changed = one(name, p=p, **{"group": 1} if name == "mixup_or_cutmix" else {}), []
         for step in range(40):
-            found, _ = transform(images, targets, part(0, step))
+            found, _ = transform(images, targets, share(0, step))
             changed.append((found != images).flatten(1).any(1))
         assert low <= torch.cat(changed).float().mean().item() <= high
     assert torch.equal(images, batch()[0]) and torch.equal(targets, torch.eye(COUNT))

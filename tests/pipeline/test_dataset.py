@@ -15,7 +15,7 @@ from pipeline import index as module
 from pipeline.augment import Compose
 from pipeline.class_names import imagenet_names, readable
 from pipeline.dataset import FolderDataset
-from pipeline.index import Folder, load_index
+from pipeline.index import ImageFolder, load_index
 from tests.helpers.stored import as_tar
 from tests.pipeline.loaders import crops
 
@@ -71,7 +71,7 @@ def test_transient_read_errors_are_retried(
 ) -> None:
     monkeypatch.setattr(module, "PAUSES", (0.001, 0.001, 0.001))
     dataset = crops(image_root / "train")
-    good, read = dataset.read(0), Folder.read
+    good, read = dataset.read(0), ImageFolder.read
     failures: list[int] = []
 
     def fails(*place: Any) -> bytes:
@@ -80,7 +80,7 @@ def test_transient_read_errors_are_retried(
             raise OSError(number, os.strerror(number))
         return read(*place)
 
-    monkeypatch.setattr(Folder, "read", fails)
+    monkeypatch.setattr(ImageFolder, "read", fails)
     for number in (errno.EIO, errno.ETIMEDOUT, errno.ESTALE):
         failures += [number] * 3
         assert dataset.read(0) == good

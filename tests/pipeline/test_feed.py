@@ -8,7 +8,7 @@ import torch
 from conf.compose import from_overrides
 from conf.schema import Config
 from pipeline import feed, machine
-from pipeline.build import choose_modes
+from pipeline.build import choose_decode_modes
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.feed import is_measured
 from tests.pipeline.loaders import Files, opened
@@ -83,12 +83,12 @@ def test_when_it_is_measured(
 def test_decoder_and_modes() -> None:
     plain, moded = Files(9), Files(9)
     moded.modes = ("cpu", "gpu", "hybrid")
-    assert choose_modes(small(), moded) == moded.modes
+    assert choose_decode_modes(small(), moded) == moded.modes
     for stored in moded.modes:  # a resumed run keeps its pixels
-        assert choose_modes(small(), moded, stored) == (stored,)
-    assert choose_modes(small("loader.decoder=pillow"), moded, "gpu") == ("cpu",)
-    assert choose_modes(small("loader.decoder=gpu"), moded, "cpu") == ("gpu",)
-    assert choose_modes(small(), plain, "gpu") == ("cpu",)
+        assert choose_decode_modes(small(), moded, stored) == (stored,)
+    assert choose_decode_modes(small("loader.decoder=pillow"), moded, "gpu") == ("cpu",)
+    assert choose_decode_modes(small("loader.decoder=gpu"), moded, "cpu") == ("gpu",)
+    assert choose_decode_modes(small(), plain, "gpu") == ("cpu",)
 
 
 def test_validation_uses_all_workers(image_root: Path) -> None:

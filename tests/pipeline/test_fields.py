@@ -12,7 +12,7 @@ from conf.compose import from_overrides
 from conf.errors import UserError
 from pipeline.augment import build_transforms
 from pipeline.batch import Batch, Field, channels_first, image_field
-from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing
+from pipeline.batch_augment import BATCH_TRANSFORMS, BatchTransforms
 from pipeline.build import DATASETS, build_datasets
 from pipeline.dataset import Dataset
 from pipeline.feed import Feed, open_feed
@@ -95,10 +95,10 @@ def check(batch: Batch, dataset: Dataset, samples: np.ndarray) -> None:
     assert list(batch.fields) == list(dataset.fields)
     for name, rows in loaded(dataset, samples).items():
         found = batch[name]
-        for part, expected in zip(
+        for share, expected in zip(
             parts, found.numpy().reshape(2, 4, *found.shape[1:]), strict=True
         ):
-            np.testing.assert_array_equal(part[name].numpy(), expected)
+            np.testing.assert_array_equal(share[name].numpy(), expected)
         field = dataset.fields[name]
         if field.image:
             rows = (channels_first(rows).double() / field.highest - 0.5) / 0.25
@@ -111,9 +111,9 @@ def check(batch: Batch, dataset: Dataset, samples: np.ndarray) -> None:
 def test_fields_arrive_as_they_are_loaded(fields: Callable[[int], Fields]) -> None:
     """Also in a short last batch."""
     with opened(fields, "loader.workers=2") as feed:
-        for part, stop in ((feed.train, 6), (feed.val, feed.num_val_batches)):
-            for batch in part.batches(0, stop):
-                check(batch, part.loader.dataset, part.loader.samples(batch.step))
+        for share, stop in ((feed.train, 6), (feed.val, feed.num_val_batches)):
+            for batch in share.batches(0, stop):
+                check(batch, share.loader.dataset, share.loader.samples(batch.step))
         assert batch.step == 1 and batch.valid.sum() == 3
 
 
@@ -156,8 +156,8 @@ def test_all_images_and_the_numbers_are_mixed_alike(names: tuple[str, ...], entr
                 shape = (8, -1, 3, SIDE, SIDE)
                 both = [each[name].reshape(shape).unbind(1) for each in (before, after)]
                 for image, found in zip(*both, strict=True):
-                    part = Mixing([], 2, seed=0).part(before.step, 8)
-                    expected, target = transform(image, numbers, part)
+                    share = BatchTransforms([], 2, seed=0).share(before.step, 8)
+                    expected, target = transform(image, numbers, share)
                     assert torch.equal(found, expected) and not torch.equal(found, image)
             assert all(torch.equal(after[name], before[name]) for name in names)
             assert ("target" in after.fields) == (entry != "random_erasing")

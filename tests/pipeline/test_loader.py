@@ -18,7 +18,7 @@ from pipeline.augment import Compose
 from pipeline.batch import Batch
 from pipeline.dataset import READ_AHEAD, FakeDataset, FolderDataset
 from pipeline.decode import Picture
-from pipeline.index import Folder
+from pipeline.index import ImageFolder
 from pipeline.loader import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task
 from tests.helpers.processes import Started, descendants, is_running, needs_linux, wait_for
 from tests.pipeline.loaders import SIZE, Stuck, crops, loaded, open_loader
@@ -119,10 +119,10 @@ def test_a_worker_that_waits_for_storage_reads_ahead(
 
 
 def test_what_is_read_ahead_is_read_once(changeable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset, read, places = crops(changeable), Folder.read, []
+    dataset, read, places = crops(changeable), ImageFolder.read, []
     contents = [dataset.read(index) for index in range(2)]
     Path(dataset.name(2)).unlink()
-    monkeypatch.setattr(Folder, "read", lambda *place: places.append(place) or read(*place))
+    monkeypatch.setattr(ImageFolder, "read", lambda *place: places.append(place) or read(*place))
     dataset.read_ahead(range(3))
     assert [dataset.read(index) for index in range(2)] == contents
     with pytest.raises(UnreadableError, match=rf"^{dataset.name(2)}: FileNotFoundError: "):

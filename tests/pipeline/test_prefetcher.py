@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.augment import build_transforms
 from pipeline.batch import Batch, DeviceSlot, Field, ImageFormat, channels_first
-from pipeline.batch_augment import BATCH_TRANSFORMS, Mixing
+from pipeline.batch_augment import BATCH_TRANSFORMS, BatchTransforms
 from pipeline.clock import StepClock
 from pipeline.dataset import Dataset, FakeDataset
 from pipeline.loader import slots_needed
@@ -49,14 +49,14 @@ def open_prefetcher(
 ) -> Iterator[Prefetcher]:
     """On the first of two ranks; `mixed_by` is augment.batch, `options` are of `open_loader`."""
     transforms = build_transforms(mixed_by, BATCH_TRANSFORMS, key="augment.batch")
-    mixing = Mixing(list(transforms), CLASSES, seed=11, rank=0, world_size=2)
+    batch_transforms = BatchTransforms(list(transforms), CLASSES, seed=11, rank=0, world_size=2)
     on_gpu = format.device.type == "cuda"
     start_method = "forkserver" if on_gpu else "fork"
     options = {"workers": 0, "local_batch_size": BATCH, "start_method": start_method} | options
     slots = slots_needed(options["local_batch_size"], workers=options["workers"], in_use=depth + 1)
     options = {"slots": slots, "pinned": on_gpu, "in_use": depth + 1} | options
     with open_loader(dataset, **options) as loader:
-        prefetcher = kind(loader, format, mixing if mixed_by else None)
+        prefetcher = kind(loader, format, batch_transforms if mixed_by else None)
         try:
             yield prefetcher
         finally:

@@ -9,7 +9,7 @@ import pytest
 from conf.compose import from_overrides
 from conf.schema import Config, DataConfig
 from pipeline.build import build_datasets
-from pipeline.index import Folder, Index, load_index
+from pipeline.index import ImageFolder, Index, load_index
 from pipeline.splits import HeldOut, hold_out, load_splits
 from scripts.lib.trained import build_val
 from tests.helpers.small_run import SMALL
@@ -39,7 +39,9 @@ def test_fraction_of_each_class(changeable: Path, fraction: float) -> None:
     assert samples(train) == sorted(samples(train)) and samples(val) == sorted(samples(val))
     # As in earlier versions: a run resumes with the same images.
     names = sorted(f"cat/{i}é.jpg".encode() for i in range(500))
-    _, rows = hold_out(Index.of_files(Folder("/none"), {"cat": names}), HeldOut("", 0, 0.01, 2))
+    _, rows = hold_out(
+        Index.of_files(ImageFolder("/none"), {"cat": names}), HeldOut("", 0, 0.01, 2)
+    )
     assert {names[i] for i in rows} == {f"cat/{i}é.jpg".encode() for i in (279, 167, 416, 29, 148)}
 
 

@@ -16,7 +16,7 @@ import train
 from conf.errors import UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
-from engine.run import Run, run_facts
+from engine.run import Run, checkpoint_metadata
 from scripts.lib.trained import open_trained
 from tests.engine.plans import ALONE
 from tests.helpers import small_run
@@ -64,7 +64,7 @@ def readers(taken: Path, image_root: Path) -> list[Reader]:
     config = small_run.compose(image_root, taken.parents[1], *OPTIONS)
     stored = checkpoint.load(taken)["identity"]
     datasets, schedule, compute, _, state = train.build_parts(config, stored, ALONE)
-    facts = run_facts(datasets, schedule, compute)
+    facts = checkpoint_metadata(datasets, schedule, compute)
 
     def resume(path: Path) -> None:
         started = replace(

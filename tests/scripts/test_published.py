@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conf.errors import UserError
-from pipeline.build import build_transform
+from pipeline.build import build_image_transforms
 from scripts.lib.published import published
 
 
@@ -61,4 +61,4 @@ def test_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values["augment.val"] == [{"resize": resize}, {"center_crop": {"size": 320}}]
     for wrong in ({"crop_mode": "squash"}, {"interpolation": "nearest"}):
         with pytest.raises(UserError, match=r"^augment\.val: resize: interpolation"):
-            build_transform(of_timm(monkeypatch, **wrong)["augment.val"], "augment.val")
+            build_image_transforms(of_timm(monkeypatch, **wrong)["augment.val"], "augment.val")

@@ -114,7 +114,7 @@ def test_names_of_the_classes(tmp_path: Path, weights: Weights) -> None:
 def test_rewritten_layers_are_only_for_gpus(folder: Path) -> None:
     """A run on a GPU with bf16 has trained with them; exported files have none."""
     found = open_trained(folder, ["train.precision=bf16"])
-    found.stored["plan"]["rewrites_layers"] = True
+    found.stored["model_input"]["rewrites_layers"] = True
     plain = models.build("resnet_tiny", num_classes=3, image_size=32)
     types = [type(module) for module in found.build(CPU).modules()]
     assert types == [type(module) for module in plain.modules()]

@@ -207,7 +207,7 @@ def test_batches_agree_with_the_cpu_path(tmp_path: Path, entries: list[Any], mod
     index = load_index(tmp_path / "train", key="data.train")
     plain = FolderDataset(index, transform(entries), seed=3)
     dataset: Any = JpegEngineDataset(plain)
-    dataset.set_mode(mode)
+    dataset.set_decode_mode(mode)
     format = ImageFormat(torch.device("cuda", 0), mean=[0, 0, 0], std=[1 / 255] * 3)
     by_workers = 0
     options: Any = {"start_method": "forkserver", "pinned": True, "in_use": 2}

@@ -92,7 +92,7 @@ def test_workers_decode_what_the_engines_cannot(changeable: Path) -> None:
     dataset: Any = JpegEngineDataset(plain)
     assert dataset.room == max(MIN_ROOM, int(ROOM * plain.mean_bytes()))
     dataset.room = 1 << 14  # that of all rows is not enough for the last one
-    dataset.set_mode("hybrid")
+    dataset.set_decode_mode("hybrid")
     dataset.shared.array[gpu_decode.SHARE] = 0.5
     samples = np.array([(0, index) for index in range(8)])
     with open_loader(dataset, workers=1) as loader:
@@ -112,14 +112,14 @@ def test_engines_take_the_smallest_share_that_is_enough(
     """Two workers decode 1,000 images/s, the engines 3,000: together 4,000."""
     dataset: Any = JpegEngineDataset(crops(image_root / "train"))
     shared = dataset.shared.array
-    dataset.set_mode("hybrid", workers=2, demand=demand)
+    dataset.set_decode_mode("hybrid", workers=2, demand=demand)
     assert shared[gpu_decode.SHARE] == gpu_decode.FIRST_SHARE  # until the rates are known
     dataset.engine = PillowEngines(CPU, 8)
     assert dataset.device_rate == math.inf
     dataset.engine.seconds_per_image = 1 / 3000
     shared[gpu_decode.SECONDS] = 2e-3
     for mode, expected in (("hybrid", share), ("gpu", 1), ("cpu", 0), ("hybrid", share)):
-        dataset.set_mode(mode, workers=2, demand=demand)
+        dataset.set_decode_mode(mode, workers=2, demand=demand)
         assert shared[gpu_decode.SHARE] == pytest.approx(expected)
     assert dataset.device_rate == pytest.approx(3000)
 
@@ -142,7 +142,7 @@ def test_every_mode_makes_the_batches_of_the_cpu(
         taken = [pair for step in range(9) for pair in feed.train.loader.samples(step).tolist()]
         most = sum(engines_support(dataset.read(index)) for _, index in taken)
         for mode in ("gpu", "cpu", "hybrid", "gpu"):
-            feed.set_mode(mode)
+            feed.set_decode_mode(mode)
             next(feed.train.batches(0, 9))
             before = sum(dataset.engine.files)
             assert_equal(training(feed), expected)
@@ -256,7 +256,7 @@ def test_broken_engines(image_root: Path, tmp_path: Path, monkeypatch: Any, capl
     (answer,) = default_cache_dir().glob("autotune-*.json")
     assert json.loads(answer.read_text())["mode"] == "cpu"
     stored = checkpoint.load(tmp_path / "run" / "checkpoints" / "step-00000009.pt")
-    assert stored["identity"]["pixels"] == "cpu"
+    assert stored["identity"]["decode_mode"] == "cpu"
     assert "loader.decoder=auto: hybrid is not used: it has decoded no image" in caplog.text
     assert "nvjpegDecodeBatched returned status 6" in caplog.text
     plain = small_run.run(image_root, tmp_path / "plain", *AUTO, "data.on_device=[]")
