@@ -33,19 +33,21 @@ from tests.helpers.batches import batch_of, toy_loss
 from train import train_step
 
 
-def refuse() -> Path:
-    raise UserError("no memory")
+def refuse_on(world: World, rank: int) -> Path:
+    if world.rank == rank:
+        raise UserError("no memory")
+    return Path()
 
 
 def check_objects(world: World) -> None:
     """Results of a rank, or its error on both."""
     own = Path(f"runs/{world.rank}")
     assert world.on_rank_0(lambda: own) == Path("runs/0")
-    assert world.on_all_ranks(lambda: own) == own
     assert world.all_gather({"path": own}) == [{"path": Path(f"runs/{rank}")} for rank in (0, 1)]
-    for call, rank in ((world.on_rank_0, 0), (world.on_all_ranks, 1)):
-        with pytest.raises(UserError, match="no memory"):
-            call(refuse if world.rank == rank else lambda: own)
+    with pytest.raises(UserError, match="no memory"):
+        world.on_rank_0(lambda: refuse_on(world, 0))
+    with pytest.raises(UserError, match="no memory"), world.shared_errors():
+        refuse_on(world, 1)
 
 
 def check_tensors(world: World) -> None:
