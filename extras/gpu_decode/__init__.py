@@ -119,7 +119,7 @@ class JpegEngineDataset(DatasetWrapper):
         }
 
     @property
-    def mode(self) -> str:
+    def decode_mode(self) -> str:
         return MODES[int(self.shared.array[MODE])]
 
     @property

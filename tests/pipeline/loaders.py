@@ -125,7 +125,7 @@ def opened(
         plain: Any = datasets.train
         train = kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed)
         datasets = replace(datasets, train=train)
-    datasets = replace(datasets, modes=modes)
+    datasets = replace(datasets, decode_modes=modes)
     world = World(rank=0, size=1, local_size=1, device=device)
     with open_feed(config, datasets, world, **options) as feed:
         yield feed
