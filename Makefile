@@ -46,8 +46,8 @@ lint: env  ## ruff and mypy
 	@$(RUN) -m ruff format --check
 	@$(RUN) -m mypy
 
-size: env  ## lines of each part of the program, and what it may have
-	@$(RUN) .ci/size
+size:  ## lines and decisions of each part of the program, and what it may have; any Python from 3.9 on
+	@$(firstword $(PYTHON)) .ci/size
 
 bench: env  ## measure the input pipeline and the training step
 	@$(RUN) scripts/bench.py $(ARGS)

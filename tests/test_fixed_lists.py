@@ -1,35 +1,31 @@
 """Lists that are fixed: a change of them is a decision. A fork deletes this file (docs/fork.md)."""
 
 import ast
+import re
 
 from conf.schema import FIELDS
 from tests.helpers.processes import needs_extras, run_python
-from tests.helpers.sources import PROGRAM, ROOT, nodes
+from tests.helpers.sources import PROGRAM, ROOT
 
 
 def test_size() -> None:
-    """No part has more lines than its limit in .ci/size: what comes in pays with what goes."""
+    """No part is over a limit of .ci/size: what comes in pays with what goes."""
     done = run_python(ROOT / ".ci" / "size")
     assert done.returncode == 0, f"{done.stdout}write less; a fork deletes this file"
 
 
 @needs_extras
 def test_environment_variables() -> None:
-    """They give the rank, the cache folder and whether GPUs are hidden; none affects the result."""
-    read = set()
-    for node in (node for path in PROGRAM.values() for node in nodes(path)):
-        match node:
-            case ast.Call(func=function, args=[name, *_]):
-                reads = ast.unparse(function) in ("os.environ.get", "os.getenv")
-            case ast.Subscript(value=value, slice=name, ctx=ast.Load()):
-                reads = ast.unparse(value) == "os.environ"
-            case _:
-                continue
-        read |= {ast.literal_eval(name)} if reads else set()
-    assert read == {
+    """They give the rank, the cache folder and how libraries work; none affects the result."""
+    names = set()
+    for path in PROGRAM.values():
+        for line in ast.unparse(ast.parse(path.read_text())).splitlines():
+            if "os.environ" in line or "getenv" in line:
+                names.update(re.findall(r"(?<!, )'([A-Z_]+)'", line))
+    assert names == {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TRAINER_STORE_PREFIX"),
-        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "XDG_CACHE_HOME"),
-        *("PYTHONPATH", "CUDA_VISIBLE_DEVICES"),
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "XDG_CACHE_HOME", "PYTHONPATH"),
+        *("CUBLAS_WORKSPACE_CONFIG", "OMP_WAIT_POLICY", "SWEEP_ON_TERMINAL"),
     }
 
 

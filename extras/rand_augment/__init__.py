@@ -88,27 +88,26 @@ def apply(image: Image.Image, operation: Operation) -> Image.Image:
 def number_of(name: str, strength: float, size: tuple[int, int], operations: str) -> float:
     """Convert a strength in [-1, 1] to an operation's number, on an image of (width, height)."""
     wide, timm, s = operations == "wide", operations == "timm", abs(strength)
-    match name:
-        case "shear_x" | "shear_y":
-            return strength * (0.99 if wide else 0.3)
-        case "translate_x" | "translate_y":
-            side = size[name == "translate_y"]
-            if timm:
-                return round(strength * 0.45 * side, 6)  # Pillow accumulates a last bit
-            return int(strength * (32 if wide else 150 / 331 * side))
-        case "rotate":  # degrees
-            return strength * (135 if wide else 30)
-        case "brightness" | "color" | "contrast" | "sharpness":
-            return 1 + strength * (0.99 if wide else 0.9)
-        case "posterize":  # the mask of the bits to keep
-            if timm:  # not 0, as timm's for the strongest: Pillow refuses it
-                return 256 - 2 ** (8 - max(4 - int(4 * s), 1))
-            return 256 - 2 ** round((6 if wide else 4) * s)
-        case "solarize":  # the lowest level to invert
-            # Rounded first: a product may lose a last bit.
-            return 256 - int(256 * s) if timm else math.ceil(round(255 * (1 - s), 6))
-        case "solarize_add":
-            return int(110 * s)
+    if name in ("shear_x", "shear_y"):
+        return strength * (0.99 if wide else 0.3)
+    if name in ("translate_x", "translate_y"):
+        side = size[name == "translate_y"]
+        if timm:
+            return round(strength * 0.45 * side, 6)  # Pillow accumulates a last bit
+        return int(strength * (32 if wide else 150 / 331 * side))
+    if name == "rotate":  # degrees
+        return strength * (135 if wide else 30)
+    if name in ("brightness", "color", "contrast", "sharpness"):
+        return 1 + strength * (0.99 if wide else 0.9)
+    if name == "posterize":  # the mask of the bits to keep
+        if timm:  # not 0, as timm's for the strongest: Pillow refuses it
+            return 256 - 2 ** (8 - max(4 - int(4 * s), 1))
+        return 256 - 2 ** round((6 if wide else 4) * s)
+    if name == "solarize":  # the lowest level to invert
+        # Rounded first: a product may lose a last bit.
+        return 256 - int(256 * s) if timm else math.ceil(round(255 * (1 - s), 6))
+    if name == "solarize_add":
+        return int(110 * s)
     return 0
 
 
