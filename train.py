@@ -10,15 +10,17 @@ models/ has the networks. Fork this file: no module that it imports depends on i
 
 if __name__ == "__main__":
     # Before torch is imported, so that --help and a typo are answered in a fraction of a second.
+    import os
     import sys
 
-    sys.path[:0] = [__file__.removesuffix("train.py")]  # missing with PYTHONSAFEPATH=1
+    FOLDER, SCRIPT = os.path.split(os.path.abspath(__file__))
+    sys.path.insert(0, FOLDER)  # missing with PYTHONSAFEPATH=1
     from conf.start import set_up_process
 
     set_up_process()
     from conf.cli import announce, parse
 
-    CONFIG = parse(sys.argv[1:], script="train.py", purpose=__doc__)
+    CONFIG = parse(sys.argv[1:], script=SCRIPT, purpose=__doc__)
     announce()
 
 import gc

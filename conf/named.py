@@ -3,11 +3,10 @@
     python train.py model.name=experiments.networks:tiny
 
 A value `module:name` stands for an object in a Python file of this checkout; nothing else can be
-named. After `rm` of the file, a default that names it is left out, and a typed name is refused.
+named. After `rm` of the file, a YAML file that names it is refused until the name is taken out.
 """
 
 import importlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def is_object_name(value: Any) -> bool:
     """Whether a value has the form `module:name`, where the module may have dots."""
-    return isinstance(value, str) and re.fullmatch(r"[^\W\d]\w*(\.\w+)*:\w+", value) is not None
+    module, _, name = str(value).partition(":")
+    return all(map(str.isidentifier, [*module.split("."), name]))
 
 
 def module_exists(value: str) -> bool:
@@ -41,7 +41,8 @@ def require_module(value: str, key: str) -> None:
     """Refuse a name whose module is not inside this checkout with a UserError."""
     if not is_object_name(value) or not module_exists(value):
         file = value.partition(":")[0].replace(".", "/")
-        raise UserError(f"{key}={value}: there is no {file}.py in {ROOT}; only its files are run")
+        wrong = f"there is no {file}.py in {ROOT}"
+        raise UserError(f"{key}={value}", wrong, "only its files are run; leave the name out")
 
 
 def import_object(value: str, key: str) -> Any:
@@ -54,7 +55,7 @@ def import_object(value: str, key: str) -> Any:
     module, _, name = value.partition(":")
     attribute = getattr(importlib.import_module(module), name, None)
     if attribute is None:
-        raise UserError(f"{key}={value}: {module} has no {name}; write module:name")
+        raise UserError(f"{key}={value}", f"{module} has no {name}", "write module:name")
     return attribute
 
 
@@ -63,9 +64,11 @@ def split_entry(entry: Any, key: str) -> tuple[str, dict[str, Any]]:
 
     Raises UserError if it has another form. `key`: the config key, for messages.
     """
-    name, parameters = entry, None
-    if isinstance(entry, dict) and len(entry) == 1:
+    if isinstance(entry, str):
+        return entry, {}
+    try:
         ((name, parameters),) = entry.items()
-    if not isinstance(name, str) or not isinstance(parameters, dict | None):
-        raise UserError(f"{key}: {entry!r}: write `name` or `name: {{parameter: value}}`")
-    return name, parameters or {}
+        return str(name), {**(parameters or {})}
+    except (AttributeError, TypeError, ValueError):  # no dict of one entry, or of one dict
+        cure = "write `name` or `name: {parameter: value}`"
+        raise UserError(key, f"{entry!r} is not an entry", cure) from None

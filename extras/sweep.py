@@ -50,8 +50,8 @@ MAXIMISE = {"hydra/sweeper=optuna": ["hydra.sweeper.direction=maximize"]}  # els
 
 def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:
     """Run the jobs of a command line, or print them for --cfg job; return the exit status."""
-    if script != "train.py":
-        raise UserError("-m: only train.py has sweeps; start this script once per value")
+    if (ROOT / "scripts" / script).exists():
+        raise UserError("-m", "only train.py has sweeps", "start this script once per value")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("-m: a sweep does not run under torchrun or srun; run it once per value")
     sweep = Sweep(words)
@@ -201,7 +201,7 @@ def _run_job(
     name, left = f"job {number:,}{f' of {count:,}' if count else ''}", ""
     if took and count:
         left = f", about {duration(mean(took) * (count + 1 - number))} left for the sweep"
-    print(styled(f"{name}{left}: {' '.join(job)}"))
+    print(styled(f"{name}{left}: {' '.join(job)}", sys.stdout))
     print(f"    {'finished' if done else 'run':<9} {config.run.dir}", flush=True)
     if not done:
         began = time.monotonic()
@@ -209,7 +209,7 @@ def _run_job(
         took.append(time.monotonic() - began)
         if status == 2 or status > 128:
             cure = "run the same command again to continue" if status > 2 else "correct the command"
-            print(styled(f"sweep stopped in {name}; {cure}"))
+            print(styled(f"sweep stopped in {name}; {cure}", sys.stdout))
             sys.exit(status)
         if status != 0:
             return WORST

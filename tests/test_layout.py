@@ -26,7 +26,6 @@ WORDS = {"demo", "kernels", "metrics", "pictures", "progressive", "table"}
 
 def test_imports_have_one_direction() -> None:
     """Also, of the engine only tune.py imports engine.log, and no extra imports another one."""
-    assert [path.name for path in ROOT.glob("*.py")] == ["train.py"]
     for name, path in SOURCES.items():
         part = "tests.extras" if name.startswith("tests.extras.") else name.split(".")[0]
         own = ".".join(name.split(".")[:2]) if part == "extras" else part

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 import sys
 from dataclasses import asdict
@@ -53,29 +54,29 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_section_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a group, a section or a key. On a narrow terminal, a sentence begins below its key."""
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
+def test_section_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a group, a section or a key."""
     with pytest.raises(SystemExit):
         cli.parse(["--help", "schedule"], script="train.py", purpose="")
-    group, _, first, *lines = capsys.readouterr().out.splitlines()
+    group, first, *lines = capsys.readouterr().out.splitlines()
     assert group == "  schedule=  constant | cosine | linear | step"
-    assert first == "* schedule.name=step" and lines[0].startswith("      learning rate after")
-    assert all(line[2:].startswith(("schedule.", "    ")) and len(line) <= 80 for line in lines)
-    found = [cli.help_text("", "", topic).count("\n* ") for topic in ("lr", "optim.lr", "recipe")]
-    assert found == [1, 1, 0]
+    assert first.startswith("* schedule.name=step ") and " learning rate after warm-up" in first
+    assert [line.partition("=")[0] for line in lines] == [
+        *("* schedule.warmup_epochs", "* schedule.step_epochs", "* schedule.step_gamma"),
+        "* schedule.final_lr",
+    ]
+    (learning_rate,) = cli.help_text("", "", "lr").splitlines()
+    assert learning_rate == cli.help_text("", "", "optim.lr")
 
 
 def test_a_log_record_is_a_line_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    record = logging.makeLogRecord({"levelname": "WARNING", "msg": "20 words: " + 10 * "a b "})
-    assert cli.Labelled().format(record) == "warning   20 words: " + 10 * "a b "
+    """On a terminal it replaces a progress bar, and its label is bold."""
+    record = logging.makeLogRecord({"levelname": "WARNING", "msg": "some words"})
+    assert cli.Labelled().format(record) == "warning   some words"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "40")
-    first, second = cli.Labelled().format(record).splitlines()
-    assert first.startswith("\33[K\33[1mwarning   \33[0m20") and second.startswith(10 * " " + "a")
+    assert cli.Labelled().format(record) == "\r\33[K\33[1mwarning\33[0m   some words"
     cli.complain("--a: is wrong;\n--b: too")
-    assert capsys.readouterr().err.endswith("--a: is wrong;\n--b: too\n")
+    assert capsys.readouterr().err.endswith("--a: is wrong; --b: too\n")
 
 
 def test_a_reader_that_stops(tmp_path: Path) -> None:
@@ -89,11 +90,14 @@ def test_a_reader_that_stops(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variable", ["PYTHONOPTIMIZE", "PYTHONSAFEPATH"])
 def test_surroundings(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python without docstrings, or without the script's folder."""
+    """Python without docstrings, or without the script's folder, for a copy of train.py, too."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv(variable, "2")
-    done = run_python(ROOT / "train.py", "--help", cwd=tmp_path)
+    copy = Path(shutil.copy(ROOT / "train.py", tmp_path / "train_mine.py"))
+    (tmp_path / "conf").symlink_to(ROOT / "conf")
+    done = run_python(copy, "--help", cwd=ROOT / "docs")
     assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: python train_mine.py " in done.stdout
 
 
 def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

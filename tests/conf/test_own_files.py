@@ -66,12 +66,12 @@ def test_a_run_needs_the_folder_only_for_its_command(
 
 
 MISTAKES = [  # a file of the folder, its content, the message
-    ("recipe/mine", "optim:\n  lr=0.1", "there is no key optim; write `optim: {KEY: lr=0.1}`"),
-    ("recipe/mine", "defaults: [{model: resnet51}]", "write `- override /model: resnet51`"),
+    ("recipe/mine", "optim:\n  lr=0.1", "there is no key optim; write optim=adamw"),
+    ("recipe/mine", "defaults: [{model: resnet51}]", "a recipe chooses a group by `- override /"),
     ("recipe/mine", RECIPE + "log: {every_step: 3}", "there is no key log.every_step; did you"),
     ("recipe/mine", RECIPE.replace("wide", "wid"), "Could not find 'model/wid'"),
     ("recipe/mine", "# \udce4", "mine.yaml: cannot be read as YAML"),
-    ("recipe/mine", "defaults: [/optim: adamw]", "use 'override /optim: adamw'"),
+    ("recipe/mine", "defaults: [/optim: adamw]", "a recipe chooses a group by `- override /"),
     ("model/wide", "model: {name: resnet18}", "there is no key model.model; "),
     ("model/wide", "[1]", "model/wide.yaml: holds no keys; write `key: value` lines"),
 ]

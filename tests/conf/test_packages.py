@@ -27,7 +27,7 @@ def run(program: str, packages: Path) -> CompletedProcess[str]:
 def test_outside_the_environment(program: str, tmp_path: Path) -> None:
     done = run(program, tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    names = "hydra-core, pillow, numpy, omegaconf, safetensors, torch, torchvision"
+    names = "hydra-core, pillow, numpy, omegaconf, safetensors, torch, torchvision, tqdm"
     names += ", plotly" * program.endswith("report.py")
     assert done.stderr.startswith(f"{Path(program).name}: {names}: not installed for {PYTHON}; ")
     assert done.stderr.endswith("`pip install -r requirements.txt`\n")
