@@ -1,5 +1,6 @@
-"""The core without the extras: after `rm -r extras tests/extras`, nothing else has to be edited."""
+"""The core without the extras: after `rm -r extras tests/extras`, conf/config.yaml is edited."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -13,9 +14,11 @@ LEFT_OUT = shutil.ignore_patterns("extras", ".[!c]*", "runs", "data", "__pycache
 
 @pytest.fixture
 def core(tmp_path: Path) -> Path:
-    """A copy of the checkout without extras and tests/extras."""
+    """A copy of the checkout without extras, tests/extras and the names of conf/config.yaml."""
     copy = Path(shutil.copytree(ROOT, tmp_path / "core", ignore=LEFT_OUT))
     shutil.copytree(ROOT / "conf" / "data", copy / "conf" / "data")  # LEFT_OUT is of any folder
+    config = copy / "conf" / "config.yaml"
+    config.write_text(re.sub(r"extras\.[\w.]+:\w+,? ?", "", config.read_text()))
     return copy
 
 
@@ -23,12 +26,20 @@ def test_it_trains_and_refuses_what_names_an_extra(core: Path, image_root: Path)
     small = [*SMALL_RUN, f"data.root={image_root}", "loader.workers=0", "train.max_steps=2"]
     trained = run_python("train.py", *small, "run.dir=run", cwd=core)
     assert trained.returncode == 0, trained
-    named = next(line for line in trained.stdout.splitlines() if line.startswith("note"))
-    assert "extras" in named, "a default that is not there is left out, and named"
-    for word in ("data=demo", "optim=lamb", "model.rewrite=extras.kernels:rewrite", "-m"):
-        done = run_python("train.py", *small, "run.dir=other", word, cwd=core)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "extras" in done.stderr
-    assert not (core / "other").exists()
+    shutil.rmtree(core / "run")
+    for word in ("data=demo", "optim=lamb", "model.rewrite=extras.kernels:rewrite"):
+        assert "; only its files are run; leave the name out\n" in refused(core, *small, word)
+    assert "-m=None: there is no None.py in " in refused(core, *small, "-m")
+    shutil.copy(ROOT / "conf" / "config.yaml", core / "conf")
+    assert "train.py: conf/config.yaml: data.on_device=extras." in refused(core, *small)
+
+
+def refused(core: Path, *words: str) -> str:
+    """The message of a command that must be refused, and create no run."""
+    done = run_python("train.py", *words, "run.dir=run", cwd=core)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done
+    assert not (core / "run").exists()
+    return done.stderr
 
 
 @pytest.mark.slow
