@@ -21,7 +21,6 @@ class StepTimes(NamedTuple):
     workers compares it.
     """
 
-    name: str = "the training process"  # with several ranks: rank and machine
     steps: int = 0
     seconds: float = 0.0  # from the end of the step before the first one, without pauses
     rate: float = 0.0  # images/s of this rank

@@ -13,7 +13,7 @@ def cause_of(ranks: list[dict[str, Any]]) -> str:
         values = {name: value for name, value in rank.items() if name in StepTimes._fields}
         if values["decoder"] in ("gpu", "hybrid"):
             decoder = "none" if values["decoder"] == "gpu" else "region"
-            values |= {"mode": values["decoder"], "decoder": decoder}
+            values |= {"decode_mode": values["decoder"], "decoder": decoder}
         values |= {"steps": 1, "seconds": rank["period_ms"] / 1e3}
         measured.append(StepTimes(**values))
     return verdict(measured)[0]

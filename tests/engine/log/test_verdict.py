@@ -15,7 +15,7 @@ import torch
 from conf.compose import from_overrides
 from conf.schema import NAMES
 from engine.distributed import World
-from engine.log.verdict import judge, remedies, verdict
+from engine.log.verdict import REMEDIES, judge, remedy_for, verdict
 from pipeline.clock import StepTimes
 from pipeline.feed import Feed
 from tests.engine.plans import ALONE, WAITED
@@ -24,7 +24,7 @@ from tests.pipeline.loaders import opened
 
 STEP: dict[str, Any] = {"rate": 6600, "step_rate": 6700, "steps": 1, "seconds": 256 / 6600}
 STEP |= {"data_wait": 0.004, "late": 0.001, "copy": 0.03, "copy_ms": 1.2, "cpu_ms": 1.8}
-STEP |= {"core_ms": 0.1, "decoder": "region", "workers": 15, "name": "rank 0 on node0"}
+STEP |= {"core_ms": 0.1, "decoder": "region", "workers": 15}
 RUNS_WELL = StepTimes(**STEP, on_gpu=True)
 WAITS = {"data_wait": 0.38, "rate": 4150, "cpu_ms": 3.6}
 NOT_ALONE = {"step_rate": 0}
@@ -35,17 +35,18 @@ HOT = {"slowdowns": "board limit"}
 ONE_RANK: list[tuple[dict[str, Any], str]] = [
     (
         HOT,
-        "compute-bound: the GPU waited 0.4% of the time for images; the step can process 6,627 "
-        "img/s and got 6,600; faster data loading would not help; rank 0 on node0 has lowered the "
-        "clock of its GPU (board limit): check its cooling.",
+        "compute-bound: training waited 0.4% of the time for images; the step can process 6,627 "
+        "img/s and got 6,600; it processed 6,700 alone just after the start; faster data loading "
+        "would not help; a GPU has lowered its clock (board limit): check its cooling.",
     ),
     (
         WAITS,
-        "input-bound by decode and augmentation: the GPU waited 38.0% of the time for images; the "
-        "step can process 6,694 img/s and got 4,150; per image, each worker (15) computes 3.6 ms, "
-        "and waits 0.0 ms for storage and 0.1 ms for a core.",
+        "input-bound by decode and augmentation: training waited 38.0% of the time for images; the "
+        "step can process 6,694 img/s and got 4,150; it processed 6,700 alone just after the "
+        "start; with 15 workers, an image takes 3.6 ms to compute, 0.0 ms of waiting for storage "
+        "and 0.1 ms for a core.",
     ),
-    ({**WAITS, "rate": 2500, "workers": 0}, "by decode ... the training process computes 3.6"),
+    ({**WAITS, "rate": 2500, "workers": 0}, "by decode ... with 0 workers, an image takes 3.6 ms"),
     ({"data_wait": 0.3, "copy": 0.95}, "copy-bound: ... copying a batch takes 1.2 ms"),
     (
         {"drained": 0.9, "graph_refused": "two shapes"},
@@ -53,33 +54,28 @@ ONE_RANK: list[tuple[dict[str, Any], str]] = [
         "the images were ready; the step is not one CUDA graph: two shapes.",
     ),
     (
-        {"step_rate": 7500, "core_wait": 0.4},
-        "compute-bound: ... , 88% of the 7,500 that it processed alone",
+        {**CPU, "data_wait": 0.0, "copy": 0.9, "graph_refused": "it is only for CUDA"},
+        "compute-bound: training waited 0.0% of the time for images; the step can process 6,600 "
+        "img/s and got 6,600; faster data loading would not help.",
     ),
-    ({**CPU, "core_wait": 0.4}, "the CPU waited ... on node0 waited 40% of the time for a core"),
+    ({**CPU, "core_wait": 0.4}, "core-bound: ... rank 0 waited 40% of the time for a core"),
 ]
 
 
 def ranks_of(*changes: dict[str, Any], **both: Any) -> list[StepTimes]:
     """Ranks on a GPU with steps of 100 ms, and 1,000 images/s of all of them."""
     steps = {"rate": 1000 / len(changes), "seconds": 0.1, **NOT_ALONE, **both}
-    return [
-        RUNS_WELL._replace(**{**steps, "name": f"rank {n} on node{n // 2}", **change})
-        for n, change in enumerate(changes)
-    ]
+    return [RUNS_WELL._replace(**{**steps, **change}) for change in changes]
 
 
 SEVERAL: list[tuple[list[StepTimes], str]] = [
-    (ranks_of({}, HOT), "compute-bound: ... rank 1 on node0 has lowered the clock"),
+    (ranks_of({}, HOT), "compute-bound: ... a GPU has lowered its clock (board limit)"),
     # The rank that the others wait for is judged.
     (
         ranks_of({"cpu_ms": 9.0}, {"data_wait": 0.4, "cpu_ms": 29.0}),
-        "by decode and augmentation: the GPU waited 40.0% ... each worker (30) computes 29.0",
+        "by decode and augmentation: training waited 40.0% ... with 30 workers, an image takes 29.0",
     ),
-    (
-        ranks_of(*[{}] * 4, step_rate=300.0),
-        "process 1,004 img/s, 84% of the 1,200 that it processed",
-    ),
+    (ranks_of(*[{}] * 4, step_rate=300.0), "process 1,004 img/s ... it processed 1,200 alone"),
 ]
 
 
@@ -106,7 +102,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[StepTimes]:
     return found
 
 
-SENTENCES = ["a sentence.", "Remedies: use more PCIe lanes."]
+SENTENCES = ["a sentence.", "Remedy: use more PCIe lanes."]
 
 
 def lasting(seconds: float, **values: Any) -> StepTimes:
@@ -126,7 +122,7 @@ def test_a_short_time_has_no_verdict(feed: Feed, judged: list[StepTimes]) -> Non
         rows.append(lasting(seconds))
     assert says == [[]] * 3 and not judged
     assert judge(rows, 20.0, ALONE, feed) == SENTENCES
-    assert (judged[-1].rate, judged[-1].name) == (pytest.approx(9.6), "the training process")
+    assert judged[-1].rate == pytest.approx(9.6)
 
 
 def test_means_are_over_time(feed: Feed, judged: list[StepTimes]) -> None:
@@ -143,47 +139,48 @@ def test_means_are_over_time(feed: Feed, judged: list[StepTimes]) -> None:
     assert (found.slowdowns, found.step_rate, found.workers) == ("0.5", 50.0, 0)  # the newest
 
 
-AUTO = "set loader.workers=auto and loader.decoder=auto in a new run"
-STORAGE, DECODE = "input-bound by storage", "input-bound by decode and augmentation"
-RE_ENCODE, CORES = "re-encode the images once with scripts/prepare.py --side 50", "use a machine"
+DECODE = "input-bound by decode and augmentation"
+AUTO = "set loader.workers=auto in a new run"
+RE_ENCODE = "re-encode the images once with scripts/prepare.py --side 50"
 
 
 @pytest.mark.parametrize(
     ("overrides", "kilobytes", "cause", "expected"),
     [
-        ([], 100, DECODE, [AUTO, RE_ENCODE, CORES]),
-        (["loader.decoder=auto"], 10, DECODE, ["install a C compiler", CORES]),
-        (["loader.workers=4", "loader.decoder=region"], 10, STORAGE, ["move"]),  # as auto
-        (["loader.workers=3", "loader.decoder=region"], 10, STORAGE, ["move", AUTO]),
-        ([], 10, "compute-bound", []),
+        ([], 100, DECODE, RE_ENCODE),
+        ([], 10, DECODE, "use a machine with more CPU cores"),
+        (["loader.workers=4"], 10, DECODE, "use a machine with more CPU cores"),  # as auto
+        (["loader.workers=3"], 100, DECODE, AUTO),
+        (["loader.workers=3"], 100, "input-bound by storage", "move the images to faster storage"),
+        ([], 100, "compute-bound", None),
     ],
 )
-def test_remedies_that_apply(
-    overrides: list[str], kilobytes: int, cause: str, expected: list[str]
+def test_the_remedy_for_this_run(
+    overrides: list[str], kilobytes: int, cause: str, expected: str | None
 ) -> None:
-    """To the config and the files of this run."""
-    auto = ["data=fake", "data.image_size=32", "loader.workers=auto", "loader.decoder=pillow"]
-    config = from_overrides([*auto, *overrides])
-    dataset = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes, decoder="pillow")
-    feed: Any = SimpleNamespace(config=config, datasets=SimpleNamespace(train=dataset), num_cores=4)
-    feed.train = SimpleNamespace(cuda="loader.decoder=region" not in overrides)
-    feed.pool = SimpleNamespace(active=1)
-    found = remedies(cause, feed)
-    assert all(a.startswith(b) for a, b in zip(found, expected, strict=True)), found
+    """It depends on the config and the files."""
+    config = from_overrides(["data=fake", "data.image_size=32", *overrides])
+    train = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes)
+    feed: Any = SimpleNamespace(config=config, datasets=SimpleNamespace(train=train), num_cores=4)
+    assert remedy_for(cause, feed) == expected
+
+
+def test_every_cause_but_two_has_a_remedy() -> None:
+    """Its keys exist, and what it says to give can be given."""
     causes = {case["cause"] for case in stored("verdicts")[1:]}
-    without = {each for each in causes if not remedies(each, feed)}
-    assert without == {"input-bound by the hand-off", "compute-bound"}
-    texts = " ".join(text for each in causes for text in remedies(each, feed))
-    assert "use these CPUs, or lower OMP_NUM_THREADS" in texts
+    assert causes - REMEDIES.keys() == {"input-bound by the hand-off", "compute-bound"}
+    texts = " ".join([*REMEDIES.values(), AUTO, RE_ENCODE])
     assert {*re.findall(r"[a-z]+\.[a-z_]+", texts)} - {"prepare.py"} <= {*NAMES}
-    from_overrides(["data=fake", *re.findall(r"[a-z]+\.[a-z]+=[a-z]+", texts)])  # each can be typed
+    from_overrides(["data=fake", *re.findall(r"[a-z]+\.[a-z]+=[a-z]+", texts)])
 
 
 class TwoRanks(World):
-    """The other rank waits longer, or has too few steps."""
+    """The other rank waits longer, and has rows of 20 s."""
 
     def all_gather(self, value: Any) -> list[Any]:
-        return [value, value._replace(data_wait=0.4) if value.rate > 2 else None]
+        if isinstance(value, StepTimes):
+            return [value, value._replace(data_wait=0.4)]
+        return [value, 20.0]
 
 
 def test_all_ranks_have_the_same_verdict(feed: Feed, judged: list[StepTimes]) -> None:
@@ -191,4 +188,4 @@ def test_all_ranks_have_the_same_verdict(feed: Feed, judged: list[StepTimes]) ->
     row = lasting(22.0, data_wait=0.1)
     assert judge([row], 20.0, world, feed) == SENTENCES
     assert [rank.data_wait for rank in judged] == pytest.approx([0.1, 0.4])
-    assert judge([row, lasting(900.0)], 3.0, world, feed) == []
+    assert judge([row], 21.0, world, feed) == []
