@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 # Tensor shapes or step numbers depend on these: no checkpoint can resume with other values.
 FIXED = ("model.name", "model.freeze", "optim.name", "optim.args", "loader.batch_size", "classes")
-WEIGHTS = ("model.weights",)  # keys that name a file, whose content counts
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
 VALIDATED_ON = {
     "data.val",
@@ -65,7 +64,6 @@ class Run(AbstractContextManager["Run"]):
         self.resumed: Path | None = None  # the checkpoint from which this start continues
         # Whether the folder has no checkpoint of its own; `resumed` is then None or another run's.
         self.is_first_start = True
-        self.began_with = config.checkpoint.resume  # at the first start; stored in each checkpoint
         self.finished_summary: dict[str, Any] | None = None  # if an earlier start finished it
         self.checkpoint_metadata: dict[str, Any] = {}  # stored in each checkpoint
         self.stop_step = 0  # where training ends
@@ -88,11 +86,14 @@ class Run(AbstractContextManager["Run"]):
         if paths:
             self.is_first_start = False
             self.resumed, self._stored = checkpoint.load_newest(paths)
-            self.began_with = self._stored.get("began_with", "auto")
-            if given not in ("auto", self.began_with):
-                wrong = f"{self.path} holds a run that began without it"
-                cure = f"leave the key out to resume from {self.resumed.name}, or give a run.name"
-                raise UserError(f"checkpoint.resume={given}: {wrong}; {cure}")
+            # The same command again resumes: the history names the checkpoint of the first start.
+            history = self._stored["state"].get("history", [])
+            if f" with {given}\n" not in "\n".join(["began with auto", *history, ""]):
+                raise UserError(
+                    f"checkpoint.resume={given}",
+                    f"{self.path} holds a run that began without it",
+                    f"leave the key out to resume from {self.resumed.name}, or give a run.name",
+                )
         elif given not in ("auto", "never"):
             self.resumed = [Path(given), *checkpoint.files(Path(given, "checkpoints"))][-1]
             self._stored = checkpoint.load(self.resumed)
@@ -103,7 +104,9 @@ class Run(AbstractContextManager["Run"]):
         refuse_inside(self.path, self.config.data, f"run.dir={self.path}")
         names = set(map(attrgetter("name"), self.path.glob("*")))
         if names and names.isdisjoint(OF_A_RUN):
-            raise UserError(f"run.dir={self.path}: holds files that are not of a run; give another")
+            raise UserError(
+                f"run.dir={self.path}", "holds files that are not of a run", "give another"
+            )
         if self.config.checkpoint.resume == "never":
             return []
         return checkpoint.files(self.checkpoints)[::-1]
@@ -120,7 +123,7 @@ class Run(AbstractContextManager["Run"]):
         if self.resumed is not None:
             self._continue(state, self.resumed, metadata["identity"])
         self._stored = {}  # frees the memory
-        self.checkpoint_metadata = {**metadata, "began_with": self.began_with}
+        self.checkpoint_metadata = metadata
         self.stop_step = stop_step
         self.last_saved_step = state.step
         self.finished_summary = self.world.on_rank_0(lambda: self._claim(state))
@@ -138,14 +141,13 @@ class Run(AbstractContextManager["Run"]):
         refuse_changes(path, changes, accept=self.config.checkpoint.accept_changes)
         _load_state(state, path, self._stored)
         if self.is_first_start:
-            state.best_validation, state.last_validation = (
-                {},
-                {},
-            )  # the best checkpoint is in another folder
-            state.history.append(f"began at step {state.step:,} with {self.began_with}")
+            state.forget_validations()  # the best checkpoint is in another folder
+            given = self.config.checkpoint.resume
+            state.history.append(f"began at step {state.step:,} with {given}")
         if not VALIDATED_ON.isdisjoint(changes):
             state.forget_validations()
-        state.history += [f"accepted at step {state.step:,}: {each}" for each in changes.values()]
+        for change in changes.values():
+            state.history.append(f"accepted at step {state.step:,}: {change}")
 
     def _claim(self, state: TrainState) -> dict[str, Any] | None:
         """Lock the folder; return its summary if the run is finished, else write the config."""
@@ -169,11 +171,8 @@ class Run(AbstractContextManager["Run"]):
 
     def _summary_of_finished(self, state: TrainState) -> dict[str, Any] | None:
         """Return the summary of an earlier start if it has finished the run with this state."""
-        expected = {
-            "status": "finished",
-            "step": state.step,
-            "best_by": self.config.train.best_by,
-        }
+        best_by = self.config.train.best_by
+        expected = {"status": "finished", "step": state.step, "best_by": best_by}
         with suppress(OSError, ValueError, AttributeError):  # none, or cut off by a full disk
             text = (self.path / "summary.json").read_bytes()
             summary: dict[str, Any] = json.loads(text)
@@ -251,13 +250,11 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
     keys = result_keys(schedule.config)
     for replaced in (*CHOOSE_SAMPLES, "loader.decoder"):
         keys.pop(replaced, None)
-    for name in WEIGHTS:
-        if keys[name] not in (None, "pretrained"):
-            keys[name] = _hash_of(keys[name])
     return {
         "data.train": datasets.train.fingerprint(),
         "data.val": datasets.val.fingerprint(),
         **keys,
+        "model.weights": _identity_of_weights(schedule.config.model.weights),
         "classes": len(datasets.classes),
         "parameters": compute.parameters,
         "train.precision": compute.precision,
@@ -266,9 +263,11 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
     }
 
 
-def _hash_of(path: str) -> str:
-    """Return the SHA-256 of a file of weights, or of the checkpoint of a run's folder."""
-    with open(checkpoint.find_checkpoint(path), "rb") as file:
+def _identity_of_weights(weights: str | None) -> str | None:
+    """Return the SHA-256 of the file that model.weights names; other values as they are."""
+    if weights in (None, "pretrained"):
+        return weights
+    with open(checkpoint.find_checkpoint(weights), "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return f"SHA-256 {digest[:16]}"
 
@@ -276,11 +275,13 @@ def _hash_of(path: str) -> str:
 def changed_keys(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, str]:
     """Return how a checkpoint's identity differs from that of this start, name -> both values.
 
-    A key that only the checkpoint has is not listed: another key, which is listed, disables it.
+    Keys of FIXED come first. A key that only the checkpoint has is not listed: another key, which
+    is listed, disables it.
     """
     changes = {}
-    for name in identity:
-        before, now = stored.get(name), identity[name]
+    for name in sorted(identity, key=lambda name: name not in FIXED):
+        before = stored.get(name)
+        now = identity[name]
         if before != now:
             changes[name] = f"{name}={show(before)} (now {show(now)})"
     return changes
@@ -293,10 +294,12 @@ def refuse_changes(path: Path, changes: Mapping[str, str], *, accept: bool) -> N
         refused &= set(FIXED)
     if refused:
         shown = ", ".join(list(changes.values())[:MOST_SHOWN])
-        wrong = f"{len(changes)} of the keys that affect the result have changed: {shown}"
-        cure = "give run.name=NAME to start another run, or checkpoint.accept_changes=true"
-        limit = f"to continue this one ({', '.join(FIXED)} cannot change)"
-        raise UserError(f"cannot resume {path}: {wrong}; {cure} {limit}")
+        raise UserError(
+            f"cannot resume {path}",
+            f"{len(changes)} of the keys that affect the result have changed: {shown}",
+            "give run.name=NAME to start another run, or checkpoint.accept_changes=true to "
+            f"continue this one ({', '.join(FIXED)} cannot change)",
+        )
 
 
 def _is_finite(values: Tensor) -> bool:
@@ -308,9 +311,12 @@ def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:
     try:
         state.load_state_dict(content["state"])
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        text = f"cannot resume {path}: its state does not fit this training: {reason}"
-        raise UserError(f"{text}; give checkpoint.resume=PATH of another one") from None
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"cannot resume {path}",
+            f"its state does not fit this training: {type(error).__name__}: {reason}",
+            "give checkpoint.resume=PATH of another one",
+        ) from None
 
 
 def _lock(path: Path) -> int:
@@ -320,7 +326,9 @@ def _lock(path: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise UserError(f"run.dir={path}: a process trains in it; give another run.name") from None
+        raise UserError(
+            f"run.dir={path}", "a process trains in it", "give another run.name"
+        ) from None
     return lock
 
 

@@ -12,7 +12,7 @@ import pytest
 from conf.errors import UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
-from engine.run import FIXED, accepted_changes
+from engine.run import FIXED, changed_keys, refuse_changes
 from tests.engine.run_dirs import (
     IDENTITY,
     add_checkpoint,
@@ -37,6 +37,13 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
+def interrupt(path: Path) -> None:
+    """Press Ctrl-C in a run before its first step."""
+    with directory(path) as opened:
+        resume_with(opened, state_of())
+        raise KeyboardInterrupt
+
+
 def test_auto_resumes_the_newest_intact_checkpoint(run: Path, capsys: Any) -> None:
     ten, twenty = checkpoint.files(run / "checkpoints")
     before = tree(run)
@@ -46,10 +53,9 @@ def test_auto_resumes_the_newest_intact_checkpoint(run: Path, capsys: Any) -> No
     twenty.write_bytes(b"partial")
     assert open_run(run) == ten
     for folder, newest in ((run, twenty), (run / "new", "none")):
-        with pytest.raises(KeyboardInterrupt), directory(folder):
-            raise KeyboardInterrupt
-        _, said = capsys.readouterr().out.split(f"by Ctrl-C; newest checkpoint: {newest}\n")
-        assert said == "resume    run the same command again to continue\n" * (newest != "none")
+        with pytest.raises(KeyboardInterrupt):
+            interrupt(folder)
+        assert capsys.readouterr().out.endswith(f"by Ctrl-C; newest checkpoint: {newest}\n")
     ten.write_bytes(b"partial")
     with pytest.raises(CheckpointError, match="and all before it: damaged; give "):
         open_run(run)
@@ -103,38 +109,35 @@ def check_refused(message: str, unchanged: Path, *arguments: Any) -> None:
     assert "\n" not in str(error.value) and tree(unchanged) == before
 
 
-def compare(stored: dict[str, Any], now: Any, *, accept: bool = False, stop: int = 8) -> Any:
-    content, facts = (
-        dict.fromkeys(("identity", "model_input", "config"), each) for each in (stored, now)
-    )
-    return accepted_changes(Path("step-7.pt"), content | {"step": 7}, facts, accept, stop)
-
-
-def test_changes_and_remedies_are_listed() -> None:
+def test_changes_are_listed_and_accepted() -> None:
+    """At most six, those first that cannot change within a run."""
     now = {"data.val": "b", "optim.lr": 0.4, "train.seed": 0, "optim.momentum": 0.9}
-    assert compare(dict(now), now) == {}
     stored = {"data.val": "c", "optim.lr": 0.2, "train.seed": 0, "optim.betas": [0.9]}
+    changes = changed_keys(stored, now)
+    assert list(changes) == ["data.val", "optim.lr", "optim.momentum"]
+    path = Path("step-7.pt")
     with pytest.raises(UserError) as error:
-        compare(stored, now)
+        refuse_changes(path, changes, accept=False)
     assert str(error.value) == (
-        "cannot resume step-7.pt: data.val=c (now b), optim.lr=0.2 (now 0.4), optim.momentum=null "
-        "(now 0.9); these keys affect the result: give run.name=NAME to train elsewhere or "
-        "checkpoint.resume=never to start over, or checkpoint.accept_changes=true to continue from "
-        "here"
+        "cannot resume step-7.pt: 3 of the keys that affect the result have changed: data.val=c "
+        "(now b), optim.lr=0.2 (now 0.4), optim.momentum=null (now 0.9); give run.name=NAME to "
+        "start another run, or checkpoint.accept_changes=true to continue this one (model.name, "
+        "model.freeze, optim.name, optim.args, loader.batch_size, classes cannot change)"
     )
-    with pytest.raises(UserError, match=r"a larger train.epochs and checkpoint.acc"):
-        compare(stored, now, stop=7)
-    assert list(compare(stored, now, accept=True)) == ["data.val", "optim.lr", "optim.momentum"]
-    names = "a data.image_size augment.val optim.name optim.lr data.val data.val_fraction"
-    many, order = dict.fromkeys(names.split(), 8), "data.val=.*fraction=.*optim.name=.*, a=.*size="
-    with pytest.raises(UserError, match=rf"pt: {order}8 \S+ 9\), data.val_fraction=8 \S+ 9\); "):
-        compare(many, dict.fromkeys(many, 9))
-    with pytest.raises(UserError, match=r"deer is gone, class moose is new, a=1 \(now 2\); cla"):
-        compare({"classes": ["cat", "deer"], "a": 1}, {"classes": ["cat", "moose"], "a": 2})
-    for name in FIXED[:-1]:  # tensors would not fit
-        with pytest.raises(UserError, match=rf"; {name} cannot change within a run: ") as error:
-            compare({"a": 1, name: 1}, {"a": 2, name: 2}, accept=True)
-        assert "accept_changes" not in str(error.value)
+    refuse_changes(path, changes, accept=True)
+    refuse_changes(path, changed_keys(now, now), accept=False)
+    many = dict.fromkeys(["a", "b", "c", "d", "e", "classes", "f"], 8)
+    with pytest.raises(
+        UserError, match=r"t: 7 of .*changed: classes=8 \(now 9\), a=.*, e=.*9\); g"
+    ):
+        refuse_changes(path, changed_keys(many, dict.fromkeys(many, 9)), accept=False)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_change_that_no_state_fits_is_refused(name: str) -> None:
+    changes = changed_keys({"a": 1, name: 1}, {"a": 2, name: 2})
+    with pytest.raises(UserError, match=rf"changed: {name}=1 \(now 2\), a=1 \(now 2\); "):
+        refuse_changes(Path("step-7.pt"), changes, accept=True)
 
 
 def hold(path: Path, connection: Connection) -> None:

@@ -73,7 +73,7 @@ SEVERAL: list[tuple[list[StepTimes], str]] = [
     # The rank that the others wait for is judged.
     (
         ranks_of({"cpu_ms": 9.0}, {"data_wait": 0.4, "cpu_ms": 29.0}),
-        "by decode and augmentation: training waited 40.0% ... with 30 workers, an image takes 29.0",
+        "by decode and augmentation: training waited 40.0% ... with 30 workers, an image takes 29",
     ),
     (ranks_of(*[{}] * 4, step_rate=300.0), "process 1,004 img/s ... it processed 1,200 alone"),
 ]
