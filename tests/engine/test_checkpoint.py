@@ -24,7 +24,7 @@ from engine.run import Run
 from engine.state import TrainingError, TrainState
 from tests.engine.run_dirs import content_of, directory, open_run, resume_with
 from tests.helpers.processes import HANGS_SECONDS, needs_linux
-from tests.helpers.results import strictly_parsed
+from tests.helpers.results import same, strictly_parsed
 
 
 def content(step: int, best: int | None = None) -> dict[str, Any]:
@@ -72,6 +72,19 @@ def test_older_format_is_not_resumed(tmp_path: Path) -> None:
     assert checkpoint.is_ours(stored)  # its weights and config can be read
     with pytest.raises(UserError, match=f"is of a version of this .* model.weights={old} "):
         load_newest([old])
+
+
+def test_damage_in_the_zip_directory_is_skipped(tmp_path: Path) -> None:
+    """Python may pass a directory that torch refuses: the intact file before it is read."""
+    ten, twenty = (save(tmp_path, content(step), keep=2) for step in (10, 20))
+    whole, stored = twenty.read_bytes(), {path: load(path) for path in (ten, twenty)}
+    read = set()
+    for place in range(whole.index(b"PK\x01\x02"), len(whole), 5):
+        twenty.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        path, found = load_newest([twenty, ten])
+        assert same(found, stored[path]), place
+        read.add(path)
+    assert read == {ten, twenty}, "some damage changes nothing"
 
 
 def test_order_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,13 @@ import train
 from conf.errors import UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
-from engine.run import Run, checkpoint_metadata
+from engine.run import Run
 from scripts.lib.trained import open_trained
 from tests.engine.plans import ALONE
 from tests.helpers import small_run
 from tests.helpers.results import same
 
-OPTIONS = ("train.epochs=1", "train.ema_decay=0.9", "loader.workers=0")
+OPTIONS = ("train.ema_decay=0.9", "loader.workers=0")
 Content = dict[str, Any]
 Reader = Callable[[Path], object]
 
@@ -47,9 +47,9 @@ FILES: dict[str, Callable[[Content, Path], object]] = {
 
 @pytest.fixture(scope="module")
 def taken(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of a run of 5 steps with a moving average."""
+    """The checkpoint after 5 of 9 steps of a run with a moving average."""
     folder = tmp_path_factory.mktemp("runs") / "small"
-    small_run.run(image_root, folder, *OPTIONS)
+    small_run.run(image_root, folder, *OPTIONS, "train.max_steps=5")
     return folder / "checkpoints" / "step-00000005.pt"
 
 
@@ -62,9 +62,7 @@ def content(taken: Path) -> Content:
 def readers(taken: Path, image_root: Path) -> list[Reader]:
     """What opens a path: a run that resumes from it, or has it as its newest one, and weights."""
     config = small_run.compose(image_root, taken.parents[1], *OPTIONS)
-    stored = checkpoint.load(taken)["identity"]
-    datasets, schedule, compute, _, state = train.build_parts(config, stored, ALONE)
-    facts = checkpoint_metadata(datasets, schedule, compute)
+    parts = train.build_parts(config, ALONE, checkpoint.load(taken))
 
     def resume(path: Path) -> None:
         started = replace(
@@ -74,7 +72,7 @@ def readers(taken: Path, image_root: Path) -> list[Reader]:
         )
         with Run(started, ALONE) as opened:
             opened.read_checkpoint()
-            opened.resume(state, facts, schedule.stop_step)
+            opened.resume(parts.state, parts.checkpoint_metadata(), parts.schedule.stop_step)
 
     model = models.build("resnet_tiny", num_classes=3, image_size=32)
     return [
@@ -124,6 +122,24 @@ def test_the_checkpoint_itself_is_taken(taken: Path, readers: list[Reader], path
     for reader in readers:
         reader(path)
     assert (path.parents[1] / "run").exists()
+
+
+def test_parts_had_other_names(
+    taken: Path, content: Content, readers: list[Reader], image_root: Path, path: Path
+) -> None:
+    """A checkpoint of an earlier version is resumed, evaluated and fine-tuned as one of this."""
+    identity = dict(content["identity"])
+    identity["pixels"] = identity.pop("decode_mode")
+    identity["fitted_batch"] = identity.pop("fitted_micro_batch")
+    old = {**content, "identity": identity}
+    old["plan"] = old.pop("model_input")
+    torch.save(old, path)
+    for reader in readers[1:]:
+        reader(path)
+    resume = f"checkpoint.resume={path}"
+    resumed = small_run.run(image_root, path.parents[1] / "resumed", *OPTIONS, resume)
+    straight = small_run.run(image_root, path.parents[1] / "straight", *OPTIONS)
+    assert resumed["params_sha256"] == straight["params_sha256"]
 
 
 def detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
