@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 import subprocess
-import zipfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,10 @@ class CheckpointError(RunError):
 
 def host_copy(content: dict[str, Any]) -> dict[str, Any]:
     """Copy nested containers, and their tensors to the host. Waits for the GPU."""
-    # Keyed by id, so that weights that appear twice are copied once.
-    tensors = {id(leaf): leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)}
-    copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+    copies: dict[int, Any] = {}
+    for leaf in tree_leaves(content):
+        if isinstance(leaf, Tensor):
+            copies[id(leaf)] = leaf.detach().to("cpu", copy=True)
     return copy.deepcopy(content, copies)  # it takes the copies instead of the tensors
 
 
@@ -56,28 +56,37 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
         content: PARTS and more: plain containers, tensors, numbers and strings.
         keep: number of newest checkpoints to keep, in addition to the best one.
     """
-    path, best_step = folder / file_name(content["step"]), content["state"]["best"].get("step")
+    step = content["step"]
+    best_step = content["state"]["best"].get("step")
+    path = folder / file_name(step)
+    kept = {path}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, open(temporary, "wb") as file:
             torch.save({"format": FORMAT, **content}, file)
         if best_step is None:
             (folder / "best.pt").unlink(missing_ok=True)  # it is no longer comparable
-        elif best_step == content["step"]:
-            link_best(folder, best_step)
-        for old in files(folder)[:-keep]:
-            if old != path and (best_step is None or old.name != file_name(best_step)):
-                old.unlink()
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        wrong = f"{path}: cannot be written: {error.__context__ or error}; free some space or check"
-        cure = "the disk, and run the same command again: earlier checkpoints are intact"
-        raise CheckpointError(f"{wrong} {cure}") from error
+        else:
+            kept.add(folder / file_name(best_step))
+        if best_step == step:
+            link_best(folder, step)
+        paths = files(folder)
+        kept.update(paths[-keep:])
+        for old in set(paths) - kept:
+            old.unlink()
+    except (OSError, RuntimeError) as error:
+        reason = error.__context__ or error  # torch.save reports a full disk as RuntimeError
+        raise CheckpointError(
+            f"{path}: cannot be written: {reason}; free some space or check the disk, and run the "
+            "same command again: earlier checkpoints are intact"
+        ) from error
     return path
 
 
 def link_best(folder: Path, step: int) -> None:
     """Let `best.pt` be the checkpoint of a step, unless that one is gone."""
-    source, best = folder / file_name(step), folder / "best.pt"
+    source = folder / file_name(step)
+    best = folder / "best.pt"
     if source.exists() and not (best.exists() and best.samefile(source)):
         with replacing(best) as temporary:
             try:
@@ -105,19 +114,14 @@ def find_checkpoint(path: str | Path) -> Path:
     path = Path(path)
     if not path.is_dir():
         return path
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = [*files(folder), *folder.glob("best.pt")]
-    if not found:
-        raise UserError(f"{path}: holds no checkpoints: it is no run, or has not validated yet")
-    return found[-1]
-
-
-def verify(path: Path) -> None:
-    """Raise CheckpointError unless a file's CRC-32 sums fit: torch.load does not check them."""
-    with suppress(Exception), zipfile.ZipFile(path) as file:  # many types, for damaged headers
-        if file.testzip() is None:
-            return
-    raise CheckpointError(f"{path}: damaged: its CRC-32 sums do not fit")
+    newest_last = files(path) + files(path / "checkpoints")
+    best = [*path.glob("best.pt"), *path.glob("checkpoints/best.pt")]
+    candidates = newest_last + best
+    if not candidates:
+        raise UserError(
+            str(path), "holds no checkpoints", "give the folder of a run that has saved one"
+        )
+    return candidates[-1]
 
 
 def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
@@ -149,24 +153,33 @@ def load(path: Path) -> dict[str, Any]:
 def _require_ours(path: Path, content: Any) -> None:
     """Raise UserError unless this is a checkpoint of this program that can resume."""
     if not is_ours(content):
-        raise UserError(f"{path}: not a checkpoint of this program; give {GIVE}")
+        raise UserError(str(path), "not a checkpoint of this program", f"give {GIVE}")
     if content["format"] != FORMAT:
-        cure = f"give run.name=NAME model.weights={path} to start a new run from its weights"
-        raise UserError(f"{path}: is of a version of this program that trains differently; {cure}")
+        raise UserError(
+            str(path),
+            "is of a version of this program that trains differently",
+            f"give run.name=NAME model.weights={path} to start a new run from its weights",
+        )
 
 
 def is_ours(content: Any) -> bool:
     """Return whether the content of a file is a checkpoint that this version can read."""
-    ours = isinstance(content, dict) and content.get("format") in READABLE
-    return ours and all(isinstance(content.get(name), kind) for name, kind in PARTS.items())
+    if not isinstance(content, dict):
+        return False
+    types = {name: type(content.get(name)) for name in PARTS}
+    return types == PARTS and content.get("format") in READABLE
 
 
 def provenance() -> dict[str, str]:
     """Return the versions of Python and torch, and the git commit of this program."""
-    git, commit = ["git", "-C", str(Path(__file__).parent)], "unknown"
-    command = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    folder = Path(__file__).parent
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    commit = "unknown"
     with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-        commit = done.stdout.strip()
-    python, version = platform.python_version(), str(torch.__version__)
-    return {"python": python, "torch": version, "git_commit": commit}
+        text = subprocess.check_output(command, cwd=folder, stderr=subprocess.DEVNULL, timeout=5)
+        commit = text.decode().strip()
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "git_commit": commit,
+    }

@@ -188,13 +188,12 @@ class Run(AbstractContextManager["Run"]):
         """
         self.wait()
         self.world.broadcast_buffers(state.model)
-        stored = state.state_dict()
-        content = {"step": state.step, "state": stored, **self.checkpoint_metadata}
-        # timm, among others, looks for weights under this key. The file holds them only once.
-        content["state_dict"] = stored["ema"] or stored["model"]
         if self.world.is_main:
-            on_host = checkpoint.host_copy(content)
-            self._writing = self._thread.submit(self._write, on_host)
+            copied = checkpoint.host_copy(state.state_dict())
+            content = {"step": state.step, "state": copied, **self.checkpoint_metadata}
+            # timm, among others, looks for weights under this key. The file holds them only once.
+            content["state_dict"] = copied["ema"] or copied["model"]
+            self._writing = self._thread.submit(self._write, content)
         self.last_saved_step = state.step
 
     def _write(self, content: dict[str, Any]) -> None:

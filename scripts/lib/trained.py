@@ -124,15 +124,13 @@ def open_trained(
         classes: a text file with the name of a class in each line, in the order of the logits;
             replaces the names in the file.
 
-    Raises UserError if the file cannot be read, does not fit the model, or the overrides are wrong,
-    and CheckpointError if the checkpoint is damaged.
+    Raises UserError if the file cannot be read or is damaged, or the overrides are wrong.
     """
     path = checkpoint.find_checkpoint(path)
     content = models.read_file(path, origin=str(path))
     weights = models.weights_in(content, origin=str(path))
     count, shape, model_input, stored, averaged = None, None, {}, {}, False
     if checkpoint.is_ours(content):
-        checkpoint.verify(path)
         stored = {name: value for name, value in content.items() if name != "state"}
         stored["validation"] = content["state"].get("last", {})  # perhaps of an earlier step
         model_input, averaged = content["model_input"], bool(content["state"].get("ema"))
