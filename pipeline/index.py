@@ -14,8 +14,10 @@ import hashlib
 import logging
 import os
 import resource
+import stat
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 12  # format of a scan, in the name of its file
+CACHE_FORMAT = 13  # format of a scan, in the name of its file
 # A scan so soon after a change of a folder is not cached: another change could have the same mtime.
 SETTLED_SECONDS = 2.0
 # Errors of a network file system or a disk that may be over a moment later, and the seconds before
@@ -41,26 +43,42 @@ TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 PAUSES = (0.1, 0.5, 2.0)
 
 
+class Storage(ABC):
+    """What holds images. It is pickled for the workers."""
+
+    path: str  # for messages
+
+    @abstractmethod
+    def where(self, name: str) -> str:
+        """Return the path of an image, for messages."""
+
+    @abstractmethod
+    def read(self, name: str, start: int, length: int) -> bytes:
+        """Return the content of an image file. Raises OSError if it cannot be read.
+
+        `start`, `length`: its offset and length in bytes in a file that holds many, else 0.
+        """
+
+
 @dataclass(frozen=True)
-class ImageFolder:
-    """Files below a folder. For another storage, override `read`, and `where` for its messages."""
+class ImageFolder(Storage):
+    """Image files below a folder."""
 
     path: str
 
     def where(self, name: str) -> str:
-        """Return the path of a file, for messages."""
         return os.path.join(self.path, name)
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        """Return the content of a file; `start` and `length` are for containers."""
-        with open(self.where(name), "rb", buffering=0) as file:
+        with _open_regular(self.where(name)) as file:
             return file.read()
 
 
 @dataclass(frozen=True)
-class TarFile(ImageFolder):
+class TarFile(Storage):
     """A tar file."""
 
+    path: str
     stamp: tuple[int, int]  # mtime (ns) and size (bytes) when the members were listed
 
     def where(self, name: str) -> str:
@@ -78,6 +96,19 @@ class TarFile(ImageFolder):
         return data
 
 
+def _open_regular(path: str) -> BinaryIO:
+    """Open a regular file; a pipe would block the process, and a device may have no end."""
+    file = open(path, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115 - it is returned
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError("not a regular file, but a pipe, socket or device")
+    return file
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 @cache
 def _opened(tar: TarFile) -> BinaryIO:
     """Open a tar file, once in each process.
@@ -87,7 +118,7 @@ def _opened(tar: TarFile) -> BinaryIO:
     # Set in each process: workers have the limit of the forkserver. macOS allows at most 10,240.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_240)), hard))
-    file = open(tar.path, "rb", buffering=0)  # noqa: SIM115 - open until the end
+    file = _open_regular(tar.path)  # open until the end
     info = os.fstat(file.fileno())
     if (info.st_mtime_ns, info.st_size) != tar.stamp:  # other images may be there
         raise OSError(f"{tar.path} has changed since the start; start again")
@@ -103,7 +134,7 @@ class Index:
 
     root: str  # the split's folder or file, for messages
     classes: tuple[str, ...]  # class names, sorted; a label is a position in it
-    sources: Sequence[ImageFolder]  # what holds the images
+    sources: Sequence[Storage]
     left_out: str  # what else is in the split and not read, in one line; or ""
     paths: SharedArray  # bytes [samples]: path below the source
     labels: SharedArray  # int64 [samples]
@@ -111,12 +142,10 @@ class Index:
     places: SharedArray
 
     @classmethod
-    def of_files(cls, source: ImageFolder, files: Mapping[str, Sequence[bytes]]) -> "Index":
+    def of_files(cls, source: Storage, files: Mapping[str, Sequence[bytes]]) -> "Index":
         """Make the table of known files.
 
-        Args:
-            source: reads them.
-            files: class name -> sorted paths below the source; the classes are sorted too.
+        `files`: class name -> sorted paths below the source; the classes are sorted too.
         """
         arrays = map(SharedArray.copy_of, _table(files.values(), {}))
         return cls(source.path, tuple(files), (source,), "", *arrays)
@@ -136,12 +165,14 @@ class Index:
 
     def path(self, i: int) -> str:
         """Return the path of a file; of an image in a tar file, for messages, `tar: name`."""
-        return self.sources[self.places.array[i, 0]].where(self.name(i))
+        source = self.sources[self.places.array[i, 0]]
+        return source.where(self.name(i))
 
     def read(self, i: int) -> bytes:
         """Return the content of a file; after a transient error of the storage, try again."""
-        source, start, length = self.places.array[i].tolist()
-        read = partial(self.sources[source].read, self.name(i), start, length)
+        number, start, length = self.places.array[i].tolist()
+        source = self.sources[number]
+        read = partial(source.read, self.name(i), start, length)
         for pause in PAUSES:
             try:
                 return read()
@@ -155,9 +186,11 @@ class Index:
     def digest(self) -> str:
         """The SHA-256 of class names, relative paths and labels, but not of the storage."""
         paths = self.paths.array.tolist()
-        digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogateescape"))
+        starts = np.cumsum([0, *map(len, paths)])
+        classes = "\0".join(self.classes)
+        digest = hashlib.sha256(classes.encode("utf-8", "surrogateescape"))
         digest.update(b"".join(paths))
-        digest.update(np.cumsum([0, *map(len, paths)]).tobytes())  # where each path starts
+        digest.update(starts.tobytes())
         digest.update(self.labels.array.tobytes())
         return digest.hexdigest()
 
@@ -168,6 +201,7 @@ class Scan(NamedTuple):
     classes: np.ndarray  # names, sorted
     listed: np.ndarray  # paths of the files and folders that were listed
     stamps: np.ndarray  # int64 [n, 2], what changes with each of `listed`: mtime in ns, size
+    folder: np.ndarray  # path of the folder that paths of images are relative to, except in tars
     left_out: np.ndarray  # what is not read, in one line
     paths: np.ndarray  # as in Index
     labels: np.ndarray
@@ -182,11 +216,16 @@ def find_storage(place: str | os.PathLike[str]) -> list[str]:
     """
     path = os.path.abspath(place)
     if os.path.isdir(path):
-        _, folders, names = next(listing.walk(os.fsencode(path), {}))
-        tars = [os.path.join(path, os.fsdecode(name)) for name in names if name.endswith(b".tar")]
-        return [path] if folders else tars or [path]
-    files = (path, f"{path}.tar", f"{path}.csv")
-    return [file for file in files if file.endswith((".tar", ".csv")) and os.path.isfile(file)][:1]
+        top = next(listing.walk(os.fsencode(path), {}))
+        names = map(os.fsdecode, top.files)
+        tars = [os.path.join(path, name) for name in names if name.endswith(".tar")]
+        if tars and not top.folders:
+            return tars
+        return [path]
+    for file in (path, f"{path}.tar", f"{path}.csv"):
+        if file.endswith((".tar", ".csv")) and os.path.isfile(file):
+            return [file]
+    return []
 
 
 def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
@@ -199,59 +238,61 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
         folder: holds one folder per class; or what `find_storage` finds under this name.
         key: its config key, for messages.
     """
-    if not (files := find_storage(folder)):
+    files = find_storage(folder)
+    if not files:
         raise _missing_split(folder, key)
-    root = files[0] if len(files) == 1 else os.path.abspath(folder)
-    digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
-    file = machine.default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
-    if (scan := _read_cache(file)) is None:
-        started = time.time()
-        try:
-            scan = _scan(files, f"{key}={root}")
-        except OSError as error:
-            raise UserError(f"{key}={root}: {with_advice(error)}") from None
-        if scan.stamps[:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
-            _write_cache(file, scan)
-    sources: Sequence[ImageFolder] = [
-        ImageFolder(root if os.path.isdir(root) else os.path.dirname(root))
-    ]
+    root = os.path.commonpath(files)
+    origin = f"{key}={root}"
+    try:
+        scan = _cached_scan(files, origin)
+    except OSError as error:
+        raise UserError(origin, with_advice(error)) from None
+    left_out = os.fsdecode(scan.left_out.item())
+    if left_out:
+        logger.warning("%s: %s", origin, left_out)
+    sources: Sequence[Storage] = [ImageFolder(os.fsdecode(scan.folder.item()))]
     if scan.places.any():  # offsets in tar files
-        sources = list(map(TarFile, files, map(tuple, scan.stamps.tolist())))
-    if left_out := os.fsdecode(scan.left_out.item()):
-        logger.warning("%s=%s: %s", key, root, left_out)
+        stamps = map(tuple, scan.stamps.tolist())
+        sources = list(map(TarFile, files, stamps))
+    classes = tuple(map(os.fsdecode, scan.classes.tolist()))
     arrays = map(SharedArray.copy_of, (scan.paths, scan.labels, scan.places))
-    return Index(root, tuple(map(os.fsdecode, scan.classes.tolist())), sources, left_out, *arrays)
+    return Index(root, classes, sources, left_out, *arrays)
 
 
 def _missing_split(folder: str | os.PathLike[str], key: str) -> UserError:
     """Return the error for a split that is not there, with what is beside it."""
     path = Path(os.path.abspath(folder))
-    beside = sorted(each.name for each in path.parent.glob("[!.]*"))
-    if any(listing.is_image(os.fsencode(name)) for name in beside[:5]):
-        listing.list_folder(os.fsencode(path.parent), f"data.root={path.parent}", {})  # raises it
-    beside = [e for e in beside if e.endswith((".tar", ".csv")) or (path.parent / e).is_dir()]
-    if not beside:
-        return UserError(f"{key}={folder}: {path.parent} holds no folders; give that of the images")
-    given = f"{key}={folder}: there is no such folder"
-    splits = {listing.SPLITS.get(Path(each).stem.lower()): each for each in beside}
-    test = splits.get("test", "FOLDER") if key == "data.val" else "FOLDER"
-    cure = f"give {'data.val_fraction=0.2 to hold out 20 %, or ' * (key == 'data.val')}{key}={test}"
-    if f"data.{path.name}" == key:  # the default, which was hardly typed
-        given = f"data.root={Path(folder).parent}: has no {path.name}"
-    elif key != "data.root":
-        cure = f"give another {key}" + f", or {key}=. for all" * (splits.keys() == {None})
-    given += f"; {path.parent} holds {', '.join(beside[:5])}{', ...' * (len(beside) > 5)}: {cure}"
-    return UserError(f"{given}{did_you_mean(path.name, beside)}")
+    names = sorted(other.name for other in path.parent.glob("[!.]*"))
+    content = ", ".join([f"{len(names):,} files and folders", *names[:5]])
+    wrong = f"there is no such folder, .tar or .csv file; {path.parent} holds {content}"
+    cure = "give the splits with data.train and data.val, or hold out data.val_fraction=0.2"
+    return UserError(f"{key}={folder}", wrong, cure + did_you_mean(path.name, names))
+
+
+def _cached_scan(files: Sequence[str], origin: str) -> Scan:
+    """Read the cached scan of a split, or scan it; `origin`: key=value, for messages."""
+    digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
+    file = machine.default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
+    scan = _read_cache(file)
+    if scan is None:
+        started = time.time()
+        scan = _scan(files, origin)
+        last_change = scan.stamps[:, 0].max() / 1e9
+        if last_change < started - SETTLED_SECONDS:
+            _write_cache(file, scan)
+    return scan
 
 
 def _scan(files: Sequence[str], origin: str) -> Scan:
     """List the images of a split; `origin`: key=value, for messages."""
     others: listing.LeftOut = {}
     places: listing.Places = {}
-    if os.path.isdir(files[0]):
-        classes, listed = listing.list_folder(os.fsencode(files[0]), origin, others)
+    folder = files[0]
+    if os.path.isdir(folder):
+        classes, listed = listing.list_folder(os.fsencode(folder), origin, others)
         stamps = _stamps(listed)
     else:
+        folder = os.path.dirname(files[0])
         listed = list(map(os.fsencode, files))
         stamps = _stamps(listed)  # before reading: a file that changes meanwhile is read again
         if files[0].endswith(".tar"):
@@ -259,9 +300,15 @@ def _scan(files: Sequence[str], origin: str) -> Scan:
             classes, places = listing.list_tars(files, origin, others)
         else:
             classes = listing.read_list(files[0], origin)
-    left_out = np.array(os.fsencode(listing.count_left_out(others)))
-    table = _table(classes.values(), places)
-    return Scan(np.array(list(classes)), np.array(listed), stamps, left_out, *table)
+    left_out = listing.count_left_out(others)
+    return Scan(
+        np.array(list(classes)),
+        np.array(listed),
+        stamps,
+        np.array(os.fsencode(folder)),
+        np.array(os.fsencode(left_out)),
+        *_table(classes.values(), places),
+    )
 
 
 def _table(
@@ -269,9 +316,12 @@ def _table(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the paths, labels and places of the files of each class; without `places`, whole."""
     paths = list(chain.from_iterable(files))
-    labels = np.repeat(np.arange(len(files)), list(map(len, files)))
-    rows = list(map(places.__getitem__, paths)) if places else np.zeros((len(paths), 3))
-    return np.array(paths), labels, np.array(rows, np.int64)
+    counts = list(map(len, files))
+    labels = np.repeat(np.arange(len(files)), counts)
+    rows = np.zeros((len(paths), 3), np.int64)
+    if places:
+        rows[:] = list(map(places.__getitem__, paths))
+    return np.array(paths), labels, rows
 
 
 def _stamps(files: Sequence[bytes]) -> np.ndarray:
@@ -284,9 +334,10 @@ def _read_cache(file: Path) -> Scan | None:
     try:
         with np.load(file, allow_pickle=False) as stored:
             scan = Scan(**stored)
-        return scan if np.array_equal(_stamps(scan.listed.tolist()), scan.stamps) else None
+        unchanged = np.array_equal(_stamps(scan.listed.tolist()), scan.stamps)
     except Exception:  # numpy raises almost anything on a damaged file; or a folder is gone
         return None
+    return scan if unchanged else None
 
 
 def _write_cache(file: Path, scan: Scan) -> None:

@@ -42,7 +42,7 @@ THREADS = 16  # hide the latency of a network file system: 1,000 folders in sequ
 LOOSE = "in no class folder"
 HIDDEN = "hidden, or of the system"
 TWICE = "link to a folder that is listed, or to one around it"  # which holds all classes
-IRREGULAR = "no regular file"  # a pipe blocks the process that opens it; a link may lead nowhere
+IRREGULAR = "not a regular file"  # a pipe blocks the process that opens it; a link may lead nowhere
 BLOCK = 512  # bytes of a header in a tar file; two blocks of zeros end the file
 PADDING = 1 << 24  # most bytes of zeros at the end; tar pads to 10 kB, or what `-b` says
 LeftOut = dict[bytes, str]  # path of a file or folder that is not read -> reason
@@ -106,10 +106,9 @@ def count_left_out(left_out: LeftOut) -> str:
         by_reason[reason].append(path)
     commonest = sorted(by_reason, key=lambda reason: -len(by_reason[reason]))
     reasons = ", ".join(f"{reason} ({len(by_reason[reason]):,})" for reason in commonest[:5])
-    example = by_reason[commonest[0]][0]
-    found = f"{len(left_out):,} files or folders are not read: {reasons}"
-    told = f"{found}, such as {os.fsdecode(example)}; rename or convert what should be read"
-    return " ".join(told.split())
+    example = os.fsdecode(by_reason[commonest[0]][0])
+    text = f"{len(left_out):,} files or folders are not read: {reasons}, such as {example}"
+    return " ".join(f"{text}; rename or convert what should be read".split())
 
 
 def walk(top: bytes, left_out: LeftOut) -> Iterator[Listed]:
@@ -170,22 +169,21 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
     """
     top = next(walk(base, others))
     if not top.folders:
-        found = f"holds {len(top.files):,} files, and no folder for each class"
-        raise UserError(f"{origin}: {found}; put each image into <class>/, a folder in it")
+        wrong = f"holds {len(top.files):,} files, and no folder for each class"
+        raise UserError(origin, wrong, "put each image into <class>/, a folder in it")
     classes: Classes = {}
     listed = [base]
     with ThreadPoolExecutor(THREADS) as pool:
         contents = pool.map(partial(_list_class, base), top.folders)
         for name, content in zip(top.folders, contents, strict=True):
-            shown = os.fsdecode(name)
-            folder = f"{origin}: class folder {shown}"
+            folder = os.fsdecode(name)
             if not content.images:
-                told = count_left_out(content.left_out)
-                cure = f"fill it or remove it. {told}"
-                raise UserError(f"{folder} holds no images (.jpg, .png, ...); {cure}".rstrip(" ."))
-            if len(content.folders) > 1 and shown.lower() in SPLITS:
-                cure = "give data.train and data.val"
-                raise UserError(f"{folder} holds folders, as a split does; {cure}")
+                wrong = f"class folder {folder} holds no images (.jpg, .png, ...)"
+                cure = f"fill it or remove it. {count_left_out(content.left_out)}"
+                raise UserError(origin, wrong, cure.rstrip(" ."))
+            if len(content.folders) > 1 and folder.lower() in SPLITS:
+                wrong = f"class folder {folder} holds folders, as a split does"
+                raise UserError(origin, wrong, "give data.train and data.val")
             classes[name] = content.images
             listed += content.folders
             others |= content.left_out
@@ -216,39 +214,41 @@ def list_tars(files: Sequence[str], origin: str, others: LeftOut) -> tuple[Class
 
     Raises UserError if there is no image in a folder, or two tar files hold one of the same name.
     """
-    found: Places = {}
+    images: Places = {}
     with ThreadPoolExecutor(THREADS) as pool:
         for number, members in enumerate(pool.map(tar_members, files)):
-            _add_images(found, members, number, others)
-    if not found:
+            _add_images(images, members, number, others)
+    if not images:
+        wrong = "holds no <class>/<name> with the suffix of an image"
         cure = "python scripts/prepare.py SOURCE --to DIR converts other tar files"
-        raise UserError(f"{origin}: holds no <class>/<name> with the suffix of an image; {cure}")
+        raise UserError(origin, wrong, cure)
     # Folders around all class folders, such as train/, are no part of the names.
-    folders = set(map(os.path.dirname, found))
+    folders = set(map(os.path.dirname, images))
     outer = os.path.commonpath(set(map(os.path.dirname, folders)))
     classes: Classes = {}
     places: Places = {}
-    for whole in sorted(found):  # not the order of the classes: `-` sorts before `/`
-        path = whole.removeprefix(outer).lstrip(b"/")
+    for name in sorted(images):  # not the order of the classes: `-` sorts before `/`
+        path = name.removeprefix(outer).lstrip(b"/")
         label = path.split(b"/")[0]
         classes.setdefault(label, []).append(path)
-        places[path] = found[whole]
+        places[path] = images[name]
     return dict(sorted(classes.items())), places
 
 
-def _add_images(found: Places, members: Members, number: int, others: LeftOut) -> None:
-    """Add the images in folders of tar file `number` to `found`, and the rest to `others`."""
+def _add_images(images: Places, members: Members, number: int, others: LeftOut) -> None:
+    """Add the images in folders of tar file `number` to `images`, and the rest to `others`."""
     for name, place in members.items():
         reason = why_left_out(name)
-        if b"/" not in name:
-            others[name] = LOOSE
+        if b"/" not in name:  # beside the class folders, other files are about the dataset
+            if not reason:
+                others[name] = LOOSE
         elif reason:
             others[name] = reason
-        elif name in found:
-            shown = os.fsdecode(name)
-            raise UserError(f"{shown}: two of the tar files hold it; rename or remove one of them")
+        elif name in images:
+            wrong = "two of the tar files hold it"
+            raise UserError(os.fsdecode(name), wrong, "rename or remove one of them")
         else:
-            found[name] = (number, *place)
+            images[name] = (number, *place)
 
 
 def tar_members(path: str, start: int = 0, shown: str = "", length: int = sys.maxsize) -> Members:
@@ -279,8 +279,7 @@ def tar_members(path: str, start: int = 0, shown: str = "", length: int = sys.ma
     except DAMAGED as error:
         cure = "it may be damaged or compressed: download or copy it again, or pack it again "
         cure += "without compression and links (tar --dereference --hard-dereference)"
-        wrong = f"cannot be read at byte {at:,}: {error}"
-        raise UserError(f"{shown or path}: {wrong}; {cure}") from None
+        raise UserError(shown or path, f"cannot be read at byte {at:,}: {error}", cure) from None
     return members
 
 
@@ -327,7 +326,7 @@ def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
                 if cells:
                     yield rows.line_num, list(map(str.strip, cells))
         except csv.Error as error:
-            raise UserError(f"{path}: line {rows.line_num}: {error}; correct it") from None
+            raise UserError(f"{path}: line {rows.line_num}", str(error), "correct it") from None
 
 
 def read_list(path: str, origin: str) -> Classes:
@@ -344,7 +343,7 @@ def read_list(path: str, origin: str) -> Classes:
         cells = list(filter(None, row))
         if len(cells) != 2:
             wrong = f"line {line} is not path,label"
-            raise UserError(f"{origin}: {wrong}; write one image per line, as path,label")
+            raise UserError(origin, wrong, "write one image per line, as path,label")
         image, label = cells
         names_file = is_image(os.fsencode(image)) or os.path.exists(beside(image))
         if line == 1 and not names_file:
@@ -352,11 +351,11 @@ def read_list(path: str, origin: str) -> Classes:
         known = labels.setdefault(os.path.normpath(image), label)
         if known != label:
             wrong = f"line {line}: {image} is {label}, but {known} in an earlier line"
-            raise UserError(f"{origin}: {wrong}; give each image one label")
+            raise UserError(origin, wrong, "give each image one label")
         classes.setdefault(os.fsencode(label), []).append(os.fsencode(image))
     first = list(labels)[:100]
     if not any(map(os.path.exists, map(beside, first))):
         wrong = f"holds no images, or no file is at their paths, such as {', '.join(first[:1])}"
         cure = f"write lines path,label; a path is absolute, or relative to {beside('')}"
-        raise UserError(f"{origin}: {wrong}; {cure}")
+        raise UserError(origin, wrong, cure)
     return {label: sorted(classes[label]) for label in sorted(classes)}

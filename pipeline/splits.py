@@ -25,25 +25,12 @@ def held_out(data: DataConfig) -> HeldOut | None:
     """Return which images to hold out for validation; None if there is a validation split."""
     if data.val_fold:
         fold, folds = map(int, data.val_fold.split("/"))
-        return HeldOut(
-            origin=f"data.val_fold={fold}/{folds}",
-            start=(fold - 1) / folds,
-            stop=fold / folds,
-            fewest=folds,
-        )
+        start, stop = (fold - 1) / folds, fold / folds
+        return HeldOut(f"data.val_fold={fold}/{folds}", start, stop, fewest=folds)
     if data.val_fraction:
-        return HeldOut(
-            origin=f"data.val_fraction={data.val_fraction:g}",
-            start=0,
-            stop=data.val_fraction,
-            fewest=2,
-        )
+        origin = f"data.val_fraction={data.val_fraction:g}"
+        return HeldOut(origin, start=0, stop=data.val_fraction, fewest=2)
     return None
-
-
-def split_path(root: str | os.PathLike[str], name: str) -> Path:
-    """Return the path of a split; `find_storage` says what is there."""
-    return Path(root, name)
 
 
 def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str) -> None:
@@ -51,23 +38,18 @@ def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str)
 
     The folder need not exist. `origin`: what the user gave, for the message.
     """
-    if data.root is None or data.source == "fake":
+    if data.root is None:
         return
     root = Path(data.root).expanduser()
-    train_split = split_path(root, data.train)
-    val_split = split_path(root, data.val)
-    splits = [
-        train_split,
-        val_split,
-    ]
-    if held_out(data) and not find_storage(train_split):
+    splits = [root / data.train, root / data.val]
+    if held_out(data) and not find_storage(splits[0]):
         splits.append(root)  # it holds the class folders itself
     inner = Path(output).resolve()
     for split in splits:
         folder = split.resolve()
         if inner.is_relative_to(folder):
-            where = f"inside {folder}, where every folder is a class of images"
-            raise UserError(f"{origin}: is {where}; give a folder outside it")
+            wrong = f"is inside {folder}, where every folder is a class of images"
+            raise UserError(origin, wrong, "give a folder outside it")
 
 
 def load_splits(data: DataConfig) -> tuple[Index, Index]:
@@ -76,20 +58,20 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     If data.train equals data.val, only one split has to exist. Raises UserError if the folder or
     its content is wrong.
     """
-    root = Path(data.root or "").expanduser()
+    assert data.root is not None, "compose refuses it"
+    root = Path(data.root).expanduser()
     if root.is_file() and not find_storage(root):
-        remedy = "unpack a .zip or .tar.gz file first, and give the folder"
-        raise UserError(f"data.root={data.root}: is not a folder, .tar or .csv file; {remedy}")
+        wrong = "is not a folder, .tar or .csv file"
+        cure = "unpack a .zip or .tar.gz file first, and give the folder"
+        raise UserError(f"data.root={data.root}", wrong, cure)
     held = held_out(data)
     if held is not None:
         index = _load_undivided(root, data, held)
         train_rows, val_rows = hold_out(index, held)
-        train = index.rows(train_rows)
-        val = index.rows(val_rows)
-        return train, val
+        return index.rows(train_rows), index.rows(val_rows)
     # First data.val: evaluate.py gives it for both splits, and the error names this key.
-    val = load_index(split_path(root, data.val), key="data.val")
-    train = load_index(split_path(root, data.train), key="data.train")
+    val = load_index(root / data.val, key="data.val")
+    train = load_index(root / data.train, key="data.train")
     if train.classes != val.classes:
         raise _other_classes(train, val)
     return train, val
@@ -101,17 +83,17 @@ def _other_classes(train: Index, val: Index) -> UserError:
     there = set(train.classes)
     only_here = sorted(here - there)[:5]
     only_there = sorted(there - here)[:5]
-    found = f"only there: {only_there}; only here: {only_here}"
-    wrong = f"its classes are not those of {train.root}: {found}"
-    return UserError(f"data.val={val.root}: {wrong}; give both the same classes")
+    differences = f"only there: {only_there}; only here: {only_here}"
+    wrong = f"its classes are not those of {train.root} ({differences})"
+    return UserError(f"data.val={val.root}", wrong, "give both the same classes")
 
 
 def _load_undivided(root: Path, data: DataConfig, held: HeldOut) -> Index:
     """Load the images of which a part is held out: of data.train, or of data.root without it."""
-    val_split = split_path(root, data.val)
+    val_split = root / data.val
     if find_storage(val_split) or data.val != "val":
-        raise UserError(f"{held.origin}: excludes {val_split}; leave the key out, or move that")
-    train_split = split_path(root, data.train)
+        raise UserError(held.origin, f"excludes {val_split}", "leave the key out, or move that")
+    train_split = root / data.train
     if data.train == "train" and not find_storage(train_split):
         return load_index(root, key="data.root")
     return load_index(train_split, key="data.train")
@@ -133,7 +115,7 @@ def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
     for name, count, stop in zip(index.classes, counts, stops, strict=True):
         if count < held.fewest:
             wrong = f"class {name} has {count} of the {held.fewest} images that it needs"
-            raise UserError(f"{held.origin}: {wrong}; add images, or remove the class")
+            raise UserError(held.origin, wrong, "add images, or remove the class")
         low = round(held.start * count)
         high = round(held.stop * count)
         if low == 0:

@@ -67,7 +67,7 @@ from pipeline.feed import open_feed
 from pipeline.index import find_storage
 from pipeline.loader import TASK_ROWS, start_forkserver
 from pipeline.machine import cores_for_workers
-from pipeline.splits import refuse_inside, split_path
+from pipeline.splits import refuse_inside
 from scripts.lib.progress import with_progress
 from scripts.lib.trained import Trained, build_val, exit_status, open_trained, sorted_as_text
 
@@ -193,7 +193,7 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
         if not os.path.isabs(data.val):
             raise UserError("data.root is missing: give it, or data.val=/PATH (of <class>/*)")
         data = replace(data, root=str(Path(data.val).parent))
-    found = find_storage(split_path(os.path.expanduser(str(data.root)), data.val))
+    found = find_storage(Path(os.path.expanduser(str(data.root)), data.val))
     if data.source == "folder" and "data.val" in typed and not found and os.path.exists(data.val):
         data = replace(data, val=os.path.abspath(data.val))  # in the current folder
     if "data.val" in typed or ("data.root" in typed and found):  # not what the run has held out

@@ -53,7 +53,6 @@ DATA: dict[str, Callable[[Path], object]] = {
     "flat": flatten,
     "no-train": lambda root: (root / "train").rename(root / "Test"),
     "a-split": lambda root: (root / "val").rename(root / "train" / "Test"),
-    "roboflow": lambda root: (root / "val").rename(root / "Valid"),
     "only-a-file": leave_a_file,
     "no-dots": lambda root: (root / "val" / "dots").rename(root / "val" / "dot"),
     "empty": lambda root: [shutil.rmtree(path) for path in root.iterdir()],
@@ -134,7 +133,7 @@ RANK_MISTAKES = {
     "open('images/train/dots/03.jpg', 'ab').write(b'  ')": (
         rf"data\.train: is 36 images, .* on rank 1 and 36 images, .* on rank 0{SAME}"
     ),
-    "import shutil; shutil.rmtree('images/val')": r"data\.root=images: has no val; .*",
+    "import shutil; shutil.rmtree('images/val')": r"data\.val=images/val: there is no such .*",
 }
 """What is wrong on rank 1, and the message."""
 

@@ -31,6 +31,12 @@ def write_tar(
     return path
 
 
+def header_of(path: Path, number: int) -> int:
+    """Return where the header of a member begins."""
+    with tarfile.open(path) as tar:
+        return tar.getmembers()[number].offset
+
+
 def special(name: str, kind: bytes) -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, "a/1.jpg"
@@ -145,13 +151,45 @@ def test_a_damaged_file_is_refused(image_root: Path, tmp_path: Path) -> None:
     assert "it may be damaged or compressed" in refusal(damaged)
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_zeros_within_a_file_are_not_its_end(blocks: int, tmp_path: Path) -> None:
+    """tarfile would drop all images behind them; a second file that was appended, too."""
+    path = write_tar(tmp_path / "train.tar", *(f"a/{i}.jpg" for i in range(9)))
+    whole, start = path.read_bytes(), header_of(path, 4)
+    path.write_bytes(whole[:start] + bytes(512 * blocks) + whole[start + 512 * blocks :])
+    assert f"{path}: cannot be read at byte {start:,}: no header and no end" in refusal(path)
+    path.write_bytes(whole + whole)
+    assert "no header and no end" in refusal(path)
+    path.write_bytes(whole + bytes(512 * blocks))  # more padding, as `tar -b` writes
+    assert len(content(path)) == 9
+
+
+def test_a_member_of_negative_size_is_refused(tmp_path: Path) -> None:
+    """Older patch versions of Python read it for ever (cpython#130577)."""
+    path = write_tar(tmp_path / "train.tar", "a/1.jpg", "a/2.jpg")
+    whole, start = path.read_bytes(), header_of(path, 1)
+    header = bytearray(whole[start : start + 512])
+    header[124:136] = (-512).to_bytes(12, "big", signed=True)  # back to this header
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    path.write_bytes(whole[:start] + header + whole[start + 512 :])
+    assert f"{path}: cannot be read at byte {start:,}" in refusal(path)
+
+
 def test_refused_members(tmp_path: Path) -> None:
     path = tmp_path / "train.tar"
     for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
         write_tar(path, "a/1.jpg", special("a/2.jpg", kind))
         assert "a/2.jpg is a link; it may be damaged" in refusal(path)
+    write_tar(path, "a/1.jpg", "b/1.jpg", "./a/1.jpg")
+    assert "a second file has the name ./a/1.jpg; it may be damaged" in refusal(path)
     write_tar(path, "000.jpg", "000.cls")
     assert "holds no <class>/<name> with the suffix of an image; python" in refusal(path)
+    (tmp_path / "val").mkdir()
+    for number in range(2):
+        write_tar(tmp_path / "val" / f"{number}.tar", "a/1.jpg", f"b/{number}.jpg")
+    expected = "a/1.jpg: two of the tar files hold it; rename or remove one of them"
+    assert refusal(tmp_path / "val") == expected
 
 
 def test_a_folder_comes_before_a_tar_file_and_a_list(tmp_path: Path) -> None:
@@ -164,7 +202,10 @@ def test_a_folder_comes_before_a_tar_file_and_a_list(tmp_path: Path) -> None:
     assert content(tmp_path / "train.tar") == [("a/1.jpg", b"a/1.jpg")]
     shutil.rmtree(tmp_path / "train")
     assert content(tmp_path / "train") == [("a/1.jpg", b"a/1.jpg")]
-    assert "there is no such folder" in refusal(tmp_path / "val")
+    beside = f"{tmp_path} holds 2 files and folders, train.csv, train.tar; give the splits with"
+    wrong = f"there is no such folder, .tar or .csv file; {beside} data.train"
+    assert refusal(tmp_path / "trani").startswith(f"data.train={tmp_path}/trani: {wrong}")
+    assert refusal(tmp_path / "trani.tar").endswith("; did you mean train.tar?")
 
 
 def test_list_with_other_folders_and_wrong_lists(tmp_path: Path) -> None:
@@ -175,10 +216,23 @@ def test_list_with_other_folders_and_wrong_lists(tmp_path: Path) -> None:
     assert index.classes == ("a b", "z") and [data for _, data in content_of(index)] == [JPEG] * 2
     for text, says in (
         ("image,Target\n", "holds no images"),  # no class of that name
-        ("1.jpg,a\n2.jpg;a\n", "line 2 is not path,label; write one image per line, and separate"),
+        ("1.jpg,a\n2.jpg;a\n", "line 2 is not path,label; write one image per line, as path,label"),
         ("1.jpg,\n", "line 1 is not path,label"),
-        ("a,1.jpg\n" * 2, f"such as a; write absolute ones, or relative to {tmp_path}; or ex"),
+        ("x,1.jpg\na,1.jpg", "no file is at their paths, such as a; write lines path,label; a"),
+        ("1.jpg,a\n2.jpg,b\n./1.jpg,b", "line 3: ./1.jpg is b, but a in an earlier line; give"),
         ("1.jpg,a\n\0.jpg,a\n", "train.csv: line 2: a NUL character; correct it"),
     ):
         (tmp_path / "train.csv").write_text(text)
         assert says in refusal(tmp_path / "train")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_only_regular_files_of_a_list_are_read(kind: str, tmp_path: Path) -> None:
+    """A pipe would block the process, a device may have no end."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "train.csv").write_text(f"{kind},a\n")
+    index = load_index(tmp_path / "train", key="data.train")
+    with pytest.raises(OSError, match=r"not a regular file|Is a directory"):
+        index.read(0)

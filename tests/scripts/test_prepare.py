@@ -289,7 +289,7 @@ FORMATS: dict[str, Format] = {
         BOTH | {NOT_UTF8: jpeg(0)},
     ),
 }
-LEFT_OUT = "3 files or folders are not read: .heic (1), @eaDir (1), __MACOSX (1), such as "
+LEFT_OUT = "3 files or folders are not read: hidden, or of the system (2), .heic (1), such as "
 NOTES = {
     "folders": LEFT_OUT,
     "a tar": LEFT_OUT,
