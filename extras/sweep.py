@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
-from subprocess import DEVNULL, PIPE, STDOUT, Popen
+from subprocess import DEVNULL, Popen
 from typing import Any
 
 from hydra import initialize_config_module
@@ -39,7 +39,7 @@ from conf.named import ROOT
 from conf.overrides import read_overrides
 from conf.schema import FIELDS, NAMES, Config, group_names
 from conf.start import handle_stops, stop_with_parent
-from conf.terminal import duration, styled
+from conf.terminal import duration
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
 MAX_JOBS = 10_000
@@ -106,7 +106,7 @@ class Sweep:
         """
         count = 0 if self.sweeper else math.prod(map(len, self.columns))
         script = os.path.abspath(sys.argv[0])
-        run_job = partial(_run_job, script, self.fixed, count, told=set(), took=[])
+        run_job = partial(_run_job, script, self.fixed, count, took=[])
         quiet = [{f"override hydra/{each}_logging": "disabled"} for each in ("job", "hydra")]
         own = {"sweep": {"dir": str(self.folder), "subdir": "."}, "output_subdir": None}
         ConfigStore.instance().store("sweep", {"defaults": [*quiet, "_self_"], "hydra": own})
@@ -188,9 +188,7 @@ def _values(text: str) -> list[str]:
     return found
 
 
-def _run_job(
-    script: str, fixed: list[str], count: int, _: Any, *, told: set[str], took: list[float]
-) -> float:
+def _run_job(script: str, fixed: list[str], count: int, _: Any, *, took: list[float]) -> float:
     """Run the job of Hydra, unless its run has finished; return its score. A mistake ends all."""
     number, job = HydraConfig.get().job.num + 1, HydraConfig.get().overrides.task
     job = [word.lstrip("+") for word in job]
@@ -201,43 +199,31 @@ def _run_job(
     name, left = f"job {number:,}{f' of {count:,}' if count else ''}", ""
     if took and count:
         left = f", about {duration(mean(took) * (count + 1 - number))} left for the sweep"
-    print(styled(f"{name}{left}: {' '.join(job)}", sys.stdout))
-    print(f"    {'finished' if done else 'run':<9} {config.run.dir}", flush=True)
-    if not done:
-        began = time.monotonic()
-        status = _run_child([sys.executable, script, *overrides], told)
-        took.append(time.monotonic() - began)
-        if status == 2 or status > 128:
-            cure = "run the same command again to continue" if status > 2 else "correct the command"
-            print(styled(f"sweep stopped in {name}; {cure}", sys.stdout))
-            sys.exit(status)
-        if status != 0:
-            return WORST
-    return _result(config)[0]
+    print(f"{name}{left}: {' '.join(job)}", flush=True)
+    if done:
+        print(f"finished  {config.run.dir}")
+        return _result(config)[0]
+    began = time.monotonic()
+    status = _run_child([sys.executable, script, *overrides])
+    took.append(time.monotonic() - began)
+    if status == 2 or status > 128:
+        cure = "run the same command again to continue" if status > 2 else "correct the command"
+        print(f"sweep stopped in {name}; {cure}")
+        sys.exit(status)
+    return WORST if status else _result(config)[0]
 
 
-def _run_child(command: Sequence[str], told: set[str]) -> int:
-    """Run a process, indent what it prints, and pass on stop signals; 128 + signal after one."""
+def _run_child(command: Sequence[str]) -> int:
+    """Run a process, and pass on stop signals to it; return its status, 128 + signal after one."""
 
     def begin() -> None:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit sends it to all processes
         stop_with_parent()
 
     # In a process group of its own, else the terminal would send it Ctrl-C a second time.
-    given: Any = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT, "process_group": 0}
-    given["env"] = os.environ | ({"SWEEP_ON_TERMINAL": "1"} if sys.stdout.isatty() else {})
-    child: Any = Popen(command, **given, preexec_fn=begin)
+    child = Popen(command, stdin=DEVNULL, process_group=0, preexec_fn=begin)
     with child, handle_stops(lambda number, _: child.send_signal(number)):
         try:
-            in_plan, rest = True, b""  # in the plan until a line is indented
-            while chunk := child.stdout.read1() or (rest and b"\n"):
-                *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)
-                for line in (each.decode(errors="replace") for each in lines):
-                    in_plan &= not line[0].isspace()
-                    repeats = in_plan and line in told and not line.startswith(("state", "history"))
-                    if not repeats:
-                        print(f"    {line.rstrip()}".rstrip(), end=line[-1], flush=True)
-                    told.add(line)
             status = child.wait()
         finally:  # submitit ends this process before the time limit of Slurm
             child.terminate()

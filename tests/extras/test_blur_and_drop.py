@@ -54,7 +54,7 @@ def test_weights_are_those_of_the_plain_model() -> None:
     more, states = {"zero_init_residual": True}, []
     for name, given in (("resnet18", more), (NAME, args | more)):
         torch.manual_seed(0)
-        model = models.build(name, num_classes=5, image_size=64, in_channels=5, args=given)
+        model = models.build(name, num_classes=5, image_size=64, args=given)
         states.append(model.state_dict())
     assert list(states[0]) == list(states[1]) and same(*states)
 

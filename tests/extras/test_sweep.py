@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from conf import cli
-from extras.sweep import MOST, WORST, Sweep, _run_child
+from extras.sweep import MOST, WORST, Sweep
 from scripts import report
 from tests.conf.refused import refusal
 from tests.helpers.processes import ROOT, Started, needs_linux, wait_for
@@ -71,7 +71,7 @@ config = cli.parse(sys.argv[1:], script="train.py", purpose="")
 with open("started", "a") as file:
     print(config.train.seed, file=file)
 seed = config.train.seed
-print("run       " + config.run.dir, "data ", "steps %d" % (seed // 2), "  row", sep="\\n", flush=1)
+print("run       " + config.run.dir, "steps %d" % (seed // 2), sep="\\n", flush=1)
 print("end", file=sys.stderr)  # as a warning
 status = json.loads(Path("outcomes").read_text())[seed]
 if status == 0:
@@ -131,8 +131,8 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
     (own,) = (tmp_path / "runs").glob("sweep,train.seed,*")
     assert "job 2 of 3, about 0:0" in out and "job 3 of 3, about 0:0" in out
     assert out.partition(" left for the sweep: train.seed=2\n")[2].splitlines() == [
-        f"    run       runs/{third}",
-        *("    steps 1", "      row", "    end"),  # what an earlier plan has is not repeated
+        f"run       runs/{third}",
+        *("steps 1", "end"),
         "best top1, %, the best job first:",
         *("    52.00  train.seed=2", "    50.00  train.seed=0", "no result  train.seed=1"),
         "    51.00  mean of 2 best values, standard deviation 1.41",
@@ -144,21 +144,6 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
     # Finished jobs are not started again, and a signal to a job ends the sweep.
     assert sweep(tmp_path, [0, -signal.SIGTERM, 0, 0])[:2] == (143, ["1"])
     assert sweep(tmp_path, [0, 0, 0])[:2] == (0, ["1"])
-
-
-def test_a_job_of_a_sweep_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """It prints the live line, which the next one replaces, and bold labels and validations."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    code = "from engine.log.console import say\nsay('step 1 of 2', end='\\r')\n"
-    code += "say(' 2  validation: top5', 'note      a', 'row')"
-    assert _run_child([sys.executable, "-c", code], set()) == 0
-    live, *lines = capsys.readouterr().out.split("\33[K    ")[1:]
-    bold = ["\33[1m 2  validation: top5\33[0m\n", "\33[1mnote      \33[0ma\n"]
-    assert (live, lines) == ("step 1 of 2\r", [*bold, "row\n"])
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    assert _run_child([sys.executable, "-c", code], set()) == 0
-    assert capsys.readouterr().out == "     2  validation: top5\n    note      a\n    row\n"
 
 
 def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
