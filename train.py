@@ -55,7 +55,7 @@ from engine.log.runlog import RunLog
 from engine.log.tracker import Tracker
 from engine.losses import Criterion, Loss, build_criterion, class_weights
 from engine.memory import explain_limit, fit_memory
-from engine.metrics import BestBy, Values, add_values
+from engine.metrics import Metrics, Values
 from engine.optim import build_optimizer
 from engine.run import Run, checkpoint_metadata
 from engine.schedule import Schedule, make_schedule
@@ -264,10 +264,14 @@ def validate(log: RunLog, stop: StopSignal) -> None:
             result, *raw_results = evaluate(networks, validation_values, batches, log.world)
         if result.images < len(feed.datasets.val):
             return  # a signal has ended it
-        row = {"step": state.step, "epoch": log.schedule.epoch(state.step), **result.values()}
+        row = {
+            "step": state.step,
+            "epoch": log.schedule.epoch(state.step),
+            **result.values(log.metrics),
+        }
         for raw in raw_results:
-            row |= {f"{name}_raw": value for name, value in raw.values().items()}
-        best = log.best_by.prefers(row, state.best_validation)
+            row |= {f"{name}_raw": value for name, value in raw.values(log.metrics).items()}
+        best = log.metrics.best_by.prefers(row, state.best_validation)
         state.last_validation = row
         if best:
             state.best_validation = row
@@ -327,7 +331,7 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
     if config.loader.workers != 0:
         start_forkserver()  # it imports what workers need, while this process builds
     with world.shared_errors():
-        add_values(config.log.values)
+        metrics = Metrics.of(config)
         datasets = build_datasets(config, world.device, identity.get("decode_mode"))
         schedule = make_schedule(config, len(datasets.train), world, identity)
         compute = choose_compute(config, datasets, schedule, world.device)
@@ -339,7 +343,7 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
     with compute.autocast():
         example = Batch.zeros(datasets.train.fields, world.device)
         (dry_run,) = evaluate([state.model], validation_values, [example], world)
-    BestBy.of(config.train.best_by).check(dry_run.rows)
+    metrics.best_by.check(metrics.functions(dry_run.rows))
     with world.shared_errors():
         datasets.create_files()  # such as synthetic images, which a dataset draws
     return Parts(datasets, schedule, compute, loss_fn, state)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from conf.errors import UserError, did_you_mean
 from conf.named import import_object
+from conf.schema import Config
 
 Values = dict[str, Tensor]  # name -> tensor on the device; those of a step, float [], are logged
 Compute = Callable[[], float | Tensor]
@@ -29,7 +30,7 @@ class Metric:
     form: str = ".4g"  # how Python formats it
     unit: str = ""  # what follows the number
     lower_is_better: bool = False
-    console: bool = True  # whether the console shows it; without an entry here, see `metric_of`
+    console: bool = True  # whether the console shows it; without an entry, see `Metrics`
     # For a value that is not a mean over the images: called once per validation with its
     # `inputs`, [N, ...] over the whole split in its order, on the CPU
     compute: Callable[..., float] | None = None
@@ -63,76 +64,79 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def add_values(tables: Iterable[str]) -> None:
-    """Add the tables that log.values names to METRICS."""
-    for name in tables:
-        METRICS.update(import_object(name, "log.values"))
-
-
-def value_functions(rows: Mapping[str, Tensor]) -> dict[str, Compute]:
-    """Return what computes each value of a validation, by name: its `compute`, or a mean.
-
-    A `compute` needs all of its inputs. An input is not averaged, unless METRICS has it.
-    """
-    inputs = {"confidence", "score"}
-    computed: dict[str, Compute] = {}
-    for name, metric in METRICS.items():
-        inputs.update(metric.inputs)
-        if metric.compute and rows.keys() >= set(metric.inputs):
-            arguments = map(rows.__getitem__, metric.inputs)
-            computed[name] = partial(metric.compute, *arguments)
-    averaged = METRICS.keys() | (rows.keys() - inputs)
-    values: dict[str, Compute] = {}
-    for name, row in rows.items():
-        is_number = row.ndim == 1 and row.is_floating_point()
-        if name in averaged and is_number:
-            values[name] = partial(torch.mean, row, dtype=torch.float64)
-    return values | computed
-
-
-def metric_of(name: str) -> Metric:
-    """Return the entry of a value. By default, a name with a slash is not shown on the console."""
-    return METRICS.get(name, Metric(console="/" not in name))
-
-
-def format_value(name: str, number: float) -> str:
-    """Return a value as text, such as `top1 76.13 %`."""
-    metric = metric_of(name)
-    return f"{name} {number:{metric.form}}{metric.unit}"
-
-
 @dataclass(frozen=True)
 class BestBy:
-    """The value by which the best checkpoint is chosen: train.best_by."""
+    """The value by which the best checkpoint is chosen: train.best_by without its sign."""
 
     name: str
     lower_is_better: bool
 
-    @classmethod
-    def of(cls, text: str) -> "BestBy":
-        """Read train.best_by: `top1`, or `-loss` if lower is better. Raises UserError."""
-        best_by = cls(text.removeprefix("-"), text.startswith("-"))
-        known = METRICS.get(best_by.name, best_by)
-        if known.lower_is_better and not best_by.lower_is_better:
-            raise UserError(f"train.best_by={text}: lower is better; give -{text}")
-        if best_by.lower_is_better and not known.lower_is_better:
-            raise UserError(f"train.best_by={text}: higher is better; give {best_by.name}")
-        return best_by
-
-    def check(self, rows: Mapping[str, Tensor]) -> None:
-        """Refuse a value that is not among those of a validation with these rows."""
-        names = value_functions(rows)
-        if self.name not in names:
-            cure = f"give one of {', '.join(names)}, with - in front if lower is better"
-            wrong = "a validation has no such value"
-            hint = did_you_mean(self.name, names)
-            raise UserError(f"train.best_by: {self.name}: {wrong}; {cure}{hint}")
+    def check(self, names: Iterable[str]) -> None:
+        """Refuse a value that is not among those of a validation."""
+        known = list(names)
+        if self.name not in known:
+            cure = f"give one of {', '.join(known)}, with - in front if lower is better"
+            hint = did_you_mean(self.name, known)
+            raise UserError(
+                f"train.best_by: {self.name}", "a validation has no such value", cure + hint
+            )
 
     def prefers(self, row: Mapping[str, float], best: Mapping[str, float]) -> bool:
-        """Whether a validation is better than the best one so far. A NaN is worse than any."""
+        """Whether a validation replaces the best one so far, which may be empty or NaN."""
         new, old = row[self.name], best.get(self.name, math.nan)
         if math.isnan(old):
             return True
         if self.lower_is_better:
             return new < old
         return new > old
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The named values of a run, and the one that chooses its best checkpoint."""
+
+    entries: dict[str, Metric]  # METRICS, and the tables that log.values names
+    best_by: BestBy
+
+    @classmethod
+    def of(cls, config: Config) -> "Metrics":
+        """Raises UserError if a table is missing, or if train.best_by has the wrong sign."""
+        entries = dict(METRICS)
+        for table in config.log.values:
+            entries |= import_object(table, "log.values")
+        text = config.train.best_by
+        best_by = BestBy(text.removeprefix("-"), text.startswith("-"))
+        known = entries.get(best_by.name)
+        if known is not None and known.lower_is_better != best_by.lower_is_better:
+            cure = "- in front means that lower is better: add or remove it"
+            raise UserError(f"train.best_by={text}", "has the wrong sign", cure)
+        return cls(entries, best_by)
+
+    def __getitem__(self, name: str) -> Metric:
+        """Return an entry. By default, a name with a slash is not shown on the console."""
+        return self.entries.get(name, Metric(console="/" not in name))
+
+    def text(self, name: str, number: float) -> str:
+        """Return a value as text, such as `top1 76.13 %`."""
+        metric = self[name]
+        return f"{name} {number:{metric.form}}{metric.unit}"
+
+    def functions(self, rows: Mapping[str, Tensor]) -> dict[str, Compute]:
+        """Return what computes each value of a validation, by name: its `compute`, or a mean.
+
+        A `compute` needs all of its inputs. An input is not averaged, unless it has an entry.
+        """
+        inputs = {"confidence", "score"}
+        computed: dict[str, Compute] = {}
+        for name, metric in self.entries.items():
+            inputs.update(metric.inputs)
+            if metric.compute and rows.keys() >= set(metric.inputs):
+                arguments = map(rows.__getitem__, metric.inputs)
+                computed[name] = partial(metric.compute, *arguments)
+        inputs -= self.entries.keys()
+        values: dict[str, Compute] = {}
+        for name, row in rows.items():
+            is_number = row.ndim == 1 and row.is_floating_point()
+            if is_number and name not in inputs:
+                values[name] = partial(torch.mean, row, dtype=torch.float64)
+        return values | computed

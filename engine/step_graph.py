@@ -53,7 +53,7 @@ class StepGraph(AbstractContextManager["StepGraph"]):
     def __post_init__(self) -> None:
         has_ddp = isinstance(self.network, DistributedDataParallel)
         on_gpu = next(self.network.parameters()).is_cuda
-        self.disabled_reason = None if on_gpu else "it is only for CUDA"  # why there is no graph
+        self.disabled_reason = "" if on_gpu else "it is only for CUDA"  # why there is no graph
         self.steps_before_capture = STEPS_BEFORE_CAPTURE_DDP if has_ddp else STEPS_BEFORE_CAPTURE
         self._needed = 0  # bytes of a step, beyond what is allocated between steps
         self._steps = 0  # so far, on a GPU; `reset` lowers it, which delays the next capture
@@ -73,7 +73,7 @@ class StepGraph(AbstractContextManager["StepGraph"]):
     def __call__(self, batch: Batch) -> Values:
         """Train on a batch. The next step overwrites the values that are returned."""
         self.before_step(batch.step)
-        if self.disabled_reason is not None:
+        if self.disabled_reason:
             return self.step_function(batch)
         self._steps += 1
         if self._captured is None and self._steps > self.steps_before_capture:

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 import models
 from engine.distributed import World
-from engine.metrics import value_functions
+from engine.metrics import Metrics
 from engine.stop_signal import StopSignal
 from pipeline.batch import Batch
 from pipeline.feed import Feed
 
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.
-`engine.metrics.value_functions` makes the values of a validation from them."""
+`engine.metrics.Metrics.functions` makes the values of a validation from them."""
 Rows = dict[str, Tensor]
 """What `Measure` has returned for all samples of a split, in its order, [N, ...]."""
 
@@ -26,9 +26,10 @@ class Validation(NamedTuple):
     images: int  # number of samples
     rows: Rows  # the values of all samples, on the CPU
 
-    def values(self) -> dict[str, float]:
+    def values(self, metrics: Metrics) -> dict[str, float]:
         """Return the means of the rows, and what `Metric.compute` gives for them."""
-        return {name: float(compute()) for name, compute in value_functions(self.rows).items()}
+        functions = metrics.functions(self.rows)
+        return {name: float(compute()) for name, compute in functions.items()}
 
 
 @torch.no_grad()

@@ -25,9 +25,8 @@ import numpy as np
 
 from conf.errors import UserError
 from conf.schema import DATA_FOLDERS
-from engine.log.observer import Observer
-from engine.log.runlog import RunLog
-from engine.metrics import BestBy, format_value, metric_of
+from engine.log.observer import ObservedRun, Observer
+from engine.metrics import BestBy
 
 GOOD_SIGMAS = 1.96  # at the end: 19 of 20 good runs are within
 SIGMAS = 3  # of a validation that is far too low
@@ -50,19 +49,21 @@ class Expectation(Observer):
     A run that continues another one, or had other values at first, is not compared.
     """
 
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: ObservedRun) -> None:
         self.log = log
         datasets = log.datasets
-        expect: dict[str, Any] = log.run.config.expect or dict.fromkeys(FACTS)
+        expect: dict[str, Any] = log.config.expect or dict.fromkeys(FACTS)
         if missing := [name for name in FACTS if name not in expect]:
             raise UserError(f"expect: no {missing[0]}; add it to this node of the recipe's file")
         # A typed train.best_by, such as macro_f1, is still a run of the recipe.
-        self._value = log.best_by if log.best_by.name in expect else BestBy.of("top1")
-        self._schedule, changed = log.schedule, log.run.config.changed
+        self._value = log.metrics.best_by
+        if self._value.name not in expect:
+            self._value = BestBy("top1", lower_is_better=False)
+        self._schedule, changed = log.schedule, log.config.changed
         self._changed = {key: value for key, value in changed.items() if key not in LEFT_OUT}
         format = "lossless" if datasets.train.name(0).lower().endswith(LOSSLESS) else "JPEG"
         data = len(datasets.classes), len(datasets.train), len(datasets.val), format
-        same_data = (log.run.config.recipe, *data) == tuple(expect[n] for n in ("recipe", *DATA))
+        same_data = (log.config.recipe, *data) == tuple(expect[n] for n in ("recipe", *DATA))
         same_norm = log.schedule.fitted_micro_batch is None  # BatchNorm over all images of a step
         same_run = same_data and same_norm and not log.state.history and self._value.name in expect
         # With another optimiser, the curve still shows a mistake in the images or the model.
@@ -96,11 +97,12 @@ class Expectation(Observer):
         epoch = self._schedule.epochs_ended(row["step"])
         changed = ", ".join(f"{key}={value}" for key, value in self._changed.items())
         differs = f"what differs from the recipe ({changed})" if changed else "your code changes"
+        text = self.log.metrics.text
         self.log.tracker.print(
-            f"warning   {format_value(name, row[name])} after epoch {epoch} is worse than the "
+            f"warning   {text(name, row[name])} after epoch {epoch} is worse than the "
             f"{SIGMAS} sigma limit of this recipe, {band[side]:.4g} ({self._curve['runs']} runs "
             f"reached {mean:.4g} +/- {self._curve['std'][epoch - 1]:.2g}), and so was the previous "
-            f"validation, {format_value(name, previous[name])}: check the labels and {differs}; "
+            f"validation, {text(name, previous[name])}: check the labels and {differs}; "
             "training continues, Ctrl-C stops it"
         )
         return columns
@@ -131,7 +133,7 @@ class Expectation(Observer):
                 verdict, text = "within", f"within {expected:g} +/- {spread:.2g} ({source})"
         facts = {key: value for key, value in self._final.items() if key != "reference"}
         compared = {"spread": spread, "difference": difference, "verdict": verdict}
-        line = f"recipe    {format_value(name, row[name])}: {text}"
+        line = f"recipe    {self.log.metrics.text(name, row[name])}: {text}"
         return found | {"expectation": {"value": name, **facts, **compared, "line": line}}
 
     def _band(self, step: int, sigmas: float) -> tuple[float, float, float] | None:
@@ -141,7 +143,7 @@ class Expectation(Observer):
             return None
         mean, std = means[epoch - 1], self._curve["std"][epoch - 1]
         width = half_width(max(std, MIN_STD), self._curve["runs"], sigmas)
-        highest = 100.0 if metric_of(self._value.name).unit == " %" else math.inf
+        highest = 100.0 if self.log.metrics[self._value.name].unit == " %" else math.inf
         return mean, max(0.0, mean - width), min(highest, mean + width)
 
 

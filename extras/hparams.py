@@ -14,7 +14,7 @@ class HParams(Observer):
     """Writes the row at each validation, with the best value so far. A resumed run has one row."""
 
     def validated(self, row: Mapping[str, Any], rows: Any) -> None:
-        config, name = self.log.run.config, self.log.best_by.name
+        config, name = self.log.config, self.log.metrics.best_by.name
         keys = {"recipe": config.recipe, **result_keys(config)}
 
         def add(board: Any) -> None:
@@ -25,4 +25,4 @@ class HParams(Observer):
             board.file_writer.add_summary(hparams(typed, {})[1])
             board.add_scalar(f"best/{name}", self.log.state.best_validation[name], row["step"])
 
-        self.log.tracker.board("HPARAMS", add)
+        self.log.tracker.write_board("HPARAMS", add)

@@ -13,22 +13,21 @@ from typing import Any
 
 from conf.schema import result_keys
 from engine.files import replace_file
-from engine.log.observer import Observer
-from engine.log.runlog import RunLog
+from engine.log.observer import ObservedRun, Observer
 from engine.log.tracker import curves
 
 
 class MLflow(Observer):
     """Starts a run of MLflow, or continues the one whose ID is in the run directory."""
 
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: ObservedRun) -> None:
         for name, value in {"MAX_RETRIES": "2", "TIMEOUT": "10"}.items():  # else it waits 4 minutes
             os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{name}", value)
         import mlflow  # without it, there is a warning
 
-        self.mlflow, path, config = mlflow, log.run.path / "mlflow", log.run.config
+        self.mlflow, path, config = mlflow, log.path / "mlflow", log.config
         known = path.read_text("utf-8") if path.exists() else None
-        run = mlflow.start_run(known, run_name=log.run.path.resolve().name).info
+        run = mlflow.start_run(known, run_name=log.path.resolve().name).info
         if known is None:  # a parameter never changes in MLflow
             mlflow.log_params({"recipe": config.recipe, **result_keys(config)})
             replace_file(path, run.run_id)

@@ -35,9 +35,9 @@ class Pictures(Observer):
         if rows.keys() >= COLUMNS:
             data, log, step = self.log.datasets, self.log, row["step"]
             found = Predictions(rows, data.classes, data.val)
-            log.tracker.images(found.draw, step)
+            log.tracker.write_images(found.draw, step)
             if log.state.best_validation.get("step") == step:
-                folder = log.run.path / "evaluation"
+                folder = log.path / "evaluation"
                 folder.mkdir(exist_ok=True)
                 write_json(folder / "evaluation.json", {**row, **found.write(folder)})
 

@@ -11,8 +11,7 @@ from torch.profiler import profile
 
 from conf.errors import UserError
 from engine.files import replace_file
-from engine.log.observer import Observer
-from engine.log.runlog import RunLog
+from engine.log.observer import ObservedRun, Observer
 
 
 class Profiler(Observer):
@@ -22,7 +21,7 @@ class Profiler(Observer):
     error interrupts is not written.
     """
 
-    def __init__(self, log: RunLog, *, first: int = 100, last: int = 110) -> None:
+    def __init__(self, log: ObservedRun, *, first: int = 100, last: int = 110) -> None:
         steps = log.schedule.stop_step
         if not 0 <= first <= last or first >= steps:
             raise UserError(
@@ -54,7 +53,7 @@ class Profiler(Observer):
     def _write(self) -> None:
         found, on_gpu = self._profile, self.log.world.device.type == "cuda"
         self.close()
-        path = self.log.run.path / "profile" / f"steps-{self.first}-{self.last}.json.gz"
+        path = self.log.path / "profile" / f"steps-{self.first}-{self.last}.json.gz"
         path.parent.mkdir(exist_ok=True)
         column = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         table = found.key_averages().table(sort_by=column, row_limit=10, max_name_column_width=60)

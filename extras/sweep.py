@@ -126,12 +126,12 @@ class Sweep:
 
     def _print_table(self) -> int:
         """Print the best value of each job, and means over REPEATS; return 0 if all finished."""
-        from engine.metrics import add_values, metric_of  # imports torch
+        from engine.metrics import Metrics  # imports torch
 
         config = next(iter(self.jobs.values()))
-        add_values(config.log.values)
-        by, up = config.train.best_by.removeprefix("-"), config.train.best_by[0] != "-"
-        form, unit = metric_of(by).form, metric_of(by).unit.replace(" ", ", ")
+        metrics = Metrics.of(config)
+        by, lower = metrics.best_by.name, metrics.best_by.lower_is_better
+        form, unit = metrics[by].form, metrics[by].unit.replace(" ", ", ")
         rows, repeats = [], defaultdict(list)
         widths = [max(map(len, column)) for column in self.columns]
         for job in itertools.product(*self.columns):
@@ -145,7 +145,7 @@ class Sweep:
         rows.sort(key=lambda row: row[0])
         print(f"best {by}{unit}, the best job first:")
         print(*(text for *_, text, _ in rows), sep="\n")
-        for fixed, found in sorted(repeats.items(), key=lambda r: mean(r[1]), reverse=up):
+        for fixed, found in sorted(repeats.items(), key=lambda r: mean(r[1]), reverse=not lower):
             if len(found) > 1:
                 spread = f"standard deviation {stdev(found):{form}}"
                 print(f"{mean(found):9{form}}  mean of {len(found)} best values, {spread}{fixed}")

@@ -13,18 +13,17 @@ from typing import Any
 
 from conf.schema import result_keys
 from engine.files import replace_file
-from engine.log.observer import Observer
-from engine.log.runlog import RunLog
+from engine.log.observer import ObservedRun, Observer
 from engine.log.tracker import curves
 
 
 class WandB(Observer):
     """Starts the run whose ID is in the run directory, or continues it, and sends each row."""
 
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: ObservedRun) -> None:
         from wandb import Settings, init, setup  # without it, there is a warning
 
-        folder, config = log.run.path, log.run.config
+        folder, config = log.path, log.config
         path = folder / "wandb" / "id"
         path.parent.mkdir(exist_ok=True)
         if not path.exists():

@@ -56,7 +56,7 @@ from engine.distributed import World, join_world
 from engine.files import write_json
 from engine.log.console import say
 from engine.log.observer import named_observers
-from engine.metrics import METRICS, Metric, add_values, format_value
+from engine.metrics import Metric, Metrics
 from engine.schedule import make_schedule
 from engine.validation import Rows, evaluate
 from pipeline.batch import LABEL, Batch
@@ -71,7 +71,6 @@ from pipeline.splits import refuse_inside
 from scripts.lib.progress import with_progress
 from scripts.lib.trained import Trained, build_val, exit_status, open_trained, sorted_as_text
 
-METRICS["top1_real"] = Metric(".2f", " %")
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
 
 
@@ -123,7 +122,7 @@ def run(
     cannot be read.
     """
     config, device, loader = trained.config, world.device, trained.config.loader
-    add_values(config.log.values)
+    metrics = Metrics.of(config)
     micro_batches = make_schedule(config, loader.batch_size, world).micro_batches
     precision = choose_precision(config.train.precision, device)
     set_up_kernels(deterministic=config.train.deterministic, precision=precision)
@@ -156,7 +155,7 @@ def run(
         # As in the run: sums depend on it in the last digits.
         parted = (part for batch in batches for part in batch.split(micro_batches))
         (validation,) = evaluate([model], measure, parted, world)
-    values, rows = validation.values(), validation.rows
+    values, rows = validation.values(metrics), validation.rows
     if labels is not None:
         pairs = zip(rows["prediction"].tolist(), labels, strict=True)
         hits = [place >= 0 and places[place] in known for place, known in pairs if known]
@@ -293,7 +292,9 @@ def name_of(trained: Trained) -> str:
 
 
 def print_result(found: Evaluated, folder: Path) -> None:
-    results = ", ".join(format_value(name, value) for name, value in found.values.items())
+    metrics = Metrics.of(found.trained.config)
+    metrics.entries["top1_real"] = Metric(".2f", " %")
+    results = ", ".join(metrics.text(name, value) for name, value in found.values.items())
     images, seconds = found.summary["images"], found.summary["seconds"]
     size = f"{images:,} images of {found.datasets.val_image_size} px, {images / seconds:,.0f}/s"
     path, step = found.trained.path, found.summary["step"]

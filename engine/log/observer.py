@@ -3,24 +3,48 @@
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from conf.errors import UserError
 from conf.named import import_object, split_entry
 from conf.schema import Config
+from engine.compute import Compute
+from engine.distributed import World
+from engine.log.tracker import Tracker
+from engine.metrics import Metrics
+from engine.schedule import Schedule
+from engine.state import TrainState
+from engine.validation import Rows
+from pipeline.build import Datasets
 from pipeline.dataset import Dataset
+from pipeline.feed import Feed
+
+
+class ObservedRun(Protocol):
+    """What an observer may use of a run: attributes of engine.log.runlog.RunLog."""
+
+    config: Config
+    path: Path  # the run directory
+    world: World
+    datasets: Datasets
+    feed: Feed  # the batches; `feed.train.clock` measures the steps
+    schedule: Schedule
+    compute: Compute
+    state: TrainState  # the model, and the newest and the best validation
+    metrics: Metrics
+    tracker: Tracker  # prints lines and writes files
+    row: dict[str, Any]  # the newest row of training steps
 
 
 class Observer:
     """Does nothing; a subclass overrides what it is interested in. Only rank 0 has observers.
 
-    A subclass is made with the engine.log.runlog.RunLog, whose parts it may use, and the parameters
-    of its entry in `log.observers`. A UserError of its constructor ends the run, before the first
-    step. After any other exception, and a UserError of a method, there is one warning, and the run
-    continues without the observer.
+    A subclass is made with an ObservedRun and the parameters of its entry in `log.observers`. A
+    UserError of its constructor ends the run, before the first step. After any other exception, and
+    a UserError of a method, there is one warning, and the run continues without the observer.
     """
 
-    def __init__(self, log: Any) -> None:
+    def __init__(self, log: ObservedRun) -> None:
         self.log = log
 
     def begin_step(self, step: int) -> None:
@@ -32,10 +56,10 @@ class Observer:
     def logged(self, row: Mapping[str, Any]) -> None:
         """Observe a row of metrics.jsonl, of training steps or of a validation."""
 
-    def validated(self, row: Mapping[str, Any], rows: Any) -> Mapping[str, Any] | None:
+    def validated(self, row: Mapping[str, Any], rows: Rows) -> Mapping[str, Any] | None:
         """Observe a validation; what is returned is added to its row.
 
-        `rows`: what `validation_values` gave for every sample; see engine.validation.Rows.
+        `rows`: what `validation_values` gave for every sample.
         """
 
     def finish(self, summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -49,7 +73,7 @@ class Observer:
 
     @staticmethod
     def evaluated(
-        folder: Path, rows: Any, classes: Sequence[str], dataset: Dataset
+        folder: Path, rows: Rows, classes: Sequence[str], dataset: Dataset
     ) -> Mapping[str, Any] | None:
         """Write files about what scripts/evaluate.py found; return additions to evaluation.json.
 

@@ -17,14 +17,21 @@ from conf.errors import UserError
 from engine.checkpoint import file_name
 from engine.compute import Compute
 from engine.files import write_json
-from engine.log.console import epoch_bar, header, outcome, train_line, val_line
+from engine.log.console import (
+    epoch_bar,
+    header,
+    outcome,
+    train_line,
+    val_line,
+    verdict_lines,
+)
 from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import TIME, Tracker
 from engine.log.verdict import SHORT_EPOCH, SHORT_RUN, judge
 from engine.meter import Interval, Meter
-from engine.metrics import BestBy, value_functions
+from engine.metrics import Metrics
 from engine.run import Run
 from engine.schedule import Due, Schedule
 from engine.state import TrainState, params_sha256
@@ -55,8 +62,8 @@ class RunLog:
 
     def __post_init__(self) -> None:
         self.world, self.config = self.run.world, self.run.config
-        self.datasets = self.feed.datasets
-        self.best_by = BestBy.of(self.config.train.best_by)
+        self.path, self.datasets = self.run.path, self.feed.datasets
+        self.metrics = Metrics.of(self.config)
         self.meter = Meter(self.world)
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self.timed_rows: list[TimedRow] = []  # of all log rows of this start
@@ -67,7 +74,7 @@ class RunLog:
         self._observers: list[tuple[str, Observer]] = []
         self.world.on_rank_0(self._start_observers)
         self.monitor = self.tracker.enter_context(GpuMonitor(self.world.device))
-        self.tracker.print(header(self.best_by))
+        self.tracker.print(header(self.metrics))
         self._began = time.monotonic()
         # After a resume, less than half the steps of a row would look like a changed loss.
         every = self.schedule.log_every
@@ -97,9 +104,9 @@ class RunLog:
     def begin_step(self, batch: Batch) -> None:
         """Note that all ranks have their batch, and call the observers; draw the first batch."""
         train = self.feed.train
-        if self.run.is_first_start and batch.step == self._first_step:
+        if batch.step == 0:
             draw = partial(draw_batch, batch, train.format, self.datasets.classes)
-            self.tracker.images(draw, batch.step + 1)
+            self.tracker.write_images(draw, batch.step + 1)
             train.clock.skip()
         self._notify(lambda observer: observer.begin_step(batch.step))
         train.clock.ranks_ready()
@@ -141,11 +148,11 @@ class RunLog:
                 return
             # A killed run leaves this file instead of the verdict in summary.json.
             epoch = round(self.schedule.epoch(self.state.step), 4)
-            self.tracker.record("verdict.json", {"epoch": epoch, "verdict": verdict})
+            self.tracker.write_json("verdict.json", {"epoch": epoch, "verdict": verdict})
             cause = verdict[0].partition(":")[0]
             is_last = self.state.step == self.schedule.stop_step
             if cause != self._cause and not is_last:
-                self.tracker.print(*(f"verdict   {line}" for line in verdict))
+                self.tracker.print(*verdict_lines(verdict))
             self._cause = cause
 
     @contextmanager
@@ -161,8 +168,8 @@ class RunLog:
         """Report a validation. `row`: the values of its result, and those of the raw model."""
         seconds = time.monotonic() - self._pause_began
         row = row | {"split": "val", "images": result.images, "seconds": seconds}
-        names, epochs = value_functions(result.rows), self.config.train.epochs
-        self.tracker.print(val_line(row, names, self.best_by, epochs, best=best))
+        names, epochs = self.metrics.functions(result.rows), self.config.train.epochs
+        self.tracker.print(val_line(row, names, self.metrics, epochs, best=best))
         added = self._notify(lambda observer: observer.validated(row, result.rows))
         self._write(row | added)
 
@@ -177,8 +184,8 @@ class RunLog:
         row |= memory_figures(self.feed.pool.pids, self.world.device)
         self._write(row)
         if len(self.timed_rows) % HEADER_ROWS == 0:
-            self.tracker.print(header(self.best_by))
-        line = train_line(row, interval.means, self.best_by, self.config.train.epochs)
+            self.tracker.print(header(self.metrics))
+        line = train_line(row, interval.means, self.metrics, self.config.train.epochs)
         self.tracker.print(line)
         self.row = row
 
@@ -192,7 +199,7 @@ class RunLog:
         times = self.feed.step_times(interval.steps, skip=skip)
         assert times is not None, "every step of an interval has been ended"
         times = times._replace(
-            graph_refused=self.train_on_batch.disabled_reason or "",
+            graph_refused=self.train_on_batch.disabled_reason,
             slowdowns=self.monitor.slowdowns(),
         )
         first_epoch = before * self.schedule.batch_size < self.schedule.images
@@ -200,7 +207,7 @@ class RunLog:
         return times
 
     def _write(self, row: dict[str, Any]) -> None:
-        self.tracker.row(row)
+        self.tracker.write_row(row)
         self._notify(lambda observer: observer.logged(row))
 
     def finish(self, stop: StopSignal, started: float) -> dict[str, Any]:
@@ -234,9 +241,9 @@ class RunLog:
         }
         summary |= self._notify(lambda observer: observer.finish(summary))
         if self.world.is_main:
-            write_json(self.run.path / "summary.json", summary)
+            write_json(self.path / "summary.json", summary)
         resumes = self.config.checkpoint.resume != "never"
-        self.tracker.print(*outcome(self.run.path, summary, resumes=resumes))
+        self.tracker.print(*outcome(self.path, summary, self.metrics, resumes=resumes))
         return summary
 
     def _newest_values(self) -> dict[str, Any]:
@@ -249,13 +256,14 @@ class RunLog:
 
     def _best_values(self) -> dict[str, Any]:
         """Return the best validation so far, with None where there is none."""
-        key = f"best_{self.best_by.name}"
+        name = self.metrics.best_by.name
+        key = f"best_{name}"
         values: dict[str, Any] = {"best_by": self.config.train.best_by}
         values |= {key: None, "best_epoch": None, "best_checkpoint": None}
         best = self.state.best_validation
         if best:
             step = int(best["step"])
-            values[key] = best.get(self.best_by.name)
+            values[key] = best.get(name)
             values["best_epoch"] = round(self.schedule.epoch(step), 4)
             values["best_checkpoint"] = file_name(step)
         return values
@@ -301,8 +309,6 @@ def train_row(
     for name in TIME:
         row[name] = getattr(times, name.removesuffix("_fraction"))
     row["seconds_left"] = left
-    if schedule.ranks == 1:
-        del row["ranks_wait_fraction"]
     peak = compute.peak_rate()
     if peak:
         row["mfu"] = rate / (peak * schedule.ranks)

@@ -1,5 +1,6 @@
 """A sheet of images with captions, drawn with Pillow, and that of the first batch."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,12 +8,13 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from engine.metrics import format_value
 from pipeline.batch import IMAGE, Batch, Field, ImageFormat
 from pipeline.class_names import readable
 
 SIDE = 192  # side of an image in pixels
+GAP = 8  # between images
 HEIGHT = SIDE + 62  # an image with its caption
+COLUMNS = 4  # images in a row
 SHOWN_IMAGES = 16  # images of the first batch that are drawn
 
 
@@ -21,33 +23,51 @@ def rgb(pixels: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
     Uses the first of several frames; shows the first channel as grey if the image is not RGB.
     """
-    pixels = pixels.reshape(-1, *pixels.shape[-3:])[0] * (255 / Field(pixels.dtype).highest)
-    if pixels.shape[-1] != 3:
-        pixels = pixels[..., :1].repeat(3, axis=-1)
-    return pixels.round().clip(0, 255).astype(np.uint8)
+    frame = pixels.reshape(-1, *pixels.shape[-3:])[0]
+    levels = frame * (255 / Field(pixels.dtype).highest)
+    if levels.shape[-1] != 3:
+        levels = levels[..., :1].repeat(3, axis=-1)
+    return levels.round().clip(0, 255).astype(np.uint8)
 
 
 def sheet(images: Sequence[npt.NDArray[Any]], captions: Sequence[str]) -> Image.Image:
     """Draw images [..., S, S, C] (see `rgb`) in rows of four, each above up to three lines."""
-    drawn = Image.new("RGB", (808, 8 + HEIGHT * -(-len(images) // 4)), "white")
-    font = ImageFont.load_default(14)
-    for i, (pixels, caption) in enumerate(zip(map(rgb, images), captions, strict=True)):
-        tile = Image.new("RGB", (SIDE, HEIGHT), "white")  # clips a long caption
-        # A box filter leaves the pixels of a small image visible.
-        tile.paste(Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.BOX))
-        text = caption.encode(errors="replace").decode()  # a folder name may not be UTF-8
-        ImageDraw.Draw(tile).multiline_text((0, SIDE + 3), text, "black", font, spacing=3)
-        drawn.paste(tile, (8 + i % 4 * (SIDE + 8), 8 + i // 4 * HEIGHT))
+    rows = math.ceil(len(images) / COLUMNS)
+    drawn = Image.new("RGB", (GAP + COLUMNS * (SIDE + GAP), GAP + rows * HEIGHT), "white")
+    for number, (pixels, caption) in enumerate(zip(images, captions, strict=True)):
+        row, column = divmod(number, COLUMNS)
+        drawn.paste(_tile(pixels, caption), (GAP + column * (SIDE + GAP), GAP + row * HEIGHT))
     return drawn
+
+
+def _tile(pixels: npt.NDArray[Any], caption: str) -> Image.Image:
+    """Draw an image above its caption, which is cut off at the edges."""
+    tile = Image.new("RGB", (SIDE, HEIGHT), "white")
+    image = Image.fromarray(rgb(pixels))
+    # A box filter leaves the pixels of a small image visible.
+    tile.paste(image.resize((SIDE, SIDE), Image.Resampling.BOX))
+    text = caption.encode(errors="replace").decode()  # a folder name may not be UTF-8
+    font = ImageFont.load_default(14)
+    ImageDraw.Draw(tile).multiline_text((0, SIDE + 3), text, "black", font, spacing=3)
+    return tile
 
 
 def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dict[str, Image.Image]:
     """Draw the first images of a batch, without normalisation; waits for the device."""
-    levels = batch[IMAGE][:SHOWN_IMAGES].float().sub(format.shift).div(format.scale)
-    images = list((levels / format.highest).movedim(-3, -1).cpu().numpy())
-    captions = [""] * len(images)
+    images = batch[IMAGE][:SHOWN_IMAGES].float()
+    levels = (images - format.shift) / format.scale
+    pixels = (levels / format.highest).movedim(-3, -1).cpu().numpy()
+    captions = [""] * len(pixels)
     for name, column in batch.fields.items():
-        for i, value in enumerate(column[: len(images)].tolist() if column.ndim == 1 else ()):
-            known = name == "label" and isinstance(value, int)
-            captions[i] += f"{readable(classes[value]) if known else format_value(name, value)}\n"
-    return {"train/images": sheet(images, captions)}
+        if column.ndim > 1:
+            continue
+        for i, value in enumerate(column[:SHOWN_IMAGES].tolist()):
+            captions[i] += f"{_text(name, value, classes)}\n"
+    return {"train/images": sheet(list(pixels), captions)}
+
+
+def _text(name: str, value: float, classes: Sequence[str]) -> str:
+    """Return a field of one number as text: the name of its class, or the number."""
+    if name == "label" and isinstance(value, int):
+        return readable(classes[value])
+    return f"{name} {value:.4g}"

@@ -11,8 +11,9 @@ import torch
 from sklearn.metrics import balanced_accuracy_score
 from torch import Tensor, nn
 
+from conf.schema import Config, TrainConfig
 from engine.classifier import accuracy
-from engine.metrics import BestBy, macro_recall
+from engine.metrics import Metrics, macro_recall
 from engine.validation import evaluate
 from models.resnet import resnet_tiny
 from pipeline.batch import Batch
@@ -22,6 +23,7 @@ from tests.helpers.batches import batch_of, on_device, without_waiting
 from tests.helpers.batches import toy_values as measure
 
 IMAGES = 37
+METRICS, NAN = Metrics.of(Config()), math.nan
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def test_result_does_not_depend_on_the_batch_size(
     logits = model.eval()(images)
     places = logits.argsort(1, descending=True).eq(labels[:, None]).int().argmax(1)
     assert found.images == IMAGES
-    values = found.values()
+    values = found.values(METRICS)
     assert values["top1"] == pytest.approx(100 * (places < 1).sum().item() / IMAGES, abs=1e-9)
     assert values["top5"] == pytest.approx(100 * (places < 5).sum().item() / IMAGES, abs=1e-9)
     loss = nn.functional.cross_entropy(logits, labels).item()
@@ -144,7 +146,7 @@ def test_rows_that_are_no_values() -> None:
     logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])
     batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
     (found,) = evaluate([nn.Flatten()], measure, [batch], ALONE)
-    values, rows = found.values(), found.rows
+    values, rows = found.values(METRICS), found.rows
     assert values["macro_recall"] == pytest.approx(100 * (1 / 3 + 1) / 2)
     assert {"loss", "top1"} <= values.keys()
     assert {"confidence", "score", "prediction", "label"} <= rows.keys() - values.keys()
@@ -154,6 +156,8 @@ def test_rows_that_are_no_values() -> None:
 
 def test_the_best_value_may_be_the_highest_or_the_lowest() -> None:
     for text, better, worse in (("top1", 2.0, 1.0), ("-loss", 1.0, 2.0)):
-        by = BestBy.of(text)
+        by = Metrics.of(Config(train=TrainConfig(best_by=text))).best_by
         assert by.prefers({by.name: better}, {by.name: worse})
         assert not by.prefers({by.name: worse}, {by.name: better})
+        assert by.prefers({by.name: worse}, {}) and by.prefers({by.name: worse}, {by.name: NAN})
+        assert not by.prefers({by.name: NAN}, {by.name: worse})

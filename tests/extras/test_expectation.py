@@ -16,7 +16,7 @@ from conf.compose import from_overrides
 from conf.errors import UserError
 from conf.named import ROOT
 from conf.schema import group_names
-from engine.metrics import BestBy
+from engine.metrics import Metrics
 from extras.expectation import GOOD_SIGMAS, MIN_STD, Expectation, half_width
 from scripts import report
 from tests.engine.plans import schedule
@@ -47,8 +47,7 @@ def expectation(
     tracker = SimpleNamespace(print=lines.append, lines=lines)
     planned = replace(schedule(10 * STEPS, 10, 3), fitted_micro_batch=fitted)
     log: Any = SimpleNamespace(schedule=planned, datasets=datasets, tracker=tracker, state=state)
-    log.run, log.best_by = SimpleNamespace(config=config), BestBy.of(config.train.best_by)
-    log.row = {}
+    log.config, log.metrics, log.row = config, Metrics.of(config), {}
     return Expectation(log)
 
 

@@ -9,9 +9,10 @@ import torch
 from sklearn import metrics as sklearn
 from torch import nn
 
-from engine.metrics import add_values, metric_of
+from conf.schema import Config, LogConfig
+from engine.metrics import Metrics
 from engine.validation import evaluate
-from extras.metrics import calibration_error, macro_f1, macro_precision, roc_auc
+from extras.metrics import METRICS, calibration_error, macro_f1, macro_precision, roc_auc
 from tests.engine.plans import ALONE
 from tests.helpers.batches import batch_of, toy_values
 from tests.helpers.results import rows
@@ -56,13 +57,14 @@ def test_values_of_a_validation_of_two_classes() -> None:
     logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])
     batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
     (found,) = evaluate([nn.Flatten()], toy_values, [batch], ALONE)
-    add_values(["extras.metrics:METRICS"])
-    values = found.values()
+    metrics = Metrics.of(Config(log=LogConfig(values=["extras.metrics:METRICS"])))
+    assert metrics.entries.keys() >= METRICS.keys()
+    values = found.values(metrics)
     assert values["macro_precision"] == pytest.approx(100 * (1 + 2 / 3) / 2)
     assert values["macro_f1"] == pytest.approx(100 * (0.5 + 0.8) / 2)
     assert values["auc"] == pytest.approx(100 * 3 / 6)  # the scores: 30, -1, NaN of inf; and 40, 2
     assert "score" not in values
-    assert not metric_of("macro_f1").console and not metric_of("auc").console
+    assert not metrics["macro_f1"].console and not metrics["auc"].console
 
 
 def test_expected_calibration_error() -> None:

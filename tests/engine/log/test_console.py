@@ -9,30 +9,31 @@ import torch
 from torch import Tensor
 
 from conf.compose import from_overrides
+from conf.schema import Config
 from engine.distributed import World, join_world
 from engine.log import plan
 from engine.log.console import header, train_line, val_line
 from engine.log.plan import setup_notes
 from engine.log.runlog import train_row
 from engine.meter import Meter
-from engine.metrics import BestBy
+from engine.metrics import Metrics
 from pipeline.build import build_datasets
 from pipeline.clock import StepTimes
 from tests.engine.plans import ALONE, WAITED, compute, schedule
 from tests.helpers.batches import without_waiting
 from tests.helpers.processes import ROOT
 
-TOP1 = BestBy.of("top1")
+TOP1 = Metrics.of(Config())
 TRAIN = {"step": 10, "epoch": 1.0, "loss": 1.0, "top1": 50.0, "lr": 0.1, "seconds_left": 3723.0}
-TRAIN |= {"images_per_second": 1234.5678, "data_wait_fraction": 0.25}
+TRAIN |= {"images_per_second": 1234.5678, "data_wait_fraction": 0.25, "ranks_wait_fraction": 0.0}
 VAL = {"step": 20, "epoch": 2.0, "loss": 0.5, "top1": 60.0, "top5": 95.0}
 VAL |= {"images": 500, "seconds": 2.0}
 
 
 def test_table() -> None:
     values = {"loss": 1.0, "top1": 50.0, "top5": 9.0, "grad_norm": 1.23456, "grad_norm/conv1": 0.5}
-    first = train_line(TRAIN, values, TOP1, 10)
-    second = train_line({**TRAIN, "ranks_wait_fraction": 0.125}, {}, TOP1, 10)
+    first = train_line({**TRAIN, **values}, values, TOP1, 10)
+    second = train_line({**TRAIN, "ranks_wait_fraction": 0.125}, [], TOP1, 10)
     titled = header(TOP1)
     assert len(second) == len(titled) and first[len(titled) :] == "  grad_norm 1.235"
     words = ["1.00/10", "10", "1.0000", "50.00", "1,235", "25.0", "0.1", "1:02:03"]
@@ -112,7 +113,7 @@ def test_row_of_an_interval() -> None:
     assert (row["step"], row["epoch"], row["lr"]) == (4, 4 / 2.25, 0.1)
     assert (row["loss"], row["norm"], row["data_wait_fraction"]) == (2.5, 1.0, 0.9)
     assert (row["copy_ms"], row["step_ms"], row["copy_fraction"]) == (0.1, 1.0, 0.05)
-    assert not row.keys() & {"mfu", "ranks_wait_fraction"}
+    assert row["ranks_wait_fraction"] == 0 and "mfu" not in row
     row = row_of(WAITED._replace(ranks_wait=0.04, rate=32 / 2), ranks=2, device="NVIDIA H200")
     assert row["ranks_wait_fraction"] == 0.04
     assert row["mfu"] == pytest.approx(32 * 3e12 / (2 * 989e12), rel=0.01)

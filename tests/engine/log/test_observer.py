@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from conf.errors import UserError
-from engine.log.observer import Observer
-from engine.log.runlog import RunLog
+from engine.log.observer import ObservedRun, Observer
 from tests.helpers.results import rows
 from tests.helpers.small_run import run
 
@@ -20,7 +19,7 @@ CALLS: list[tuple[Any, ...]] = []
 
 
 class Recorder(Observer):
-    def __init__(self, log: RunLog, *, fails: str = "") -> None:
+    def __init__(self, log: ObservedRun, *, fails: str = "") -> None:
         super().__init__(log)
         self.fails = fails
         self.called("made")
@@ -52,7 +51,7 @@ class Recorder(Observer):
 
 
 class Refusing(Observer):
-    def __init__(self, log: RunLog, *, later: bool = False) -> None:
+    def __init__(self, log: ObservedRun, *, later: bool = False) -> None:
         if not later:
             raise UserError("log.observers: not on a Sunday")
 

@@ -53,13 +53,13 @@ def start(folder: Path, start_step: int, steps: list[int], loss: float = 1) -> N
     """One start of a run: a log row at each of the steps, a validation at every 20th step."""
     with Tracker(folder, CONFIG, start_step=start_step) as tracker:
         if start_step == 0:
-            tracker.images(drawn("train/images"), 0)
+            tracker.write_images(drawn("train/images"), 0)
         for step in steps:
-            tracker.row(train_row(step, loss))
+            tracker.write_row(train_row(step, loss))
             if step % 20 == 0:
-                tracker.row(val_row(step, top1=loss))
-                tracker.record("per_class.json", {"step": step})
-                tracker.images(drawn("val/worst", "val/confusion"), step)
+                tracker.write_row(val_row(step, top1=loss))
+                tracker.write_json("per_class.json", {"step": step})
+                tracker.write_images(drawn("val/worst", "val/confusion"), step)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -99,16 +99,16 @@ def test_incomplete_line_is_dropped(tmp_path: Path) -> None:
     for part in (line[: len(line) // 2], b"\0" * 50, b"\xff\xfe{"):
         (tmp_path / "metrics.jsonl").write_bytes(complete + part)
         with Tracker(tmp_path, SILENT, start_step=20) as tracker:
-            tracker.row(train_row(30))
+            tracker.write_row(train_row(30))
         assert [row["step"] for row in rows(tmp_path)] == [10, 20, 20, 30]
 
 
 def test_tags_and_values(tmp_path: Path) -> None:
     """One more value of `train_step` has a curve; a figure that has always been 0 has none."""
     with Tracker(tmp_path, CONFIG) as tracker:
-        tracker.row({**train_row(20), "grad_norm": 1.23456789, "memory/alloc_retries": 0})
-        tracker.row({**val_row(20), "ece": 0.25})
-        tracker.images(drawn("val/worst"), 3)
+        tracker.write_row({**train_row(20), "grad_norm": 1.23456789, "memory/alloc_retries": 0})
+        tracker.write_row({**val_row(20), "ece": 0.25})
+        tracker.write_images(drawn("val/worst"), 3)
     assert [row.get("grad_norm") for row in rows(tmp_path)] == [1.23456789, None]
     events = curves(tmp_path)
     assert set(events.Tags()["scalars"]) == {*TAGS, "train/grad_norm", "val/ece"}
