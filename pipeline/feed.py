@@ -22,6 +22,7 @@ from pipeline.loader import Loader, Pool, Ring, slots_needed
 from pipeline.prefetcher import Prefetcher
 from pipeline.sampler import TrainSampler, val_batches
 from pipeline.shared import page_locked
+from pipeline.worker import REPLACE_OR_SKIP
 
 MIN_BATCHES = 16  # with fewer left in the run, the workers are not measured
 PROBE_IMAGES = 96  # images of each worker in its measurement
@@ -100,7 +101,7 @@ class Feed:
         count = math.ceil(images / loader.local_batch_size)
         batches = self.train.batches(first_step, first_step + 1 + count)
         first = next(batches).clone()
-        loader.ring.replies.clear()
+        loader.ring.forget_replies()
         deque(batches, maxlen=0)
         return StepTimes(**loader.ring.worker_ms()), first
 
@@ -160,7 +161,7 @@ def open_feed(
     in_use = 5 if local_batch_size <= 2048 else 3
     slots = slots_needed(local_batch_size, workers=max_workers, in_use=in_use)
     limit = data.max_bad_fraction if data.on_error == "skip" else None
-    train_ring = Ring(datasets.train, local_batch_size, slots, limit)
+    train_ring = Ring(datasets.train, local_batch_size, slots, limit, REPLACE_OR_SKIP)
     rings = train_ring, Ring(datasets.val, local_batch_size, slots)
     pool = Pool(rings, timeout_seconds=loader.timeout_seconds)
     train = Prefetcher(

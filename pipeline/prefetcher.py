@@ -9,12 +9,16 @@ that batch. The memory is owned here and reused, so no allocator is involved.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from pipeline.batch import TARGET, Batch, DeviceSlot, ImageFormat
 from pipeline.batch_augment import BatchTransforms
@@ -23,51 +27,63 @@ from pipeline.dataset import RefusedError
 from pipeline.loader import Loader
 
 
+class Upload(NamedTuple):
+    """A batch on its way into a slot; it is done once its kernels are launched."""
+
+    slot: DeviceSlot
+    batch: Future[Batch]
+
+
+class AtOnce(Executor):
+    """Calls a function when it is submitted: on a CPU, nothing runs ahead."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **_: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(function(*arguments))
+        return done
+
+
 @dataclass(eq=False)
 class Prefetcher:
     """Moves a loader's batches to a device: a GPU gets up to `depth` ahead, a CPU one at a time."""
 
     loader: Loader
     format: ImageFormat
-    batch_transforms: BatchTransforms | None = (
-        None  # batch transforms for training; None for validation
-    )
+    batch_transforms: BatchTransforms | None = None  # for training; None for validation
 
     def __post_init__(self) -> None:
-        device, mixed = self.format.device, self.batch_transforms is not None
+        device = self.format.device
         self.cuda = device.type == "cuda"
-        # High priority: its kernels are small, and the step waits for their result.
-        self.side = torch.cuda.Stream(device, priority=-1) if self.cuda else None
-        # `Dataset.on_device` may block the host for as long as a step takes.
-        self._thread = ThreadPoolExecutor(1, "upload") if self.cuda else None
+        self.depth = 1  # batches kept ready; one more is the consumer's
+        self.side: torch.cuda.Stream | None = None
+        self._on_side: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._thread: Executor = AtOnce()
+        if self.cuda:
+            self.depth = self.loader.in_use - 1
+            # High priority: its kernels are small, and the step waits for their result.
+            self.side = torch.cuda.Stream(device, priority=-1)
+            self._on_side = partial(torch.cuda.stream, self.side)
+            # `Dataset.on_device` may block the host for as long as a step takes.
+            self._thread = ThreadPoolExecutor(1, "upload")
+        mixed = self.batch_transforms is not None
         self.slots = [DeviceSlot(self.format, mixed) for _ in range(self.loader.in_use)]
-        self.depth = self.loader.in_use - 1  # batches kept ready; one more is the consumer's
         self.clock = StepClock(self.cuda)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1."""
         # The thread may still fill a slot for an iteration that ended early, and kernels read it.
-        if self._thread is not None and self.side is not None:
-            self._thread.submit(lambda: None).result()
+        self._thread.submit(lambda: None).result()
+        if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream(self.format.device))
-        host_batches = self.loader.batches(start, stop)
-        ready: deque[tuple[DeviceSlot, Future[Batch]]] = deque()
-        count = 0
+        uploads = map(self._begin, self.loader.batches(start, stop), cycle(self.slots))
+        begun: deque[Upload] = deque()
         self.clock.start()
-        while True:
-            # Fill up without waiting; wait only if the device would become idle.
-            while len(ready) < self.depth and (not ready or (self.cuda and self.loader.ready())):
-                if (host_batch := next(host_batches, None)) is None:
-                    break
-                slot = self.slots[count % len(self.slots)]
-                ready.append((slot, self._begin(host_batch, slot)))
-                count += 1
-            if not ready:
-                return
-            if not ready[0][1].done():
+        for _ in range(start, stop):
+            self._fill(begun, uploads)
+            while not begun[0].batch.done():
                 self.loader.pool.receive()  # meanwhile, workers get tasks
-                continue
-            slot, upload = ready.popleft()
+                self._fill(begun, uploads)
+            slot, upload = begun.popleft()
             batch = upload.result()
             if self.cuda:
                 torch.cuda.current_stream(self.format.device).wait_event(slot.events.copy_end)
@@ -75,43 +91,52 @@ class Prefetcher:
             yield batch
             self.clock.end_step()
 
-    def _begin(self, host: Batch, slot: DeviceSlot) -> Future[Batch]:
-        """Fill a slot in the thread, or at once if there is none."""
-        if self._thread is not None:
-            return self._thread.submit(self._enqueue, host, slot)
-        uploaded: Future[Batch] = Future()
-        uploaded.set_result(self._enqueue(host, slot))
-        return uploaded
+    def _fill(self, begun: deque[Upload], uploads: Iterator[Upload]) -> None:
+        """Begin uploads without waiting; wait for a batch only if the device would become idle."""
+        while not begun or (len(begun) < self.depth and self.loader.ready()):
+            begun.append(next(uploads))
+
+    def _begin(self, host: Batch, slot: DeviceSlot) -> Upload:
+        return Upload(slot, self._thread.submit(self._enqueue, host, slot))
 
     def close(self) -> None:
         """Wait for the thread and the stream. After this the loader's memory may be freed."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown(cancel_futures=True)
         if self.side is not None:
             self.side.synchronize()
 
     def _enqueue(self, host: Batch, slot: DeviceSlot) -> Batch:
         """Launch upload and transforms of one batch into a slot, once its reader is done."""
-        before, slot.events = slot.events, BatchEvents()
-        events, dataset = slot.events, self.loader.dataset
-        with torch.cuda.stream(self.side) if self.side is not None else nullcontext():
-            if self.side is not None and before.end is not None:
-                self.side.wait_event(before.end)
-            events.copy_begin = self.clock.now()
-            try:
-                fields = dataset.on_device(host.fields, slot)
-            except RefusedError:
-                self.loader.load_in_process(host)
-                fields = dataset.on_device(host.fields, slot)
+        reader = slot.events
+        slot.events = BatchEvents()
+        with self._on_side():
+            if self.side is not None and reader.end is not None:
+                self.side.wait_event(reader.end)
+            slot.events.copy_begin = self.clock.now()
+            fields = self._upload(host, slot)
             samples = slot.copy("", host.samples)  # no field has this name
-            if self.cuda:
-                self.loader.keep_until(self.clock.now(), host)
+            self.loader.keep_until(self.clock.now(), host)
             if self.batch_transforms is not None:
-                targets = unmixed = self.batch_transforms.targets(fields)
-                for name in (name for name, field in dataset.fields.items() if field.image):
-                    mixed, targets = self.batch_transforms.apply(fields[name], unmixed, host.step)
-                    fields[name] = slot.images(name, mixed.shape).copy_(mixed)
-                if self.batch_transforms.label is not None:
-                    fields[TARGET] = slot.copy(TARGET, targets)
-            events.copy_end = self.clock.now()
+                self._transform(self.batch_transforms, fields, host.step, slot)
+            slot.events.copy_end = self.clock.now()
         return Batch(fields, samples, host.step)
+
+    def _upload(self, host: Batch, slot: DeviceSlot) -> dict[str, Tensor]:
+        """Make the fields of a batch on the device, if need be of another one by the CPU alone."""
+        try:
+            return self.loader.dataset.on_device(host.fields, slot)
+        except RefusedError:
+            self.loader.load_in_process(host)
+            return self.loader.dataset.on_device(host.fields, slot)
+
+    def _transform(
+        self, transforms: BatchTransforms, fields: dict[str, Tensor], step: int, slot: DeviceSlot
+    ) -> None:
+        """Apply the batch transforms to all images, and add their targets."""
+        targets = unmixed = transforms.targets(fields)
+        for name, field in self.loader.dataset.fields.items():
+            if field.image:
+                mixed, targets = transforms.apply(fields[name], unmixed, step)
+                fields[name] = slot.images(name, mixed.shape).copy_(mixed)
+        if transforms.label is not None:
+            fields[TARGET] = slot.copy(TARGET, targets)

@@ -28,8 +28,7 @@ from pipeline.shared import SharedArray
 EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
 CHECK = "run scripts/doctor.py --all with the same overrides to check every file"
 REPLACE = f"replace or remove it; {CHECK}"
-# What to do about an unreadable sample, for each ring: of training, of validation.
-REMEDIES = (f"{REPLACE}; data.on_error=skip skips unreadable training images", REPLACE)
+REPLACE_OR_SKIP = f"{REPLACE}; data.on_error=skip skips unreadable training images"
 MAX_TRIED = 100  # samples in place of an unreadable one
 # A worker reads ahead if, per sample, it waits this much longer for storage than for a core, as a
 # mean of about ten tasks. Reading in other threads costs 0.1 to 0.2 ms of a core per sample.
@@ -77,6 +76,7 @@ class Ring:
     slots: int
     # Replace unreadable samples up to this fraction of all; None: the first one is an error.
     max_bad_fraction: float | None = None
+    remedy: str = REPLACE  # what to do about an unreadable sample
 
     def __post_init__(self) -> None:
         rows = self.slots, self.local_batch_size
@@ -92,9 +92,9 @@ class Ring:
 
     def worker_ms(self) -> dict[str, Any]:
         """Average the newest tasks per image: the fields of `StepTimes` for a worker."""
-        replies = list(self.replies)  # `load_in_process` may add one meanwhile, in another thread
-        images, cpu, storage, core = 0, 0.0, 0.0, 0.0
-        for reply in replies:
+        images = 0
+        cpu = storage = core = 0.0
+        for reply in list(self.replies):  # the upload thread may add one meanwhile
             images += reply.rows
             cpu += reply.cpu_seconds
             storage += reply.storage_seconds
@@ -102,6 +102,10 @@ class Ring:
         scale = 1e3 / max(1, images)
         storage = max(0.0, storage)  # the clocks of the thread and of the kernel differ slightly
         return {"cpu_ms": cpu * scale, "storage_ms": storage * scale, "core_ms": core * scale}
+
+    def forget_replies(self) -> None:
+        """Begin `worker_ms` anew."""
+        self.replies.clear()
 
     def candidates(self, index: int) -> Iterable[int]:
         """Return a sample and, if unreadable ones are skipped, those that may replace it."""
@@ -122,13 +126,12 @@ def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -
     ring.dataset.begin_rows(batch, range(task.row, task.row + len(task.samples)))
     skipped: list[Skipped] = []
     for done, (epoch, index) in enumerate(task.samples.tolist()):
-        if following:
-            ring.dataset.read_ahead(following[done : done + READ_AHEAD])
+        ring.dataset.read_ahead(following[done : done + READ_AHEAD])
         row = task.row + done
         try:
             used = _fill_row(ring, batch, row, epoch, index, skipped)
         except UnreadableError as error:
-            return Reply(error=f"{error}; {REMEDIES[task.ring]}")
+            return Reply(error=f"{error}; {ring.remedy}")
         except LoaderError as error:
             trace = "".join(traceback.format_exception(error.__cause__))
             return Reply(error=str(error), trace=trace)

@@ -35,7 +35,7 @@ def check(batch: Batch, dataset: FolderDataset, samples: np.ndarray) -> None:
 
 def begun(loader: Loader) -> list[Task]:
     """The tasks of all batches that have not been taken."""
-    return [task for _, tasks in loader._queue for task in tasks]
+    return [task for tasks in loader._queue for task in tasks]
 
 
 @pytest.mark.parametrize(

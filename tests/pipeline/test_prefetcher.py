@@ -3,9 +3,9 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -145,15 +145,6 @@ def on_stream(stream: Stream) -> Iterator[None]:
     Stream.current = before
 
 
-class Immediately(Executor):
-    """Replaces the thread: a call is done when it is submitted."""
-
-    def submit(self, function: Any, *arguments: Any) -> Any:  # type: ignore[override]
-        done: Future[Any] = Future()
-        done.set_result(function(*arguments))
-        return done
-
-
 def unsafe_steps(monkeypatch: pytest.MonkeyPatch, depth: int) -> list[int]:
     """Return the steps whose images are read before or while they are written.
 
@@ -162,13 +153,12 @@ def unsafe_steps(monkeypatch: pytest.MonkeyPatch, depth: int) -> list[int]:
     main, side = Stream(), Stream()
     Stream.current = main
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", on_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: main)
     written: list[tuple[int, int, int]] = []  # address, begin, end
     with open_prefetcher(FAKE, depth=depth, workers=2) as prefetcher:
         prefetcher.cuda, prefetcher.side = True, side  # type: ignore[assignment]
         prefetcher.clock = StepClock(cuda=True)
-        prefetcher._thread = Immediately()  # type: ignore[assignment]
+        prefetcher.depth, prefetcher._on_side = depth, partial(on_stream, side)
         monkeypatch.setattr(prefetcher.loader, "ready", lambda: True)
         for slot in prefetcher.slots:
             slot.reused = True  # as on a GPU
