@@ -14,8 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,13 +24,6 @@ from pipeline.batch_augment import BatchTransforms
 from pipeline.clock import BatchEvents, StepClock
 from pipeline.dataset import RefusedError
 from pipeline.loader import Loader
-
-
-class Upload(NamedTuple):
-    """A batch on its way into a slot; it is done once its kernels are launched."""
-
-    slot: DeviceSlot
-    batch: Future[Batch]
 
 
 class AtOnce(Executor):
@@ -75,29 +67,32 @@ class Prefetcher:
         self._thread.submit(lambda: None).result()
         if self.side is not None:
             self.side.wait_stream(torch.cuda.current_stream(self.format.device))
-        uploads = map(self._begin, self.loader.batches(start, stop), cycle(self.slots))
-        begun: deque[Upload] = deque()
+        uploads = map(self._begin, self.loader.batches(start, stop))
+        begun: deque[Future[Batch]] = deque()  # done when their kernels are launched
         self.clock.start()
         for _ in range(start, stop):
             self._fill(begun, uploads)
-            while not begun[0].batch.done():
+            while not begun[0].done():
                 self.loader.pool.receive()  # meanwhile, workers get tasks
                 self._fill(begun, uploads)
-            slot, upload = begun.popleft()
-            batch = upload.result()
+            batch = begun.popleft().result()
+            events = self._slot(batch).events
             if self.cuda:
-                torch.cuda.current_stream(self.format.device).wait_event(slot.events.copy_end)
-            self.clock.begin_step(slot.events)
+                torch.cuda.current_stream(self.format.device).wait_event(events.copy_end)
+            self.clock.begin_step(events)
             yield batch
             self.clock.end_step()
 
-    def _fill(self, begun: deque[Upload], uploads: Iterator[Upload]) -> None:
+    def _fill(self, begun: deque[Future[Batch]], uploads: Iterator[Future[Batch]]) -> None:
         """Begin uploads without waiting; wait for a batch only if the device would become idle."""
         while not begun or (len(begun) < self.depth and self.loader.ready()):
             begun.append(next(uploads))
 
-    def _begin(self, host: Batch, slot: DeviceSlot) -> Upload:
-        return Upload(slot, self._thread.submit(self._enqueue, host, slot))
+    def _begin(self, host: Batch) -> Future[Batch]:
+        return self._thread.submit(self._enqueue, host, self._slot(host))
+
+    def _slot(self, batch: Batch) -> DeviceSlot:
+        return self.slots[batch.step % len(self.slots)]
 
     def close(self) -> None:
         """Wait for the thread and the stream. After this the loader's memory may be freed."""

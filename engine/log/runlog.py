@@ -17,14 +17,7 @@ from conf.errors import UserError
 from engine.checkpoint import file_name
 from engine.compute import Compute
 from engine.files import write_json
-from engine.log.console import (
-    epoch_bar,
-    header,
-    outcome,
-    train_line,
-    val_line,
-    verdict_lines,
-)
+from engine.log import console
 from engine.log.observer import Observer, named_observers
 from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
@@ -74,14 +67,16 @@ class RunLog:
         self._observers: list[tuple[str, Observer]] = []
         self.world.on_rank_0(self._start_observers)
         self.monitor = self.tracker.enter_context(GpuMonitor(self.world.device))
-        self.tracker.print(header(self.metrics))
+        self.tracker.print(console.header(self.metrics))
         self._began = time.monotonic()
         # After a resume, less than half the steps of a row would look like a changed loss.
         every = self.schedule.log_every
         first_row = every * math.ceil(self._first_step / every + 0.5)
         self._first_row = min(self.schedule.stop_step, first_row)
         steps = math.ceil(self.schedule.steps_per_epoch)
-        bar = epoch_bar(steps=steps, done=self._first_step % steps, shown=self.world.is_main)
+        bar = console.epoch_bar(
+            steps=steps, done=self._first_step % steps, shown=self.world.is_main
+        )
         self._bar = self.tracker.enter_context(bar)
 
     def _start_observers(self) -> None:
@@ -152,7 +147,7 @@ class RunLog:
             cause = verdict[0].partition(":")[0]
             is_last = self.state.step == self.schedule.stop_step
             if cause != self._cause and not is_last:
-                self.tracker.print(*verdict_lines(verdict))
+                self.tracker.print(*console.verdict_lines(verdict))
             self._cause = cause
 
     @contextmanager
@@ -169,7 +164,7 @@ class RunLog:
         seconds = time.monotonic() - self._pause_began
         row = row | {"split": "val", "images": result.images, "seconds": seconds}
         names, epochs = self.metrics.functions(result.rows), self.config.train.epochs
-        self.tracker.print(val_line(row, names, self.metrics, epochs, best=best))
+        self.tracker.print(console.val_line(row, names, self.metrics, epochs, best=best))
         added = self._notify(lambda observer: observer.validated(row, result.rows))
         self._write(row | added)
 
@@ -184,8 +179,8 @@ class RunLog:
         row |= memory_figures(self.feed.pool.pids, self.world.device)
         self._write(row)
         if len(self.timed_rows) % HEADER_ROWS == 0:
-            self.tracker.print(header(self.metrics))
-        line = train_line(row, interval.means, self.metrics, self.config.train.epochs)
+            self.tracker.print(console.header(self.metrics))
+        line = console.train_line(row, interval.means, self.metrics, self.config.train.epochs)
         self.tracker.print(line)
         self.row = row
 
@@ -243,7 +238,7 @@ class RunLog:
         if self.world.is_main:
             write_json(self.path / "summary.json", summary)
         resumes = self.config.checkpoint.resume != "never"
-        self.tracker.print(*outcome(self.path, summary, self.metrics, resumes=resumes))
+        self.tracker.print(*console.outcome(self.path, summary, self.metrics, resumes=resumes))
         return summary
 
     def _newest_values(self) -> dict[str, Any]:

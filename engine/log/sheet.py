@@ -2,23 +2,22 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from pipeline.batch import IMAGE, Batch, Field, ImageFormat
 from pipeline.class_names import readable
 
 SIDE = 192  # side of an image in pixels
-GAP = 8  # between images
+WIDTH = SIDE + 8  # from one image to the next
 HEIGHT = SIDE + 62  # an image with its caption
-COLUMNS = 4  # images in a row
+MARGIN = 8
+COLUMNS = 4
 SHOWN_IMAGES = 16  # images of the first batch that are drawn
 
 
-def rgb(pixels: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+def rgb(pixels: np.ndarray) -> np.ndarray:
     """Return an image of a dataset, [..., H, W, C] of any dtype, as uint8 [H, W, 3].
 
     Uses the first of several frames; shows the first channel as grey if the image is not RGB.
@@ -30,25 +29,30 @@ def rgb(pixels: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return levels.round().clip(0, 255).astype(np.uint8)
 
 
-def sheet(images: Sequence[npt.NDArray[Any]], captions: Sequence[str]) -> Image.Image:
+def sheet(images: Sequence[np.ndarray], captions: Sequence[str]) -> Image.Image:
     """Draw images [..., S, S, C] (see `rgb`) in rows of four, each above up to three lines."""
     rows = math.ceil(len(images) / COLUMNS)
-    drawn = Image.new("RGB", (GAP + COLUMNS * (SIDE + GAP), GAP + rows * HEIGHT), "white")
+    size = (MARGIN + COLUMNS * WIDTH, MARGIN + rows * HEIGHT)
+    drawn = Image.new("RGB", size, "white")
     for number, (pixels, caption) in enumerate(zip(images, captions, strict=True)):
         row, column = divmod(number, COLUMNS)
-        drawn.paste(_tile(pixels, caption), (GAP + column * (SIDE + GAP), GAP + row * HEIGHT))
+        x = MARGIN + column * WIDTH
+        y = MARGIN + row * HEIGHT
+        drawn.paste(_tile(pixels, caption), (x, y))
     return drawn
 
 
-def _tile(pixels: npt.NDArray[Any], caption: str) -> Image.Image:
-    """Draw an image above its caption, which is cut off at the edges."""
+def _tile(pixels: np.ndarray, caption: str) -> Image.Image:
+    """Draw an image above its caption, which is cut off at the edge."""
     tile = Image.new("RGB", (SIDE, HEIGHT), "white")
     image = Image.fromarray(rgb(pixels))
     # A box filter leaves the pixels of a small image visible.
-    tile.paste(image.resize((SIDE, SIDE), Image.Resampling.BOX))
+    image = image.resize((SIDE, SIDE), Image.Resampling.BOX)
+    tile.paste(image)
     text = caption.encode(errors="replace").decode()  # a folder name may not be UTF-8
     font = ImageFont.load_default(14)
-    ImageDraw.Draw(tile).multiline_text((0, SIDE + 3), text, "black", font, spacing=3)
+    draw = ImageDraw.Draw(tile)
+    draw.multiline_text((0, SIDE + 3), text, "black", font, spacing=3)
     return tile
 
 
@@ -59,15 +63,14 @@ def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dic
     pixels = (levels / format.highest).movedim(-3, -1).cpu().numpy()
     captions = [""] * len(pixels)
     for name, column in batch.fields.items():
-        if column.ndim > 1:
-            continue
-        for i, value in enumerate(column[:SHOWN_IMAGES].tolist()):
-            captions[i] += f"{_text(name, value, classes)}\n"
+        if column.ndim == 1:
+            for i, value in enumerate(column[:SHOWN_IMAGES].tolist()):
+                captions[i] += f"{_text(name, value, classes)}\n"
     return {"train/images": sheet(list(pixels), captions)}
 
 
 def _text(name: str, value: float, classes: Sequence[str]) -> str:
-    """Return a field of one number as text: the name of its class, or the number."""
+    """Return a field that is one number: the name of its class, or the number."""
     if name == "label" and isinstance(value, int):
         return readable(classes[value])
     return f"{name} {value:.4g}"

@@ -60,19 +60,22 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._samples: dict[str, list[float]] = {}  # by tag, since the last `read`
-        self._slow, self._asked = Counter[str](), 0  # samples by reason, and all of them
-        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._slow = Counter[str]()  # number of samples by reason
+        self._asked = 0  # number of all samples
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True, name="telemetry")
-        if device.type == "cuda":
-            self._thread.start()
+        self._thread.start()
 
     def _sample(self) -> None:
         """Run all queries twice a second; ctypes releases the GIL during calls to the driver."""
+        if self.device.type != "cuda":
+            return
         try:
             nvml, gpu = find_gpu(self.device)
         except Exception as error:
-            remedy = "; pip install nvidia-ml-py" if isinstance(error, ImportError) else ""
-            logger.warning("no GPU metrics: NVML is not available (%s)%s", error, remedy)
+            cure = "it needs NVIDIA's driver and nvidia-ml-py (pip install nvidia-ml-py)"
+            logger.warning("no GPU metrics: NVML is not available (%s); %s", error, cure)
             return
         while not self._stop.wait(SAMPLE_SECONDS):
             for tag, query in QUERIES.items():
@@ -91,8 +94,9 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     def read(self) -> dict[str, float]:
         """Return the means since the last call, by TensorBoard tag; utilisation in percent."""
         with self._lock:
-            samples, self._samples = self._samples, {}
-        return {tag: fmean(values) for tag, values in samples.items()}
+            means = {tag: fmean(values) for tag, values in self._samples.items()}
+            self._samples = {}
+        return means
 
     def slowdowns(self) -> str:
         """Return why clocks were reduced in this start.
@@ -100,17 +104,18 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
         Reasons of at most 5 % of the time are left out, and the power limit, normal at full load.
         """
         with self._lock:
-            counts, samples = self._slow.most_common(), self._asked
-        return ", ".join(
-            f"{reason}, {100 * count / samples:.0f} % of the time"
-            for reason, count in counts
-            if reason != "power limit" and count > samples / 20
-        )
+            counts = self._slow.copy()
+            samples = self._asked
+        del counts["power limit"]
+        reasons = []
+        for reason, count in counts.most_common():
+            if count > samples / 20:
+                reasons.append(f"{reason}, {100 * count / samples:.0f} % of the time")
+        return ", ".join(reasons)
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=5)
+        self._thread.join(timeout=5)
 
 
 def memory_figures(worker_pids: Iterable[int], device: torch.device) -> dict[str, float]:

@@ -24,15 +24,9 @@ logger = logging.getLogger(__name__)
 
 # Times of a row, in the group `time`. StepTimes has them without `_fraction`.
 TIME = (
-    "data_wait_fraction",
-    "ranks_wait_fraction",
-    "late_fraction",
-    "copy_fraction",
-    "compute_fraction",
-    "copy_ms",
-    "step_ms",
-    "step_worst_ms",
-)
+    "data_wait_fraction ranks_wait_fraction late_fraction copy_fraction compute_fraction copy_ms "
+    "step_ms step_worst_ms"
+).split()
 # Tags of keys of metrics.jsonl. Other keys have the tag <split>/<key>.
 TAGS = {
     "lr": "lr",
