@@ -75,10 +75,11 @@ class BestBy:
         """Refuse a value that is not among those of a validation."""
         known = list(names)
         if self.name not in known:
-            cure = f"give one of {', '.join(known)}, with - in front if lower is better"
-            hint = did_you_mean(self.name, known)
             raise UserError(
-                f"train.best_by: {self.name}", "a validation has no such value", cure + hint
+                f"train.best_by: {self.name}",
+                "a validation has no such value",
+                f"give one of {', '.join(known)}, with - in front if lower is better"
+                f"{did_you_mean(self.name, known)}",
             )
 
     def prefers(self, row: Mapping[str, float], best: Mapping[str, float]) -> bool:
@@ -108,8 +109,8 @@ class Metrics:
         best_by = BestBy(text.removeprefix("-"), text.startswith("-"))
         known = entries.get(best_by.name)
         if known is not None and known.lower_is_better != best_by.lower_is_better:
-            cure = "- in front means that lower is better: add or remove it"
-            raise UserError(f"train.best_by={text}", "has the wrong sign", cure)
+            sign = "- in front means that lower is better: add or remove it"
+            raise UserError(f"train.best_by={text}", "has the wrong sign", sign)
         return cls(entries, best_by)
 
     def __getitem__(self, name: str) -> Metric:

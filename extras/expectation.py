@@ -53,8 +53,9 @@ class Expectation(Observer):
         self.log = log
         datasets = log.datasets
         expect: dict[str, Any] = log.config.expect or dict.fromkeys(FACTS)
-        if missing := [name for name in FACTS if name not in expect]:
-            raise UserError(f"expect: no {missing[0]}; add it to this node of the recipe's file")
+        for name in FACTS:
+            if name not in expect:
+                raise UserError("expect", f"no {name}", "add it to this node of the recipe's file")
         # A typed train.best_by, such as macro_f1, is still a run of the recipe.
         self._value = log.metrics.best_by
         if self._value.name not in expect:

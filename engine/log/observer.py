@@ -86,13 +86,13 @@ def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str,
 
     Raises UserError for a name that does not exist, or a parameter that it does not take.
     """
-    key, observers = "log.observers", []
+    observers = []
     for entry in config.log.observers:
-        name, parameters = split_entry(entry, key)
-        observer = import_object(name, key)
+        name, parameters = split_entry(entry, "log.observers")
+        observer = import_object(name, "log.observers")
         try:
             signature(observer).bind(None, **parameters)
         except TypeError as error:
-            raise UserError(f"{key}: {name}: {error}") from None
+            raise UserError(f"log.observers: {name}", str(error)) from None
         observers.append((name, observer, parameters))
     return observers

@@ -74,8 +74,8 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
         try:
             nvml, gpu = find_gpu(self.device)
         except Exception as error:
-            cure = "it needs NVIDIA's driver and nvidia-ml-py (pip install nvidia-ml-py)"
-            logger.warning("no GPU metrics: NVML is not available (%s); %s", error, cure)
+            text = "no GPU metrics: NVML is not available (%s); it needs NVIDIA's driver and "
+            logger.warning(text + "nvidia-ml-py (pip install nvidia-ml-py)", error)
             return
         while not self._stop.wait(SAMPLE_SECONDS):
             for tag, query in QUERIES.items():
