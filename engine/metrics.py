@@ -117,6 +117,10 @@ class Metrics:
         """Return an entry. By default, a name with a slash is not shown on the console."""
         return self.entries.get(name, Metric(console="/" not in name))
 
+    def title(self) -> str:
+        """Return the name of the value of `best_by`, and its unit."""
+        return self.best_by.name + self[self.best_by.name].unit
+
     def text(self, name: str, number: float) -> str:
         """Return a value as text, such as `top1 76.13 %`."""
         metric = self[name]

@@ -25,10 +25,13 @@ class Profiler(Observer):
         steps = log.schedule.stop_step
         if not 0 <= first <= last or first >= steps:
             raise UserError(
-                f"log.observers: {__name__}:Profiler: first={first}, last={last}: the run has the "
-                f"steps 0 to {steps - 1:,}; give two of them, the first not after the last"
+                f"log.observers: {__name__}:Profiler: first={first}, last={last}",
+                f"the run has the steps 0 to {steps - 1:,}",
+                "give two of them, the first not after the last",
             )
-        self.log, self.first, self.last = log, first, min(last, steps - 1)
+        self.log = log
+        self.first = first
+        self.last = min(last, steps - 1)
         self._profile: Any = None
 
     def begin_step(self, step: int) -> None:
@@ -51,12 +54,13 @@ class Profiler(Observer):
             self._profile = None
 
     def _write(self) -> None:
-        found, on_gpu = self._profile, self.log.world.device.type == "cuda"
+        profiled = self._profile
         self.close()
         path = self.log.path / "profile" / f"steps-{self.first}-{self.last}.json.gz"
         path.parent.mkdir(exist_ok=True)
-        column = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
-        table = found.key_averages().table(sort_by=column, row_limit=10, max_name_column_width=60)
-        found.export_chrome_trace(str(path))
+        device = self.log.world.device.type  # cpu or cuda
+        costliest = {"sort_by": f"self_{device}_time_total", "row_limit": 10}
+        table = profiled.key_averages().table(max_name_column_width=60, **costliest)
+        profiled.export_chrome_trace(str(path))
         replace_file(path.with_name(path.name.replace(".json.gz", ".txt")), table)
         self.log.tracker.print(f"profile   {path} (open in ui.perfetto.dev) and a table, .txt")

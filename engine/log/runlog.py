@@ -74,9 +74,8 @@ class RunLog:
         first_row = every * math.ceil(self._first_step / every + 0.5)
         self._first_row = min(self.schedule.stop_step, first_row)
         steps = math.ceil(self.schedule.steps_per_epoch)
-        bar = console.epoch_bar(
-            steps=steps, done=self._first_step % steps, shown=self.world.is_main
-        )
+        done = self._first_step % steps
+        bar = console.epoch_bar(steps=steps, done=done, shown=self.world.is_main)
         self._bar = self.tracker.enter_context(bar)
 
     def _start_observers(self) -> None:
@@ -151,7 +150,7 @@ class RunLog:
             self._cause = cause
 
     @contextmanager
-    def pause(self, doing: str = "") -> Iterator[None]:
+    def pause(self, doing: str = "epoch") -> Iterator[None]:
         """Leave the block out of images/s and of the time of a step; the bar says what it does."""
         self._pause_began = time.monotonic()
         with self.feed.train.clock.pause():
@@ -187,9 +186,7 @@ class RunLog:
     def _times_of(self, interval: Interval) -> StepTimes:
         """Return the mean times of the steps of an interval, without the first of this start."""
         before = interval.step - interval.steps
-        first_steps = 1
-        if self.world.device.type == "cuda":
-            first_steps = FIRST_STEPS
+        first_steps = FIRST_STEPS if self.world.device.type == "cuda" else 1
         skip = max(0, self._first_step + first_steps - before)
         times = self.feed.step_times(interval.steps, skip=skip)
         assert times is not None, "every step of an interval has been ended"
@@ -214,11 +211,9 @@ class RunLog:
         self.run.wait()
         stop.poll()
         self._bar.close()
-        status = "finished"
-        if stop:
-            status = "interrupted"
+        unreadable = set[int]().union(*self.world.all_gather(self.feed.pool.unreadable))
         summary = {
-            "status": status,
+            "status": "interrupted" if stop else "finished",
             "signal": stop.number,  # the exit status follows from it
             "step": self.state.step,
             "epoch": round(self.schedule.epoch(self.state.step), 4),
@@ -232,7 +227,7 @@ class RunLog:
             "device": self.compute.name,
             "made_by": self.run.checkpoint_metadata["made_by"],
             "workers": self.feed.pool.active,
-            "unreadable_images": self._count_unreadable(),
+            "unreadable_images": len(unreadable),  # training images replaced on any rank
         }
         summary |= self._notify(lambda observer: observer.finish(summary))
         if self.world.is_main:
@@ -278,12 +273,6 @@ class RunLog:
                 settled = []
         verdict = judge(settled, SHORT_RUN, self.world, self.feed)
         return {"images_per_second": rate, "verdict": verdict}
-
-    def _count_unreadable(self) -> int:
-        """Return how many training images were replaced on any rank. Collective."""
-        images: set[int] = set()
-        images.update(*self.world.all_gather(set(self.feed.pool.unreadable)))
-        return len(images)
 
 
 def train_row(

@@ -34,26 +34,18 @@ def sheet(images: Sequence[np.ndarray], captions: Sequence[str]) -> Image.Image:
     rows = math.ceil(len(images) / COLUMNS)
     size = (MARGIN + COLUMNS * WIDTH, MARGIN + rows * HEIGHT)
     drawn = Image.new("RGB", size, "white")
-    for number, (pixels, caption) in enumerate(zip(images, captions, strict=True)):
-        row, column = divmod(number, COLUMNS)
-        x = MARGIN + column * WIDTH
-        y = MARGIN + row * HEIGHT
-        drawn.paste(_tile(pixels, caption), (x, y))
-    return drawn
-
-
-def _tile(pixels: np.ndarray, caption: str) -> Image.Image:
-    """Draw an image above its caption, which is cut off at the edge."""
-    tile = Image.new("RGB", (SIDE, HEIGHT), "white")
-    image = Image.fromarray(rgb(pixels))
-    # A box filter leaves the pixels of a small image visible.
-    image = image.resize((SIDE, SIDE), Image.Resampling.BOX)
-    tile.paste(image)
-    text = caption.encode(errors="replace").decode()  # a folder name may not be UTF-8
     font = ImageFont.load_default(14)
-    draw = ImageDraw.Draw(tile)
-    draw.multiline_text((0, SIDE + 3), text, "black", font, spacing=3)
-    return tile
+    for number, (pixels, caption) in enumerate(zip(images, captions, strict=True)):
+        tile = Image.new("RGB", (SIDE, HEIGHT), "white")  # clips a long caption
+        image = Image.fromarray(rgb(pixels))
+        # A box filter leaves the pixels of a small image visible.
+        tile.paste(image.resize((SIDE, SIDE), Image.Resampling.BOX))
+        text = caption.encode(errors="replace").decode()  # a folder name may not be UTF-8
+        draw = ImageDraw.Draw(tile)
+        draw.multiline_text((0, SIDE + 3), text, "black", font, spacing=3)
+        row, column = divmod(number, COLUMNS)
+        drawn.paste(tile, (MARGIN + column * WIDTH, MARGIN + row * HEIGHT))
+    return drawn
 
 
 def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dict[str, Image.Image]:

@@ -28,12 +28,8 @@ TIME = (
     "step_ms step_worst_ms"
 ).split()
 # Tags of keys of metrics.jsonl. Other keys have the tag <split>/<key>.
-TAGS = {
-    "lr": "lr",
-    "images_per_second": "throughput/images_per_second",
-    "mfu": "throughput/mfu",
-    **{key: f"time/{key}" for key in TIME},
-}
+TAGS = {"lr": "lr", "images_per_second": "throughput/images_per_second", "mfu": "throughput/mfu"}
+TAGS |= {key: f"time/{key}" for key in TIME}
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
 
 
@@ -41,9 +37,7 @@ def curves(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a row by the tag of their curve. A key with / is its own tag."""
     values = {}
     for key in sorted(row.keys() - NO_CURVE):
-        tag = key
-        if "/" not in key:
-            tag = TAGS.get(key, f"{row['split']}/{key}")
+        tag = key if "/" in key else TAGS.get(key, f"{row['split']}/{key}")
         values[tag] = row[key]
     return values
 
