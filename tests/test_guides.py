@@ -120,6 +120,14 @@ def test_diff_applies(heading: str) -> None:
     assert done.returncode == 0, f"{done.stderr}{advice}"
 
 
+def test_the_tests_that_a_fork_keeps_are_collected(tree: Path, tmp_path: Path) -> None:
+    """The first command of fork.md deletes nothing that other tests import."""
+    fork = Fork(tmp_path / "tree", tree, "")
+    page = (ROOT / "docs" / "fork.md").read_text()
+    first, *_ = re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S)
+    fork.run(f"{first}\npython -m pytest -q --collect-only -p no:cacheprovider")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("guide", [CHANGES, TASKS], ids=["changes", "tasks"])
 def test_changed_trees_pass_ruff_and_mypy(

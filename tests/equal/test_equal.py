@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from conf.schema import group_names
+from engine.log.verdict import REMEDIES
 from tests.equal import batches, configs
 from tests.equal.record import KINDS, stored
 from tests.helpers.processes import needs_extras
@@ -44,3 +45,8 @@ def test_configs(number: int, recipe: str, share: int) -> None:
 @pytest.mark.parametrize("kind", ["verdicts", "searches"])
 def test_verdicts_and_searches(kind: str) -> None:
     assert KINDS[kind](stored(kind)) == stored(kind)
+
+
+def test_every_cause_but_two_has_a_remedy() -> None:
+    causes = {case["cause"] for case in stored("verdicts")[1:]}
+    assert causes - REMEDIES.keys() == {"input-bound by the hand-off", "compute-bound"}

@@ -19,7 +19,6 @@ from engine.log.verdict import REMEDIES, judge, remedy_for, verdict
 from pipeline.clock import StepTimes
 from pipeline.feed import Feed
 from tests.engine.plans import ALONE, WAITED
-from tests.equal.record import stored
 from tests.pipeline.loaders import opened
 
 STEP: dict[str, Any] = {"rate": 6600, "step_rate": 6700, "steps": 1, "seconds": 256 / 6600}
@@ -165,10 +164,8 @@ def test_the_remedy_for_this_run(
     assert remedy_for(cause, feed) == expected
 
 
-def test_every_cause_but_two_has_a_remedy() -> None:
-    """Its keys exist, and what it says to give can be given."""
-    causes = {case["cause"] for case in stored("verdicts")[1:]}
-    assert causes - REMEDIES.keys() == {"input-bound by the hand-off", "compute-bound"}
+def test_what_remedies_say_to_give_can_be_given() -> None:
+    """Its keys exist."""
     texts = " ".join([*REMEDIES.values(), AUTO, RE_ENCODE])
     assert {*re.findall(r"[a-z]+\.[a-z_]+", texts)} - {"prepare.py"} <= {*NAMES}
     from_overrides(["data=fake", *re.findall(r"[a-z]+\.[a-z]+=[a-z]+", texts)])
