@@ -69,7 +69,8 @@ from torch import Tensor, nn
 
 import train
 from conf import cli
-from conf.errors import UserError, describe
+from conf.errors import UnreadableError, UserError, describe
+from conf.named import import_object
 from conf.schema import override_keys
 from engine.compute import autocast, choose_precision, dtype_of
 from engine.distributed import resolve_device
@@ -78,8 +79,9 @@ from models.weights import head_of
 from pipeline import decode, machine
 from pipeline.augment import sample_rng
 from pipeline.batch import IMAGE, Field, ImageFormat
-from pipeline.build import build_image_transforms
+from pipeline.build import DATASETS, build_image_transforms
 from pipeline.class_names import readable
+from pipeline.dataset import FolderDataset
 from pipeline.listing import LeftOut, count_left_out, is_image, walk, why_left_out
 from scripts.lib.progress import in_threads
 from scripts.lib.trained import Trained, exit_status, open_trained
@@ -121,6 +123,25 @@ def find_files(paths: Iterable[str]) -> Iterator[str]:
                 cli.complain(f"{path}: {count_left_out(others)}")
 
 
+class Files:
+    """Stands for the sample table of a dataset: the number of an image is its path."""
+
+    def read(self, path: str) -> bytes:
+        try:
+            return Path(path).read_bytes()
+        except OSError as error:
+            raise UnreadableError(error.strerror or describe(error)) from None
+
+
+def dataset_class(source: str) -> Any:
+    """Return the class that opens the images: of `partial(folder, dataset=CLASS)`, or usual files.
+
+    `source`: data.source of the run. Raises UserError if the code that it names is not there.
+    """
+    split_function = DATASETS.get(source) or import_object(source, "data.source")
+    return getattr(split_function, "keywords", {}).get("dataset", FolderDataset)
+
+
 class Predictor:
     """Decodes images on all cores and computes `train.predictions` for them on a device.
 
@@ -137,8 +158,10 @@ class Predictor:
             trained.check_size(size)
         if len(shape := [*trained.image_shape]) > 3:
             raise UserError(f"predict.py: a sample of this model is {shape}, and no single image")
-        on_cpu = loader.decoder in decode.DECODERS
-        self.decoder = decode.resolve(loader.decoder if on_cpu else "auto")
+        decoder = loader.decoder if loader.decoder in decode.DECODERS else "auto"
+        turned = data.exif_orientation
+        opener = dataset_class(data.source)
+        self.dataset = opener(Files(), self.transform, decoder=decoder, exif_orientation=turned)
         self.config, self.top = config, top
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
         precision = self.precision = choose_precision(config.train.precision, device)
@@ -176,19 +199,17 @@ class Predictor:
         """Read, decode and transform the image at a path; its number seeds random transforms."""
         number, path = numbered
         try:
-            content, turned = Path(path).read_bytes(), self.config.data.exif_orientation
-            picture = decode.open_picture(content, self.decoder, exif_orientation=turned)
-            pixels = self.transform(picture, sample_rng(self.config.train.seed, 0, number)).pixels()
+            rng = sample_rng(self.config.train.seed, 0, number)
+            pixels = self.transform(self.dataset.open(path), rng).pixels()
             if (pixels.dtype, pixels.shape[-1]) != (self.dtype, self.channels):
                 taken = f"the model takes {self.channels} of {self.dtype}"
                 text = f"has {pixels.shape[-1]} channels of {pixels.dtype}, {taken}"
-                raise decode.UnreadableError(text)
+                raise UnreadableError(text)
             pixels = np.ascontiguousarray(pixels)  # a crop keeps the memory of the whole image
             return Result(path, {IMAGE: pixels})
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
         except Exception as error:
-            reason = (isinstance(error, OSError) and error.strerror) or describe(error)
-            return Result(path, reason=reason)
+            return Result(path, reason=describe(error))
 
     @torch.no_grad()
     def predict(self, images: np.ndarray) -> list[dict[str, Any]]:

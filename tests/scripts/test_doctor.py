@@ -73,10 +73,8 @@ def test_data_without_files_and_a_check_that_raises(
     assert only(found["plan"]).found.startswith("check failed with an error: ZeroDivisionError: ")
     assert only(found["disk"]).found == "not checked: needs the plan, see plan"
     assert found.keys() == doctor.CHECKS.keys() - {"readable", "odd files", "duplicates", "colours"}
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "60")  # on a terminal, rows are wrapped
     assert doctor.main(case_of(tmp_path / "none", "data=fake")) == 0
-    assert f"no files\n{18 * ' '}of its own\n" in capsys.readouterr().out
+    assert f"\nwarn  plan {7 * ' '}check failed with an error: " in capsys.readouterr().out
 
 
 def test_folders_that_do_not_fit(root: Path) -> None:
@@ -87,13 +85,14 @@ def test_folders_that_do_not_fit(root: Path) -> None:
             (root / split / name).rename(root / split / number)
     warnings = [row.found for row in look(root, sample=1)["data"] if row.status == "warn"]
     assert warnings[0] == "numbers sorted as text: 1, 10, 2"
-    left_out = re.findall(r"(\w+): 1 file or .*: (\S+) \(1\)", "\n".join(warnings[1:]))
-    assert left_out == [("train", ".heic"), ("val", "@eaDir")]
+    train_folder, val_folder = warnings[1:]
+    assert "train: 1 file" in train_folder and ": .heic (1)" in train_folder
+    assert "val: 1 file" in val_folder and ": hidden, or of the system (1)" in val_folder
     shutil.rmtree(root / "val" / "2")
     found = look(root)
     row = only(found["data"])
     assert (row.status, row.do) == ("fail", "training refuses to start")
-    assert "has no class 2, which train has" in row.found
+    assert "only there: ['2']; only here: []" in row.found
     assert only(found["readable"]).found == "not checked: needs the data, see data"
     assert only(found["plan"]).status == "warn"
 
@@ -188,13 +187,12 @@ def test_the_mean_and_the_deviation_of_the_pixels(root: Path) -> None:
 def test_the_plan(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of weights that are published, too, which are not downloaded; others are refused."""
     monkeypatch.setattr(machine, "cpu_quota", lambda: 0.5)
-    words = "model=resnet50", "model.weights=pretrained", "train.epochs=1000000", "train.device=cpu"
-    *_, long, row = look(root, *words, "data.image_size=96", sample=1)["plan"]  # long on 100 cores
+    words = "model=resnet50", "model.weights=pretrained", "train.device=cpu"
+    *_, row = look(root, *words, "data.image_size=96", sample=1)["plan"]
     assert row.status == "warn" and "quota of 0.5 cores" in row.found and "--cpus" in row.do
-    assert re.fullmatch(r"estimate +about [\d,:]+ for the steps, .* GB of memory.*", long.found)
     said = {
         "model.weights=pretrained": "there are none of resnet_tiny;",
-        "model.weights=gone.pth": "cannot be read (No ",
+        "model.weights=gone.pth": "cannot be read (",
         "optim.args={a: 1}": "sgd takes no a;",
     }
     for word, reason in said.items():

@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 from threading import Event
@@ -19,11 +20,16 @@ from PIL import Image
 
 import models
 import train
+from pipeline import build
+from pipeline.batch import Field
+from pipeline.dataset import FolderDataset
+from pipeline.decode import Picture
 from scripts import predict
 from scripts.lib.progress import in_threads
 from scripts.lib.trained import build_val, exit_status, open_trained
 from scripts.predict import Predictor, Result, find_files
 from tests.conftest import CLASSES, VAL_IMAGES
+from tests.helpers import small_run
 from tests.helpers.processes import Started
 
 CPU = torch.device("cpu")
@@ -53,6 +59,36 @@ def damaged(image_root: Path, tmp_path: Path) -> Path:
 
 def results(predictor: Predictor, *paths: Path) -> list[Result]:
     return [result for batch in predictor.run(find_files(map(str, paths))) for result in batch]
+
+
+class FiveChannels(FolderDataset):
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        size = self.transform.image_size
+        return {**super().fields, "image": Field(np.float32, (size, size, 5), image=True)}
+
+    def open(self, index: int) -> Picture:
+        levels = super().open(index).pixels()[:, :, [0, 1, 2, 1, 0]]
+        return Picture(levels.astype(np.float32) / 255)
+
+
+five_channels = partial(build.folder, dataset=FiveChannels)
+
+
+def test_images_of_other_channels(image_root: Path, tmp_path: Path) -> None:
+    """They are opened by the dataset of the run, as docs/samples.md makes one."""
+    words = "data.source=tests.scripts.test_predict:five_channels", "data.mean=[0.5]"
+    small_run.run(image_root, tmp_path / "run", *words, "data.std=[0.5]", "train.max_steps=2")
+    trained = open_trained(tmp_path / "run", HERE)
+    found = results(Predictor(trained, CPU), image_root / "val")
+    assert [result.reason for result in found] == [""] * len(found)
+    files = build_val(trained.config).val
+    pixels = np.stack([files.load(0, row)["image"] for row in range(len(files))])
+    images = torch.from_numpy(pixels).movedim(-1, 1)
+    with torch.no_grad():
+        expected = trained.build(CPU)(images * 2 - 1).softmax(1).topk(1).values[:, 0]
+    ours = [result.values["predictions"][0]["probability"] for result in found]
+    assert ours == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +151,12 @@ def test_features_of_other_models(name: str) -> None:
 def test_files_that_cannot_be_read_stay_in_order(
     damaged: Path, predictor: Predictor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = results(predictor, damaged, damaged / "sub" / ".hidden")
-    said = f"{damaged}: 2 files or folders are not read: .heic (1), hidden (1), such as {damaged}/"
-    assert capsys.readouterr().err.partition(": ")[2].startswith(f"{said}notes.heic; ")
+    found = results(predictor, damaged, damaged / "sub" / ".hidden", damaged / "link.jpg")
+    said = capsys.readouterr().err.partition(": ")[2]
+    assert said.startswith(f"{damaged}: 3 files or folders are not read: no regular file (1), ")
     reasons = {os.path.relpath(result.path, damaged): result.reason for result in found}
-    files = ["line\nbreak.jpg", "link.jpg", "sub.jpg", "text.png", "sub/\udcff.jpg"]
-    assert list(reasons) == [*files, "sub/.hidden/hidden.jpg"] and len(found) == 6
+    files = ["line\nbreak.jpg", "sub.jpg", "text.png", "sub/\udcff.jpg", "sub/.hidden/hidden.jpg"]
+    assert list(reasons) == [*files, "link.jpg"] and len(found) == 6
     assert reasons["link.jpg"] == "No such file or directory"
     assert "truncated" in reasons["sub.jpg"]
     assert "cannot identify image file" in reasons["text.png"]
