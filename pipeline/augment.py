@@ -204,9 +204,9 @@ def transform_target(target: np.ndarray, picture: Picture, *, fill: int = 0) -> 
     another way.
 
     Args:
-        target: a mask, integers [H, W] or [H, W, C] of the size of the image's file, whose result
-            is that of the nearest pixels; or points, float [N, 2] of (x, y) in pixels from the
-            upper left corner of the file, and then of the result, perhaps outside of it.
+        target: a mask or a map of floats, [H, W] or [H, W, C] of the size of the image's file, whose
+            result is that of the nearest pixels; or points, float [N, 2] of (x, y) in pixels from
+            the upper left corner of the file, and then of the result, perhaps outside of it.
         picture: what the transforms made of the image.
         fill: value of the pixels from outside the mask.
     """
@@ -215,9 +215,10 @@ def transform_target(target: np.ndarray, picture: Picture, *, fill: int = 0) -> 
             "a mask follows crops, resizes and flips only; leave out other transforms, and turn "
             "photos with an EXIF orientation once (exiftran -ai), or data.exif_orientation=false"
         )
-    are_points = target.dtype.kind == "f"
+    are_points = target.dtype.kind == "f" and target.shape[1:] == (2,)
     if not are_points and target.shape[1::-1] != (size := picture.full_size):
-        raise ValueError(f"the mask's (width, height) is {target.shape[1::-1]}, its image's {size}")
+        text = f"the mask's (width, height) is {target.shape[1::-1]}, its image's {size}"
+        raise ValueError(f"{text}; return points as float [N, 2]")
     for step in picture.geometry:
         new_width, new_height = step.size
         if are_points:

@@ -243,6 +243,18 @@ def test_task_trains_and_resumes(heading: str, tree: Path, tmp_path: Path) -> No
         check_views(fork, training.strip())
 
 
+@pytest.mark.slow
+def test_a_teacher_of_other_classes_is_refused(tree: Path, tmp_path: Path) -> None:
+    """Its outputs would be taken for those of other classes."""
+    fork = prepared(tree, tmp_path / "tree", "Distillation", "cpu")
+    for split in ("train", "val"):
+        first = min((fork.root / "data" / "patterns" / split).iterdir())
+        first.rename(first.with_name("zebra"))  # the last one of the student
+    fork.run(f"! {TASKS['Distillation'].commands[-1].rstrip()} 2> refused")
+    refused = (fork.root / "refused").read_text()
+    assert refused.startswith("train.py: train.teacher=") and "another order" in refused
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("heading", TASKS)

@@ -188,7 +188,10 @@ def test_no_mask_follows_a_turned_photo() -> None:
         transform_target(MASK, turned)
 
 
-@pytest.mark.parametrize("mask", [MASK.astype(np.uint8), np.stack([MASK, MASK + 5], axis=-1)])
+@pytest.mark.parametrize(
+    "mask",
+    [MASK.astype(np.uint8), MASK.astype(np.float32), np.stack([MASK, MASK + 5], axis=-1)],
+)
 def test_a_file_that_stays_encoded_moves_a_mask_alike_without_decoding(mask: np.ndarray) -> None:
     file = JpegFile(b"", (155, 140), lambda *_: pytest.fail("decoded"))
     for seed in range(6):
@@ -197,5 +200,6 @@ def test_a_file_that_stays_encoded_moves_a_mask_alike_without_decoding(mask: np.
         np.testing.assert_array_equal(ours, theirs)
         assert ours.dtype == mask.dtype and ours.shape == (150, 150, *mask.shape[2:])
         assert set(np.unique(ours)) == {*np.unique(mask).tolist(), 9}
-    with pytest.raises(ValueError, match=r"is \(155, 140\), its image's \(156, 140\)"):
+    size = r"is \(155, 140\), its image's \(156, 140\); return points as float \[N, 2\]"
+    with pytest.raises(ValueError, match=size):
         transform_target(mask, Picture(np.zeros((140, 156, 3), np.uint8)).cropped((0, 0, 9, 9)))
