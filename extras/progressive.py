@@ -22,7 +22,7 @@ from engine.run import Run
 from pipeline.build import build_datasets
 
 
-def run(config: Config, world: World, sizes: dict[int, int]) -> Config:
+def choose_size(config: Config, world: World, sizes: dict[int, int]) -> Config:
     """Return the config for the size that is next in this run. Collective.
 
     `sizes`: epoch -> side of the training images in pixels from then on. Raises UserError if they

@@ -57,7 +57,7 @@ def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:
     sweep = Sweep(words)
     if options.cfg is None:
         require_root(next(iter(sweep.jobs.values())))
-        return sweep.run()
+        return sweep.run_jobs()
     print(*(f"---\n{to_yaml(job, options.package)}" for job in sweep.jobs.values()), sep="", end="")
     if more := math.prod(map(len, sweep.columns)) - len(sweep.jobs):
         print(f"# and {more} more jobs")
@@ -99,7 +99,7 @@ class Sweep:
         digest = hashlib.sha256(" ".join([*self.fixed, *self.settings]).encode()).hexdigest()[:8]
         self.folder = Path(next(iter(self.jobs.values())).run.dir).parent / f"{name},{digest}"
 
-    def run(self) -> int:
+    def run_jobs(self) -> int:
         """Run the jobs, and print a table with the best first; return 0 if all have finished.
 
         A job that fails does not stop the sweep: a learning rate that diverges is a result.

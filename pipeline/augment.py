@@ -204,9 +204,9 @@ def transform_target(target: np.ndarray, picture: Picture, *, fill: int = 0) -> 
     another way.
 
     Args:
-        target: a mask or a map of floats, [H, W] or [H, W, C] of the size of the image's file, whose
-            result is that of the nearest pixels; or points, float [N, 2] of (x, y) in pixels from
-            the upper left corner of the file, and then of the result, perhaps outside of it.
+        target: a mask or a map, [H, W] or [H, W, C] of the size of the image's file, whose result
+            is that of the nearest pixels; or points, float [N, 2] of (x, y) in pixels from the
+            upper left corner of the file, and then of the result, perhaps outside of it.
         picture: what the transforms made of the image.
         fill: value of the pixels from outside the mask.
     """

@@ -47,7 +47,7 @@ Stage = tuple[str, list[float], str]
 """Name, images/s in each window, and a remark for the table, perhaps with lines below it."""
 
 
-def run(config: Config, *, only: Sequence[str], seconds: float) -> Iterator[Stage]:
+def measure_stages(config: Config, *, only: Sequence[str], seconds: float) -> Iterator[Stage]:
     """Measure some of STAGES, in their order. Raises UserError if config or data are wrong."""
     with join_world(config.train.device) as world:
         config = train.resolve_config(config, world)
@@ -128,7 +128,7 @@ def measure_steps(parts: train.Parts, world: World, seconds: float) -> list[Stag
 
 
 def main() -> int:
-    for name, rates, note in run(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds):
+    for name, rates, note in measure_stages(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds):
         spread = f"({min(rates):,.0f}-{max(rates):,.0f})"
         print(f"{name:<12} {median(rates):>10,.0f} images/s  {spread}  {note}")
     return 0

@@ -108,7 +108,7 @@ def chosen_outputs(
     return found[:, places]
 
 
-def run(
+def evaluate_checkpoint(
     trained: Trained,
     world: World,
     *,
@@ -316,7 +316,7 @@ def evaluate_one(options: argparse.Namespace) -> int:
         trained = with_config(trained, overrides, world)
         refuse_inside(folder, trained.config.data, f"--out {folder}")
         choices = {name: getattr(options, name) for name in ("flip", "all_outputs", "real")}
-        found = run(trained, world, **choices)
+        found = evaluate_checkpoint(trained, world, **choices)
         if world.is_main:
             print_result(found, folder)
             write(found, folder)

@@ -299,7 +299,7 @@ def export(job: Job, out: Path) -> None:
     print(result, f"written to {out}: {size / 1e6:,.1f} MB, {graph}", sep="\n")
 
 
-def run(options: argparse.Namespace) -> int:
+def export_model(options: argparse.Namespace) -> int:
     """Find all mistakes in the arguments; then export."""
     for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir"):  # describe their passes
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -326,4 +326,4 @@ def run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(partial(run, OPTIONS)))
+    sys.exit(exit_status(partial(export_model, OPTIONS)))

@@ -182,7 +182,7 @@ class Predictor:
         cores = int(min(machine.cores(), machine.cpu_quota()))
         self.threads = max(1, cores if loader.workers == "auto" else int(loader.workers))
 
-    def run(self, paths: Iterable[str]) -> Iterator[list[Result]]:
+    def predict_files(self, paths: Iterable[str]) -> Iterator[list[Result]]:
         """Yield the results in the order of the paths, a batch at a time.
 
         At most BATCHES_AHEAD + 1 batches of images are in memory. Unreadable files stay in their
@@ -351,7 +351,7 @@ def predict_all(options: argparse.Namespace) -> int:
     if sys.stdout.isatty() and options.top is None:
         output.columns = get_terminal_size().columns
     total = failed = 0
-    for batch in predictor.run(find_files(options.paths)):
+    for batch in predictor.predict_files(find_files(options.paths)):
         output.write([result for result in batch if not result.reason])
         total += len(batch)
         for result in (result for result in batch if result.reason):

@@ -197,7 +197,7 @@ def start(to: Path, settings: dict[str, Any]) -> None:
         raise UserError(f"--to {to}: has {'; '.join(changed)}; give the same or another folder")
 
 
-def run(options: argparse.Namespace) -> int:
+def prepare_images(options: argparse.Namespace) -> int:
     """Write the dataset and the report, and print the summary; return the exit status.
 
     Raises UserError if the source or the destination cannot be used, and nothing was created,
@@ -238,4 +238,4 @@ def run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.exit_status(partial(run, OPTIONS)))
+    sys.exit(cli.exit_status(partial(prepare_images, OPTIONS)))

@@ -54,7 +54,7 @@ def read_features(path: Path) -> tuple[np.ndarray, np.ndarray]:
         raise UserError(f"{path}: {getattr(error, 'strerror', describe(error))}; {cure}") from None
 
 
-def run(train: Path, val: Path) -> int:
+def probe_features(train: Path, val: Path) -> int:
     try:
         from sklearn.linear_model import LogisticRegression
         from sklearn.model_selection import GridSearchCV, ShuffleSplit
@@ -80,4 +80,4 @@ def run(train: Path, val: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.exit_status(partial(run, OPTIONS.TRAIN, OPTIONS.VAL)))
+    sys.exit(cli.exit_status(partial(probe_features, OPTIONS.TRAIN, OPTIONS.VAL)))

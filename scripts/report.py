@@ -74,7 +74,7 @@ SHOWN = ("data.root", "data.image_size", "model.name", "loader.batch_size", "opt
 VALIDATION = {"train.best_by", "data.root", "data.val", "data.val_fraction", "data.val_fold"}
 NOT_DRAWN = {"step", "epoch", "images", "seconds", "seconds_left", "split"}
 # Names of values that measure the machine; all others measure the training.
-MACHINE = re.compile("gpu_|memory_|host_|images_per_second|mfu|.*(_fraction|_ms)$")
+MACHINE = re.compile("gpu_|memory_|host_|workers|images_per_second|mfu|.*(_fraction|_ms)$")
 MORE = re.compile("top5|macro_|ece$|auc$|.*_raw$")  # their charts are folded, too
 DAMAGED = (ValueError, TypeError, LookupError, AttributeError)  # what a wrong content raises
 NUMBERS = {"images", "top1", "precision", "f1", "confidence", "loss"}  # columns of CSV files
@@ -530,7 +530,7 @@ def build(runs: Sequence[Run], out: Path, given: Sequence[Path]) -> str:
     return page.render(globals() | locals())  # it uses the names of this function and this file
 
 
-def run(options: argparse.Namespace) -> int:
+def write_report(options: argparse.Namespace) -> int:
     given = [path.parent if path.is_file() else path for path in options.runs]
     runs = read_runs(*given)
     out = options.out or (given[0] if len(given) == 1 else Path())
@@ -542,4 +542,4 @@ def run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.exit_status(partial(run, OPTIONS)))
+    sys.exit(cli.exit_status(partial(write_report, OPTIONS)))

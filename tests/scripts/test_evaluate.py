@@ -50,7 +50,7 @@ def opened(path: Path, *overrides: str) -> Trained:
 
 
 def measured(path: Path, *overrides: str, **options: Any) -> Evaluated:
-    return evaluate.run(opened(path, *overrides), ALONE, **options)
+    return evaluate.evaluate_checkpoint(opened(path, *overrides), ALONE, **options)
 
 
 def outputs(found: Evaluated, images: int | None = None) -> torch.Tensor:
@@ -213,7 +213,7 @@ def test_another_task(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: An
 
     monkeypatch.setattr(train, "validation_values", values)
     own = replace(opened(folder, "data.val=train"), classes=("mass", "a", "b"))
-    found = evaluate.run(own, ALONE, flip=True)
+    found = evaluate.evaluate_checkpoint(own, ALONE, flip=True)
     assert found.classes == own.classes
     evaluate.print_result(found, tmp_path)
     out = capsys.readouterr().out
@@ -284,7 +284,7 @@ def test_on_a_gpu(whole_runs: None, image_root: Path, tmp_path: Path, compile: s
     small_run.run(image_root, tmp_path / "run", *overrides)
     with join_world("cuda") as world:
         trained = with_config(open_trained(tmp_path / "run"), [], world)
-        found = evaluate.run(trained, world, flip=False)
+        found = evaluate.evaluate_checkpoint(trained, world, flip=False)
     last = torch.load(newest(tmp_path / "run"), weights_only=True)["state"]["last"]  # all digits
     assert [found.values[name] for name in VALUES] == [last[name] for name in VALUES]
     set_up_kernels(deterministic=False, precision="bf16")

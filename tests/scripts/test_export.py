@@ -87,7 +87,7 @@ def test_command_line(
 ) -> None:
     """The data of the run is found again; the file states what its weights need."""
     monkeypatch.chdir(tmp_path)
-    assert export.run(export.arguments([str(folder), "--to", "safetensors", *HERE])) == 0
+    assert export.export_model(export.arguments([str(folder), "--to", "safetensors", *HERE])) == 0
     assert "compared with eager mode: largest difference " in capsys.readouterr().out
     (out,) = tmp_path.iterdir()
     assert out.name == "small-optim.lr=0.05-best.safetensors"
@@ -104,7 +104,7 @@ def test_command_line(
     refused |= {"pt2 --out no/a.pt2": "--out no/a.pt2: no is no folder that can be written"}
     for words, wrong in refused.items():
         with pytest.raises(UserError, match=f"^{wrong}"):
-            export.run(export.arguments([str(folder), "--to", *words.split(), *HERE]))
+            export.export_model(export.arguments([str(folder), "--to", *words.split(), *HERE]))
 
 
 def test_a_folder_for_timm(trained: Trained, tmp_path: Path) -> None:

@@ -58,7 +58,9 @@ def damaged(image_root: Path, tmp_path: Path) -> Path:
 
 
 def results(predictor: Predictor, *paths: Path) -> list[Result]:
-    return [result for batch in predictor.run(find_files(map(str, paths))) for result in batch]
+    return [
+        result for batch in predictor.predict_files(find_files(map(str, paths))) for result in batch
+    ]
 
 
 class FiveChannels(FolderDataset):

@@ -301,7 +301,7 @@ NOTES = {
 
 def run(source: Path, to: Path, *options: str) -> int:
     given = prepare.arguments([str(source), "--to", str(to), *options])
-    return cli.exit_status(partial(prepare.run, given))
+    return cli.exit_status(partial(prepare.prepare_images, given))
 
 
 def written(to: Path) -> dict[str, bytes]:

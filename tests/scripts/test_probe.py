@@ -35,14 +35,14 @@ def test_neighbours_vote_and_the_penalty_is_chosen_without_the_queries(
     for own, similar in zip(truth, queries @ bank.T, strict=True):
         near = np.argsort(-similar)[:20]
         hits += np.bincount(labels[near], np.exp(similar[near] / 0.07), 4).argmax() == own
-    assert probe.run(*files) == 0
+    assert probe.probe_features(*files) == 0
     images, knn, linear = capsys.readouterr().out.splitlines()
     assert images == "300 training, 100 validation images, 4 classes"
     assert knn == f"top1 {hits:.2f} %  knn" and 60 < hits < 100
     found = re.fullmatch(r"top1 (\S+) %  linear(, penalty .*)", linear)
     assert found and float(found[1]) > 60
     files[1].write_text("\n".join(texts[:2]))
-    assert probe.run(*files) == 0 and f"{found[2]}\n" in capsys.readouterr().out
+    assert probe.probe_features(*files) == 0 and f"{found[2]}\n" in capsys.readouterr().out
 
 
 def test_command(folder: Path, image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
@@ -65,4 +65,4 @@ def test_command(folder: Path, image_root: Path, tmp_path: Path, ranks: Ranks) -
     for text, message in wrong.items():
         files[1].write_text(text)
         with pytest.raises(UserError, match=message):
-            probe.run(*files)
+            probe.probe_features(*files)

@@ -62,7 +62,7 @@ class Page:
 
 def made(*folders: Path, out: Path | None = None) -> Page:
     words = [*map(str, folders), *([] if out is None else ["--out", str(out)])]
-    assert report.run(report.arguments(words)) == 0
+    assert report.write_report(report.arguments(words)) == 0
     return Page((out or folders[0] / "report.html").read_text(encoding="utf-8"))
 
 
@@ -125,7 +125,10 @@ def test_runs_are_compared(runs: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert [*page.facts[0]][:6] == ["run", "best top1", *typed]
     assert page.folded_keys == ["key", "optim.nesterov", "optim.weight_decay", "optim.clip_norm"]
     assert page.colours > {(f"c{i}", f"{i}") for i in (1, 2)} and page.boxes == ["c1", "c2"]
-    assert report.run(report.arguments([f"{runs}/first", f"{runs}/second/metrics.jsonl"])) == 0
+    assert (
+        report.write_report(report.arguments([f"{runs}/first", f"{runs}/second/metrics.jsonl"]))
+        == 0
+    )
     assert (tmp_path / "report.html").exists() and not (runs / "report.html").exists()
 
 
