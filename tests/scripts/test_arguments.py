@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from scripts.lib.options import Parser
 from tests.helpers.processes import ROOT
 
 with Path(__file__).with_name("mistakes.csv").open(newline="", encoding="utf-8") as file:
@@ -29,14 +28,3 @@ def test_mistakes(
         runpy.run_path(f"{ROOT}/scripts/{script}.py", run_name="__main__")
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1 and len(list(tmp_path.rglob("*"))) == 4
-
-
-def test_help_is_wrapped_for_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands and lists, which are indented, are not; a pipe gets the lines as they are."""
-    text = 9 * "word word\n"
-    kept = "\n    python scripts/x.py " + 40 * "a" + "\n\nname  text\n    more\n"
-    parser = Parser(text + kept, "")
-    assert text + kept in parser.format_help()
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "40")
-    assert 2 * f"{' '.join(8 * ['word'])}\n" + "word word\n" + kept in parser.format_help()
