@@ -7,7 +7,6 @@ as optim.name=module:function. The classes of torch.optim and timm have names al
 import inspect
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     except (TypeError, ValueError) as error:
         if not config.args:
             raise
-        raise UserError(f"optim.args={show(config.args)}: {error}; change them") from None
+        raise UserError(f"optim.args={show(config.args)}", str(error), "change them") from None
 
 
 def _find(name: str) -> Callable[..., Optimizer]:
@@ -50,15 +49,16 @@ def _find(name: str) -> Callable[..., Optimizer]:
         return from_timm
     if name not in OPTIMIZERS:
         near = did_you_mean(name, OPTIMIZERS)
-        others = f"optim={' or '.join(group_names('optim'))}, timm/NAME and module:name are others"
+        groups = " or ".join(group_names("optim"))
+        others = f"optim={groups}, timm/NAME and module:name are others"
         reason = UNFIT.get(name.lower(), f"there is no such optimiser{near}; {others}")
-        raise UserError(f"optim.name={name}: {reason}")
+        raise UserError(f"optim.name={name}", reason)
     return OPTIMIZERS[name]
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that are not frozen."""
-    return list(filter(attrgetter("requires_grad"), model.parameters()))
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def decay_groups(model: nn.Module, config: OptimConfig) -> Groups:
@@ -71,7 +71,7 @@ def decay_groups(model: nn.Module, config: OptimConfig) -> Groups:
             decayed["params"].append(parameter)
         else:
             others["params"].append(parameter)
-    return list(filter(itemgetter("params"), [decayed, others]))
+    return [group for group in (decayed, others) if group["params"]]
 
 
 def sgd(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
@@ -84,8 +84,9 @@ def sgd(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     }
     flags = {"fused": _is_on_gpu(model)}
     optimizer = torch.optim.SGD(decay_groups(model, config), **keys, **(flags | args))
-    if optimizer.defaults["fused"] and config.momentum:
-        # A first step that torch.amp.GradScaler skips does not write the momentum: it stays random.
+    if config.momentum:
+        # A first step that torch.amp.GradScaler skips does not write a fused momentum: it would
+        # stay random.
         for parameter in trained(model):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
@@ -107,18 +108,11 @@ def from_class(
     optimizer_class: Callable[..., Optimizer], model: nn.Module, config: OptimConfig, **args: Any
 ) -> Optimizer:
     """Create another optimiser of torch.optim, with lr, weight_decay and optim.args only."""
-    _refuse_moments(config)
-    values = {
-        "lr": config.lr,
-        "weight_decay": config.weight_decay,
-        "capturable": _is_on_gpu(model),
-    }
+    on_gpu = _is_on_gpu(model)
+    values = {"lr": config.lr, "weight_decay": config.weight_decay, "capturable": on_gpu}
     takes = inspect.signature(optimizer_class).parameters
     keys: dict[str, Any] = {name: values[name] for name in values if name in takes}
-    optimizer = optimizer_class(decay_groups(model, config), **keys, **args)
-    if _is_on_gpu(model) and "capturable" not in keys:
-        optimizer.register_step_pre_hook(refuse_capture)
-    return optimizer
+    return _refusing_capture(optimizer_class(decay_groups(model, config), **keys, **args))
 
 
 def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
@@ -126,36 +120,40 @@ def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     import_timm(f"optim.name={config.name}")
     import timm.optim
 
-    _refuse_moments(config)
+    usual = OptimConfig()
+    if (config.betas, config.eps) != (usual.betas, usual.eps):
+        raise UserError(
+            f"optim.name={config.name}",
+            "does not take optim.betas and optim.eps, which mean something else in each class",
+            f"give optim.args={{betas: {show(config.betas)}, eps: {show(config.eps)}}}",
+        )
     known = timm.optim.list_optimizers(exclude_filters=["bnb*", "fused*"])  # need other packages
     name = config.name.removeprefix("timm/")
     if name not in known:
-        near = did_you_mean(name, known)
-        raise UserError(f"optim.name={config.name}: timm has no such optimiser{near}; give another")
+        wrong = f"timm has no such optimiser{did_you_mean(name, known)}"
+        raise UserError(f"optim.name={config.name}", wrong, "give another")
     keys: dict[str, Any] = {
         "lr": config.lr,
         "momentum": config.momentum,
         "weight_decay": config.weight_decay,
     }
     groups = decay_groups(model, config)
-    optimizer = timm.optim.create_optimizer_v2(groups, name, **keys, **args)
-    if _is_on_gpu(model):
-        optimizer.register_step_pre_hook(refuse_capture)
+    return _refusing_capture(timm.optim.create_optimizer_v2(groups, name, **keys, **args))
+
+
+def _refusing_capture(optimizer: Optimizer) -> Optimizer:
+    """Let a capture fail, unless all of the step is computed on the GPU (`capturable`).
+
+    A graph would repeat the step count of the moment of the capture.
+    """
+    if not optimizer.defaults.get("capturable"):
+        optimizer.register_step_pre_hook(_refuse_capture)
     return optimizer
 
 
-def _refuse_moments(config: OptimConfig) -> None:
-    """Refuse values of optim.betas and optim.eps, which mean something else in each class."""
-    usual = OptimConfig()
-    if (config.betas, config.eps) != (usual.betas, usual.eps):
-        cure = f"give optim.args={{betas: {show(config.betas)}, eps: {show(config.eps)}}}"
-        wrong = "optim.betas and optim.eps are keys of adamw"
-        raise UserError(f"optim.name={config.name}: {wrong}; {cure} if it takes them")
-
-
-def refuse_capture(optimizer: Optimizer, *_: Any) -> None:
-    """Raise RuntimeError in a capture: a graph would repeat the step count of this moment."""
-    if torch.cuda.is_current_stream_capturing():
+def _refuse_capture(optimizer: Optimizer, *_: Any) -> None:
+    on_gpu = optimizer.param_groups[0]["params"][0].is_cuda
+    if on_gpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{type(optimizer).__name__} computes a part of its step on the host")
 
 
