@@ -1,4 +1,4 @@
-"""Everything that changes during training, in one object. Its state_dict is in each checkpoint."""
+"""What a checkpoint restores: weights, optimiser, moving average, step and validation results."""
 
 import copy
 import hashlib
@@ -31,11 +31,13 @@ def check_loss(row: Mapping[str, float]) -> None:
 
     With fp16, a step with gradients that are not finite is skipped, and halves the loss scale.
     """
-    loss, scale = row.get("loss", 0.0), row.get("loss_scale")
-    if scale is None and not math.isfinite(loss):
+    loss = row.get("loss", 0.0)
+    if "loss_scale" in row:
+        if row["loss_scale"] < 1:
+            wrong = "fp16: the gradients are not finite at any loss scale"
+            raise diverged(f"{wrong}, step {row['step']}")
+    elif not math.isfinite(loss):
         raise diverged(f"the loss is {loss} at step {row['step']} (lr {row['lr']:g})")
-    if scale is not None and scale < 1:
-        raise diverged(f"fp16: the gradients are not finite at any loss scale, step {row['step']}")
 
 
 def tensors(module: nn.Module) -> list[Tensor]:
@@ -46,11 +48,10 @@ def tensors(module: nn.Module) -> list[Tensor]:
 class MovingAverage(nn.Module):
     """Exponential moving average of a model's weights and buffers, including BatchNorm statistics.
 
-    It starts as a copy of the model. The decay, at most `decay` in (0, 1], warms up as in
-    TensorFlow's ExponentialMovingAverage(num_updates=t): update t, counted from 0, uses
-    min(decay, (1 + t) / (10 + t)). The average reaches back over at most a ninth of the steps so
-    far, so even a short run forgets the initial weights. timm and torchvision have no warm-up by
-    default; a decay of 0.9999 is reached after 90,000 steps. Integer buffers are copied.
+    It starts as a copy of the model. Update t, counted from 0, has the decay min(decay, (1 + t) /
+    (10 + t)), as in TensorFlow's ExponentialMovingAverage(num_updates=t): the average reaches back
+    over at most a ninth of the steps, so even a short run forgets the initial weights. timm and
+    torchvision have no warm-up by default. Integer buffers are copied.
     """
 
     # int64 [], number of updates. On the device, because an update may be part of a CUDA graph,
@@ -67,16 +68,23 @@ class MovingAverage(nn.Module):
     def update_parameters(self, model: nn.Module) -> None:
         """Update the average with the weights after an optimiser step."""
         weight = (9 / (10 + self.n_averaged)).clamp(min=1.0 - self.decay)  # of the new values
-        pairs = list(zip(tensors(self.module), tensors(model), strict=True))
-        averaged = [pair for pair in pairs if pair[0].is_floating_point()]
-        copied = [pair for pair in pairs if not pair[0].is_floating_point()]
-        means = [mean for mean, _ in averaged]
+        means: list[Tensor] = []
+        values: list[Tensor] = []
+        counts: list[Tensor] = []
+        new_counts: list[Tensor] = []
+        for mean, value in zip(tensors(self.module), tensors(model), strict=True):
+            if mean.is_floating_point():
+                means.append(mean)
+                values.append(value)
+            else:
+                counts.append(mean)
+                new_counts.append(value)
         # torch._foreach_lerp_ would need the weight on the host.
-        changes = torch._foreach_sub([value for _, value in averaged], means)
+        changes = torch._foreach_sub(values, means)
         torch._foreach_mul_(changes, weight)
         torch._foreach_add_(means, changes)
-        if copied:
-            torch._foreach_copy_([count for count, _ in copied], [value for _, value in copied])
+        if counts:
+            torch._foreach_copy_(counts, new_counts)
         self.n_averaged += 1
 
 
@@ -101,10 +109,12 @@ class TrainState:
     scaler: GradScaler = field(default_factory=lambda: GradScaler(enabled=False))
 
     def state_dict(self) -> dict[str, Any]:
+        average: dict[str, Any] = {"ema": None, "ema_steps": None}
+        if self.ema is not None:
+            average = {"ema": self.ema.module.state_dict(), "ema_steps": self.ema.n_averaged}
         return {
             "model": self.model.state_dict(),
-            "ema": None if self.ema is None else self.ema.module.state_dict(),
-            "ema_steps": None if self.ema is None else self.ema.n_averaged,
+            **average,
             "optimizer": self.optimizer.state_dict(),
             "loss_scale": self.scaler.state_dict(),
             "step": self.step,
@@ -115,19 +125,22 @@ class TrainState:
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
         self.model.load_state_dict(stored["model"])
-        if self.ema is not None:  # turned on at this resume, it starts from the current weights
-            self.ema.module.load_state_dict(stored["ema"] or stored["model"])
-            self.ema.n_averaged.fill_(stored["ema_steps"] or 0)
+        if self.ema is not None:
+            if stored["ema"]:
+                self.ema.module.load_state_dict(stored["ema"])
+                self.ema.n_averaged.fill_(stored["ema_steps"])
+            else:  # train.ema_decay is turned on at this resume
+                self.ema.module.load_state_dict(stored["model"])
+                self.ema.n_averaged.zero_()
         if stored.get("loss_scale"):  # empty without fp16
             self.scaler.load_state_dict(self.scaler.state_dict() | stored["loss_scale"])
         # The optimiser's state, such as momentum, comes from the checkpoint, and so do the steps
         # that some optimisers of timm count in their groups. Its options are those of this
         # start: weight decay, and also `capturable`, which decides on which device the state is.
-        old, now = stored["optimizer"]["param_groups"], self.optimizer.param_groups
-        groups = [
-            {**group, **chosen, "params": group["params"]}
-            for group, chosen in zip(old, now, strict=True)
-        ]
+        stored_groups = stored["optimizer"]["param_groups"]
+        groups = []
+        for old, now in zip(stored_groups, self.optimizer.param_groups, strict=True):
+            groups.append({**old, **now, "params": old["params"]})
         self.optimizer.load_state_dict({**stored["optimizer"], "param_groups": groups})
         self.step = stored["step"]
         self.best_validation = dict(stored["best"])
@@ -154,7 +167,10 @@ def restored_on_exit(state: TrainState) -> Iterator[None]:
     moves: a CUDA graph has to be captured again.
     """
     before = copy.deepcopy(state.state_dict())
-    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+    devices = []
+    if torch.cuda.is_available():
+        devices.append(torch.cuda.current_device())
+    with torch.random.fork_rng(devices):
         try:
             yield
         finally:
