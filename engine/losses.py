@@ -4,8 +4,9 @@ To add a loss, add a function to LOSSES. It takes the keys of `train` that are a
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +30,30 @@ def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) ->
     no such loss, or if it does not take a key of another loss that is set.
     """
     if config.loss not in LOSSES:
-        raise UserError(f"train.loss={config.loss}: not allowed; give {', '.join(LOSSES)}")
-    keys, default = keys_of(config.loss), vars(TrainConfig())
-    arguments = {**vars(config), "class_weights": class_weights}
-    for name in sorted(set().union(*map(keys_of, LOSSES)) - keys):
-        if arguments[name] != (unset := default[name]):
-            wrong = f"train.loss={config.loss} does not take it; give train.{name}={show(unset)}"
-            raise UserError(f"train.{name}={show(getattr(config, name))}: {wrong}, or another loss")
-    return partial(LOSSES[config.loss], **{name: arguments[name] for name in keys})
+        names = ", ".join(LOSSES)
+        raise UserError(f"train.loss={config.loss}", "not allowed", f"give {names}")
+    loss_function = LOSSES[config.loss]
+    keys = keys_of(loss_function)
+    values = {**vars(config), "class_weights": class_weights}
+    defaults = vars(TrainConfig())
+    for name in sorted(keys_of(*LOSSES.values()) - keys):
+        if values[name] != defaults[name]:
+            raise UserError(
+                f"train.{name}={show(getattr(config, name))}",
+                f"train.loss={config.loss} does not take it",
+                f"give train.{name}={show(defaults[name])}, or another loss",
+            )
+    arguments = {name: values[name] for name in keys}
+    return partial(loss_function, **arguments)
 
 
-def keys_of(loss: str) -> set[str]:
-    """Return the names of the keys of `train` that a loss takes."""
-    return inspect.signature(LOSSES[loss]).parameters.keys() & vars(TrainConfig()).keys()
+def keys_of(*loss_functions: Callable[..., Tensor]) -> set[str]:
+    """Return the names of the keys of `train` that some losses take."""
+    parameters: set[str] = set()
+    for loss_function in loss_functions:
+        signature = inspect.signature(loss_function)
+        parameters |= signature.parameters.keys()
+    return parameters & vars(TrainConfig()).keys()
 
 
 def class_weights(
@@ -49,22 +61,49 @@ def class_weights(
 ) -> Tensor | None:
     """Return the weight of each class, float32 [classes]; None: all count alike, also if sampled.
 
-    The balanced ones are scikit-learn's: images / (classes * images of the class), with a mean of 1
-    over all images. Raises UserError if a name is not that of a class.
+    Raises UserError if a name is not that of a class, or the dataset has no labels.
     """
     chosen, classes = config.class_weights, datasets.classes
     if chosen is None:
         return None
-    if chosen in ("balanced", "sampled"):
+    if isinstance(chosen, str):
         counts = datasets.train.class_counts(len(classes))  # also if sampled: it may refuse
         if chosen == "sampled":
             return None
-        return torch.tensor([sum(counts) / (len(counts) * (n or 1)) for n in counts], device=device)
-    weights = {str(name): float(weight) for name, weight in chosen.items()}
-    if unknown := [name for name in weights if name not in classes]:
-        near = did_you_mean(unknown[0], classes) or f"; give some of {', '.join(classes[:10])}"
-        raise UserError(f"train.class_weights: there is no class {unknown[0]}{near}")
-    return torch.tensor([weights.get(name, 1.0) for name in classes], device=device)
+        return balanced_weights(counts).to(device)
+    return named_weights(chosen, classes).to(device)
+
+
+def balanced_weights(counts: Sequence[int]) -> Tensor:
+    """Return images / (classes * images of the class) as scikit-learn does, float32 [classes].
+
+    The mean over all images is 1.
+    """
+    images = torch.tensor(counts, dtype=torch.float64)
+    present = images.clamp(min=1)
+    weights = images.sum() / (len(counts) * present)
+    return weights.float()
+
+
+def named_weights(weights: Mapping[Any, float], classes: Sequence[str]) -> Tensor:
+    """Return the weights that a config gives by class name, float32 [classes]; others are 1."""
+    result = torch.ones(len(classes))
+    for key, weight in weights.items():
+        name = str(key)  # YAML may have read a number
+        if name not in classes:
+            near = did_you_mean(name, classes, least=0.0)
+            raise UserError("train.class_weights", f"there is no class {name}{near}")
+        label = classes.index(name)
+        result[label] = weight
+    return result
+
+
+def as_shares(targets: Tensor, logits: Tensor) -> Tensor:
+    """Return targets as shares of the classes, [B, classes], with the dtype of the logits."""
+    if targets.ndim == 2:
+        return targets
+    classes = logits.shape[1]
+    return F.one_hot(targets, classes).to(logits.dtype)
 
 
 def cross_entropy(
@@ -79,9 +118,7 @@ def cross_entropy(
     """
     if class_weights is not None:
         classes = logits.shape[1]
-        if targets.ndim == 1:
-            targets = F.one_hot(targets, classes).to(logits.dtype)
-        targets = targets * class_weights
+        targets = as_shares(targets, logits) * class_weights
         smoothed = targets.sum(1, keepdim=True) / classes
         targets = targets * (1 - label_smoothing) + smoothed * label_smoothing
         label_smoothing = 0.0
@@ -96,14 +133,16 @@ def bce(
     The mean over classes and images, as in timm's --bce-loss. Smoothing, also of mixed targets,
     comes before the threshold.
     """
-    classes = logits.shape[1]
-    if targets.ndim == 1:
-        targets = F.one_hot(targets, classes).to(logits.dtype)
-    targets = targets * (1 - label_smoothing) + label_smoothing / classes
+    targets = as_shares(targets, logits)
+    smoothed = label_smoothing / logits.shape[1]
+    targets = targets * (1 - label_smoothing) + smoothed
     if bce_threshold is not None:
         targets = (targets > bce_threshold).to(logits.dtype)
     return F.binary_cross_entropy_with_logits(logits, targets)
 
 
-LOSSES: dict[str, Callable[..., Tensor]] = {"cross_entropy": cross_entropy, "bce": bce}
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "cross_entropy": cross_entropy,
+    "bce": bce,
+}
 """Name -> function with the arguments of `Criterion` and keys of `train`."""
