@@ -13,6 +13,8 @@ from conf.errors import UserError
 from conf.schema import Config
 from engine.distributed import World
 
+NOTHING_STORED: Mapping[str, Any] = {}  # there is no checkpoint to resume
+
 
 @dataclass(frozen=True)
 class Due:
@@ -58,7 +60,8 @@ class Schedule:
     @property
     def steps(self) -> int:
         """Steps of the learning-rate schedule: train.epochs passes over the images."""
-        return max(1, math.ceil(round(self.config.train.epochs * self.steps_per_epoch, 6)))
+        steps = round(self.config.train.epochs * self.steps_per_epoch, 6)  # 11.000000000000002
+        return max(1, math.ceil(steps))
 
     @property
     def stop_step(self) -> int:
@@ -84,7 +87,9 @@ class Schedule:
 
     def progress(self, step: int) -> float:
         """Return the fraction of the steps after the warm-up that is done, in [0, 1]."""
-        return min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        done = step - self.warmup_steps
+        after_warmup = max(1, self.steps - self.warmup_steps)
+        return min(1.0, done / after_warmup)
 
     def epoch(self, step: int) -> float:
         """Return the epochs done after `step` steps, at most train.epochs."""
@@ -96,14 +101,20 @@ class Schedule:
 
     def due(self, step: int) -> Due:
         """Return what is due after `step` optimiser steps."""
-        last = step == self.stop_step
-        ended, before = self.epochs_ended(step), self.epochs_ended(step - 1)
+        left = self.stop_step - step
+        ended = self.epochs_ended(step)
+        before = self.epochs_ended(max(0, step - 1))
         every = self.config.train.validate_every_epochs
-        validate = step > 0 and (last or ended // every > before // every)
+        validate = left == 0 or ended // every > before // every
         # The last row has at least half of its steps: the mean of fewer would look like a change.
-        logged = step % self.log_every == 0 and 2 * (self.stop_step - step) >= self.log_every
-        save = validate or step % self.config.checkpoint.every_steps == 0
-        return Due(log=last or logged, epoch=ended > before, validate=validate, save=save)
+        log = step % self.log_every == 0 and 2 * left >= self.log_every
+        save = step % self.config.checkpoint.every_steps == 0
+        return Due(
+            log=log or left == 0,
+            epoch=ended > before,
+            validate=validate,
+            save=save or validate,
+        )
 
 
 def constant(schedule: Schedule, step: int) -> float:
@@ -112,19 +123,26 @@ def constant(schedule: Schedule, step: int) -> float:
 
 def step_decay(schedule: Schedule, step: int) -> float:
     config = schedule.config
+    steps_per_drop = schedule.steps_per_epoch * config.schedule.step_epochs
     # 1e-9 keeps rounding from delaying by one step a drop that falls on a whole step.
-    drops = math.floor(step / (schedule.steps_per_epoch * config.schedule.step_epochs) + 1e-9)
+    drops = math.floor(step / steps_per_drop + 1e-9)
     return config.optim.lr * config.schedule.step_gamma**drops
 
 
 def cosine(schedule: Schedule, step: int) -> float:
-    peak, final = schedule.config.optim.lr, schedule.config.schedule.final_lr
-    return final + (peak - final) * ((1 + math.cos(math.pi * schedule.progress(step))) / 2)
+    share = (1 + math.cos(math.pi * schedule.progress(step))) / 2
+    return _above_final(schedule, share)
 
 
 def linear(schedule: Schedule, step: int) -> float:
-    peak, final = schedule.config.optim.lr, schedule.config.schedule.final_lr
-    return final + (peak - final) * (1 - schedule.progress(step))
+    share = 1 - schedule.progress(step)
+    return _above_final(schedule, share)
+
+
+def _above_final(schedule: Schedule, share: float) -> float:
+    """Return the learning rate at a share of the way from schedule.final_lr to the peak."""
+    final = schedule.config.schedule.final_lr
+    return final + (schedule.config.optim.lr - final) * share
 
 
 SCHEDULES = {"constant": constant, "step": step_decay, "cosine": cosine, "linear": linear}
@@ -132,34 +150,36 @@ SCHEDULES = {"constant": constant, "step": step_decay, "cosine": cosine, "linear
 
 
 def make_schedule(
-    config: Config, images: int, world: World, identity: Mapping[str, Any] | None = None
+    config: Config, images: int, world: World, identity: Mapping[str, Any] = NOTHING_STORED
 ) -> Schedule:
     """Return the schedule for some training images.
 
     `identity`: that of the checkpoint to resume. Raises UserError for a batch that does not fit
     the images or the ranks, and for model.sync_bn on several ranks without GPUs.
     """
-    size, ranks = config.loader.batch_size, world.size
+    size = config.loader.batch_size
     given = f"loader.batch_size={size}"
     if size > images:
-        fit = min(images, suited_batch(images))
-        cure = with_batch_size(config, fit) if config.lr_batch_size else f"loader.batch_size={fit}"
-        raise UserError(f"{given}: larger than the training split ({images} images); try {cure}")
-    if size % ranks:
-        multiple = f"a multiple of the {ranks} ranks; set it to {max(1, size // ranks) * ranks}"
-        raise UserError(f"{given}: the global batch must be {multiple}")
-    if config.model.sync_bn and ranks > 1 and world.device.type == "cpu":
-        raise UserError("model.sync_bn=true: torch has SyncBatchNorm for GPUs only; leave it out")
-    fitted = (
-        (identity or {}).get("fitted_micro_batch") if config.train.micro_batch is None else None
-    )
-    return Schedule(config, images, ranks, fitted)
+        wrong = f"larger than the training split ({images} images)"
+        fitting = min(images, suited_batch(images))
+        raise UserError(given, wrong, f"try {with_batch_size(config, fitting)}")
+    if size % world.size:
+        wrong = f"the global batch must be a multiple of the {world.size} ranks"
+        multiple = max(1, size // world.size) * world.size
+        raise UserError(given, wrong, f"set it to {multiple}")
+    if config.model.sync_bn and world.size > 1 and world.device.type == "cpu":
+        raise UserError(
+            "model.sync_bn=true", "torch has SyncBatchNorm for GPUs only", "leave it out"
+        )
+    return Schedule(config, images, world.size, identity.get("fitted_micro_batch"))
 
 
 def count_micro_batches(images: int, max_images: int | None) -> int:
     """Return the least number of equal parts of at most `max_images` images; 1 for None."""
-    fewest = math.ceil(images / (max_images or images))
-    return next(parts for parts in range(fewest, images + 1) if images % parts == 0)
+    parts = math.ceil(images / (max_images or images))
+    while images % parts:
+        parts += 1
+    return parts
 
 
 def with_batch_size(config: Config, size: int) -> str:
