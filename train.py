@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 train.py data.root=/imagenet
 
 This file contains the algorithm from top to bottom: the loop, the step, its loss, the validation.
-models/ has the networks. Fork this file: no module that it imports depends on it; the scripts call
-`validation_values`, `predictions`, `resolve_config`, `build_state`, `build_loss` and `build_step`.
+models/ has the networks. Fork this file: no module that it imports depends on it. Scripts call
+`resolve_config`, the functions `build_...`, `validation_values` and `predictions`.
 """
 
 if __name__ == "__main__":
