@@ -237,12 +237,13 @@ class RunLog:
         return summary
 
     def _newest_values(self) -> dict[str, Any]:
-        """Return the values of the last validation, and the names of those without `_raw`."""
+        """Return the values of the last validation, names and units of those without `_raw`."""
         values = dict(self.state.last_validation)
         values.pop("step", None)
         values.pop("epoch", None)
         names = [name for name in values if not name.endswith("_raw")]
-        return {**values, "values": names}
+        units = {name: self.metrics[name].unit for name in names}
+        return {**values, "values": names, "units": units}
 
     def _best_values(self) -> dict[str, Any]:
         """Return the best validation so far, with None where there is none."""

@@ -1,5 +1,6 @@
 """How a run is compared with its recipe: words, limits, and the runs that are not compared."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -154,15 +155,19 @@ def test_a_single_low_validation_is_not_a_warning() -> None:
         assert judge(expectation(), now, before)[1] == []
 
 
-def test_the_curve_of_five_runs() -> None:
+def test_the_curve_of_five_runs(tmp_path: Path) -> None:
     """`.ci/reference` prints the node of a recipe, without the facts of the data."""
     reference = run_path(str(ROOT / ".ci" / "reference"))["reference"]
-    runs, rng = [report.Run(Path(f"seed{seed}")) for seed in range(5)], np.random.default_rng(0)
-    top1 = rng.uniform(20, 80, (5, 3))
-    for seed, (run, values) in enumerate(zip(runs, top1.tolist(), strict=True)):
-        run.config = {"train.epochs": 3, "train.seed": seed, "optim.lr": 0.1}
-        epochs = enumerate(values, start=1)
-        run.rows["val"] = [{"epoch": n + 0.1, "top1": value, "images": 15} for n, value in epochs]
+    top1 = np.random.default_rng(0).uniform(20, 80, (5, 3))
+    for seed, values in enumerate(top1.tolist()):
+        folder = tmp_path / f"seed{seed}"
+        folder.mkdir()
+        (folder / "config.yaml").write_text(f"train: {{epochs: 3, seed: {seed}}}\noptim: {{lr: 1}}")
+        for epoch, value in enumerate(values, start=1):
+            row = {"epoch": epoch + 0.1, "split": "val", "top1": value, "images": 15}
+            with open(folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
+    runs = report.read_runs([tmp_path], [])
     node = yaml.safe_load(reference(runs))["expect"]
     curve = node["reference"]
     np.testing.assert_allclose(curve["top1"], top1.mean(0), atol=0.006)

@@ -138,7 +138,7 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
         "    51.00  mean of 2 best values, standard deviation 1.41",
         f"report    python scripts/report.py runs/{own.name}",
     ]
-    assert [run.folder.name for run in report.read_runs(own)] == [third, first, second]
+    assert [path.name for path in report.run_folders(own)] == [third, first, second]
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {first, third, own.name}
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "started", "outcomes", "runs"}
     # Finished jobs are not started again, and a signal to a job ends the sweep.
