@@ -25,7 +25,7 @@ def test_environment_variables() -> None:
     assert names == {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TRAINER_STORE_PREFIX"),
         *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "XDG_CACHE_HOME", "PYTHONPATH"),
-        *("CUBLAS_WORKSPACE_CONFIG", "OMP_WAIT_POLICY", "SWEEP_ON_TERMINAL"),
+        *("CUBLAS_WORKSPACE_CONFIG", "OMP_WAIT_POLICY"),
     }
 
 
