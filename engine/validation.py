@@ -1,6 +1,7 @@
 """Validation that counts every sample once, for any number of samples, ranks and batch size."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from pipeline.feed import Feed
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.
 `engine.metrics.Metrics.functions` makes the values of a validation from them."""
+Columns = dict[str, list[Tensor]]  # name -> the values of each batch
 Rows = dict[str, Tensor]
 """What `Measure` has returned for all samples of a split, in its order, [N, ...]."""
 
@@ -42,29 +44,37 @@ def evaluate(
     perhaps fewer than another rank: only the results are gathered. The networks are called in eval
     mode, and left in the mode they were in.
     """
-    modes = [network.training for network in networks]
-    for network in networks:
-        network.eval()
-    outputs: list[list[Rows]] = [[] for _ in networks]
-    masks = []
-    for batch in batches:
-        masks.append(batch.valid)  # a new tensor, not a view of the samples
-        for network, rows in zip(networks, outputs, strict=True):
-            # Copies: the memory of the batch, of which they may be a part, is reused.
-            rows.append({name: value.clone() for name, value in measure(network, batch).items()})
-    for network, mode in zip(networks, modes, strict=True):
-        models.train_mode(network, mode)
-    return [collect(rows, masks, world) for rows in outputs]
+    outputs: list[Columns] = [{} for _ in networks]
+    masks: list[Tensor] = []
+    with ExitStack() as stack:
+        for network in networks:
+            stack.enter_context(in_eval_mode(network))
+        for batch in batches:
+            masks.append(batch.valid)  # a new tensor, not a view of the samples
+            for network, columns in zip(networks, outputs, strict=True):
+                for name, value in measure(network, batch).items():
+                    # A copy: the memory of the batch, of which it may be a part, is reused.
+                    columns.setdefault(name, []).append(value.clone())
+    return [collect(columns, masks, world) for columns in outputs]
 
 
-def collect(batches: Sequence[Rows], masks: Sequence[Tensor], world: World) -> Validation:
+@contextmanager
+def in_eval_mode(network: nn.Module) -> Iterator[None]:
+    was_training = network.training
+    network.eval()
+    yield
+    models.train_mode(network, was_training)
+
+
+def collect(columns: Columns, masks: list[Tensor], world: World) -> Validation:
     """Gather the rows in `masks` of all ranks, in the order of the split. Collective."""
-    columns: dict[str, list[Tensor]] = {}
-    for values, valid in zip(batches, masks, strict=True):
-        for name, value in values.items():
-            columns.setdefault(name, []).append(value[valid])
-    shares = world.all_gather({name: torch.cat(tensors).cpu() for name, tensors in columns.items()})
-    images = sum(max(map(len, share.values()), default=0) for share in shares)
+    own: Rows = {}
+    for name, values in columns.items():
+        valid = torch.cat(masks)
+        own[name] = torch.cat(values)[valid].cpu()
+    shares = world.all_gather(own)
+    counts = [max(map(len, share.values()), default=0) for share in shares]
+    images = sum(counts)
     rows: Rows = {}
     for rank, share in enumerate(shares):
         for name, column in share.items():
@@ -83,5 +93,6 @@ def validation_batches(feed: Feed, stop: StopSignal, micro_batches: int) -> Iter
     for _ in range(stop.world.max(feed.num_val_batches)):
         if stop.poll():
             return
-        if (batch := next(batches, None)) is not None:  # a rank may have one batch less
+        batch = next(batches, None)
+        if batch is not None:  # a rank may have one batch less
             yield from batch.split(micro_batches)

@@ -67,6 +67,7 @@ VALIDATES = """
 import json, sys
 from conf.compose import from_overrides
 from engine.distributed import join_world
+from engine.metrics import Metrics
 from engine.validation import evaluate
 from engine.compute import choose_compute
 from engine.schedule import Schedule
@@ -85,7 +86,7 @@ with join_world("cpu") as world:
         with open_feed(config, datasets, world) as feed:
             batches = feed.val.batches(0, feed.num_val_batches)
             (one,) = evaluate([network], validation_values, batches, world)
-        values, rows = one.values(), one.rows
+        values, rows = one.values(Metrics.of(config)), one.rows
         found.append([values, one.images, *(rows[name].tolist() for name in sorted(rows))])
     if world.is_main:
         print(json.dumps(found))
