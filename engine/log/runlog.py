@@ -294,6 +294,8 @@ def train_row(
     for name in TIME:
         row[name] = getattr(times, name.removesuffix("_fraction"))
     row["seconds_left"] = left
+    if schedule.ranks == 1:  # it would be the time of the observers
+        del row["ranks_wait_fraction"]
     peak = compute.peak_rate()
     if peak:
         row["mfu"] = rate / (peak * schedule.ranks)
