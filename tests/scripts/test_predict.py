@@ -155,7 +155,7 @@ def test_files_that_cannot_be_read_stay_in_order(
 ) -> None:
     found = results(predictor, damaged, damaged / "sub" / ".hidden", damaged / "link.jpg")
     said = capsys.readouterr().err.partition(": ")[2]
-    assert said.startswith(f"{damaged}: 3 files or folders are not read: no regular file (1), ")
+    assert said.startswith(f"{damaged}: 3 files or folders are not read: not a regular")
     reasons = {os.path.relpath(result.path, damaged): result.reason for result in found}
     files = ["line\nbreak.jpg", "sub.jpg", "text.png", "sub/\udcff.jpg", "sub/.hidden/hidden.jpg"]
     assert list(reasons) == [*files, "link.jpg"] and len(found) == 6
