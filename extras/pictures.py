@@ -7,7 +7,7 @@ so far writes the folder `evaluation` of the run, and scripts/evaluate.py one wi
 import csv
 import io
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from engine.files import replace_file, write_json
 from engine.log.observer import Observer
-from engine.log.sheet import sheet
 from engine.validation import Rows
-from pipeline.batch import IMAGE
+from extras.sheet import draw_batch, sheet
+from pipeline.batch import IMAGE, Batch
 from pipeline.class_names import readable
 from pipeline.dataset import Dataset
 
@@ -29,7 +29,14 @@ BINS = 15  # of the confidence, as in arXiv 1706.04599
 
 
 class Pictures(Observer):
-    """Draws each validation for TensorBoard, and writes files about the best one."""
+    """Draws the first batch and each validation for TensorBoard; writes files about the best."""
+
+    def begin_step(self, batch: Batch) -> None:
+        if batch.step == 0:
+            train = self.log.feed.train
+            draw = partial(draw_batch, batch, train.format, self.log.datasets.classes)
+            self.log.tracker.write_images(draw, batch.step + 1)
+            train.clock.skip()
 
     def validated(self, row: Any, rows: Rows) -> None:
         if rows.keys() >= COLUMNS:

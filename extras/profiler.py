@@ -12,6 +12,7 @@ from torch.profiler import profile
 from conf.errors import UserError
 from engine.files import replace_file
 from engine.log.observer import ObservedRun, Observer
+from pipeline.batch import Batch
 
 
 class Profiler(Observer):
@@ -34,9 +35,9 @@ class Profiler(Observer):
         self.last = min(last, steps - 1)
         self._profile: Any = None
 
-    def begin_step(self, step: int) -> None:
-        if self._profile is None and self.first <= step <= self.last:
-            self.first = step
+    def begin_step(self, batch: Batch) -> None:
+        if self._profile is None and self.first <= batch.step <= self.last:
+            self.first = batch.step
             torch.get_device_module(self.log.world.device).synchronize()
             self._profile = profile(acc_events=True)  # of the CPU, and of a GPU if there is one
             self._profile.start()

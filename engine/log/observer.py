@@ -15,6 +15,7 @@ from engine.metrics import Metrics
 from engine.schedule import Schedule
 from engine.state import TrainState
 from engine.validation import Rows
+from pipeline.batch import Batch
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset
 from pipeline.feed import Feed
@@ -47,8 +48,8 @@ class Observer:
     def __init__(self, log: ObservedRun) -> None:
         self.log = log
 
-    def begin_step(self, step: int) -> None:
-        """Observe the beginning of an optimiser step. `step`: how many were done before."""
+    def begin_step(self, batch: Batch) -> None:
+        """Observe the beginning of an optimiser step: `batch.step` were done before."""
 
     def end_step(self, step: int) -> None:
         """Observe the end of a step, whose kernels may still run. `step`: how many are done."""

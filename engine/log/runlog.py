@@ -19,7 +19,6 @@ from engine.compute import Compute
 from engine.files import write_json
 from engine.log import console
 from engine.log.observer import Observer, named_observers
-from engine.log.sheet import draw_batch
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import TIME, Tracker
 from engine.log.verdict import SHORT_EPOCH, SHORT_RUN, judge
@@ -96,14 +95,9 @@ class RunLog:
         return added
 
     def begin_step(self, batch: Batch) -> None:
-        """Note that all ranks have their batch, and call the observers; draw the first batch."""
-        train = self.feed.train
-        if batch.step == 0:
-            draw = partial(draw_batch, batch, train.format, self.datasets.classes)
-            self.tracker.write_images(draw, batch.step + 1)
-            train.clock.skip()
-        self._notify(lambda observer: observer.begin_step(batch.step))
-        train.clock.ranks_ready()
+        """Note that all ranks have their batch, and call the observers."""
+        self._notify(lambda observer: observer.begin_step(batch))
+        self.feed.train.clock.ranks_ready()
 
     def end_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
         """Add the values of a step, float [] on the device; return the newest log row.

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from engine.validation import evaluate
 from extras import pictures
 from extras.pictures import Predictions
+from extras.sheet import draw_batch, rgb
+from pipeline.batch import ImageFormat
 from pipeline.dataset import FakeDataset
 from scripts import evaluate as evaluate_script
 from tests.conftest import CLASSES as KINDS
@@ -123,3 +125,36 @@ def test_files_of_a_run(image_root: Path, tmp_path: Path, toy_runs: None) -> Non
         assert (tmp_path / "out" / name).read_bytes() == (found / name).read_bytes()
     again = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert again["calibration"] == values["calibration"]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_images_are_shown_without_normalisation(device: str) -> None:
+    """Also from channels_last. Each has a tile of 192 px, in rows of 4."""
+    pixels = torch.randint(0, 256, (20, 3, 6, 6), dtype=torch.uint8)
+    format = ImageFormat(torch.device(device), [0.4, 0.5, 0.6], [0.2, 0.3, 0.2])
+    images = (pixels.to(device) * format.scale + format.shift).to(memory_format=torch.channels_last)
+    batch = batch_of(7, image=images, label=torch.arange(20, device=device) % 3)
+    ((tag, sheet),) = draw_batch(batch, format, ["cat", "dog", "fish"]).items()
+    shown = np.asarray(sheet)
+    assert tag == "train/images" and shown.shape == (8 + 4 * 254, 8 + 4 * 200, 3)
+    for i in range(16):
+        y, x = 24 + i // 4 * 254, 24 + i % 4 * 200
+        assert np.array_equal(shown[y : y + 176 : 32, x : x + 176 : 32], pixels[i].permute(1, 2, 0))
+
+
+GREY = [[[10] * 3, [255] * 3]]
+
+
+@pytest.mark.parametrize(
+    ("levels", "dtype", "expected"),
+    [
+        ([[[1, 2, 3]]], "uint8", [[[1, 2, 3]]]),
+        ([[[10], [255]]], "uint8", GREY),
+        ([[[10 * 257, 0, 0, 1, 2], [65535, 9, 9, 9, 9]]], "uint16", GREY),
+        ([[[[0.04], [1.2]]], [[[0], [0]]]], "float32", GREY),
+    ],
+)
+def test_images_of_any_channels_and_dtype(levels: object, dtype: str, expected: object) -> None:
+    """The last one has two frames, and a level above 1."""
+    found = rgb(np.array(levels, dtype))
+    assert found.dtype == np.uint8 and found.tolist() == expected

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from engine.log.sheet import HEIGHT, SIDE
+from extras.sheet import HEIGHT, SIDE
 from scripts import evaluate, report
 from tests.helpers import small_run
 from tests.helpers.processes import ROOT

@@ -10,6 +10,7 @@ import pytest
 
 from conf.errors import UserError
 from engine.log.observer import ObservedRun, Observer
+from pipeline.batch import Batch
 from tests.helpers.results import rows
 from tests.helpers.small_run import run
 
@@ -29,8 +30,8 @@ class Recorder(Observer):
         if event == self.fails:
             raise ModuleNotFoundError(f"no {event}", name="box")
 
-    def begin_step(self, step: int) -> None:
-        self.called("begin", step)
+    def begin_step(self, batch: Batch) -> None:
+        self.called("begin", batch.step)
 
     def end_step(self, step: int) -> None:
         self.called("end", step)

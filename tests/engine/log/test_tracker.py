@@ -12,16 +12,12 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from conf.compose import from_overrides
-from engine.log.sheet import draw_batch, rgb
 from engine.log.tracker import Tracker
-from pipeline.batch import ImageFormat
-from tests.helpers.batches import batch_of
 
 CONFIG = from_overrides(["recipe=cifar10", "data=fake"])
 SILENT = replace(CONFIG, log=replace(CONFIG.log, trackers=[]))
@@ -156,36 +152,3 @@ def test_output_that_cannot_be_written(
         assert len(rows(tmp_path)) == 6
     if broken != "TensorBoard":
         assert len(curve(curves(tmp_path), "train/loss")) == 4
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_images_are_shown_without_normalisation(device: str) -> None:
-    """Also from channels_last. Each has a tile of 192 px, in rows of 4."""
-    pixels = torch.randint(0, 256, (20, 3, 6, 6), dtype=torch.uint8)
-    format = ImageFormat(torch.device(device), [0.4, 0.5, 0.6], [0.2, 0.3, 0.2])
-    images = (pixels.to(device) * format.scale + format.shift).to(memory_format=torch.channels_last)
-    batch = batch_of(7, image=images, label=torch.arange(20, device=device) % 3)
-    ((tag, sheet),) = draw_batch(batch, format, ["cat", "dog", "fish"]).items()
-    shown = np.asarray(sheet)
-    assert tag == "train/images" and shown.shape == (8 + 4 * 254, 8 + 4 * 200, 3)
-    for i in range(16):
-        y, x = 24 + i // 4 * 254, 24 + i % 4 * 200
-        assert np.array_equal(shown[y : y + 176 : 32, x : x + 176 : 32], pixels[i].permute(1, 2, 0))
-
-
-GREY = [[[10] * 3, [255] * 3]]
-
-
-@pytest.mark.parametrize(
-    ("levels", "dtype", "expected"),
-    [
-        ([[[1, 2, 3]]], "uint8", [[[1, 2, 3]]]),
-        ([[[10], [255]]], "uint8", GREY),
-        ([[[10 * 257, 0, 0, 1, 2], [65535, 9, 9, 9, 9]]], "uint16", GREY),
-        ([[[[0.04], [1.2]]], [[[0], [0]]]], "float32", GREY),
-    ],
-)
-def test_images_of_any_channels_and_dtype(levels: object, dtype: str, expected: object) -> None:
-    """The last one has two frames, and a level above 1."""
-    found = rgb(np.array(levels, dtype))
-    assert found.dtype == np.uint8 and found.tolist() == expected
