@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -17,7 +18,7 @@ import yaml
 from conf import cli
 from conf.compose import from_overrides
 from conf.overrides import SECTIONS
-from conf.schema import FIELDS, Config, config_values, group_names, sentences
+from conf.schema import FIELDS, FOLDER, Config, config_values, group_names, sentences
 from tests.conf.refused import DATA
 from tests.helpers.processes import ROOT, Started, needs_extras, run_command, run_python
 
@@ -52,6 +53,11 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path:
     assert "hydra" in imported  # the list does contain imports
     assert imported.isdisjoint({"torch", "numpy", "tensorboard", "PIL", "pipeline", "engine"})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_of_other_trainers_are_answered_with_keys_that_exist() -> None:
+    answers = (FOLDER / "flags.csv").read_text()
+    assert set(re.findall(r"\b([a-z]+\.[a-z_]+)=", answers)) <= FIELDS.keys()
 
 
 def test_section_help(capsys: pytest.CaptureFixture[str]) -> None:
