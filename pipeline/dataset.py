@@ -13,11 +13,13 @@ import hashlib
 import math
 import random
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,7 +38,7 @@ T = TypeVar("T")
 READ_AHEAD = 8  # files of a worker that are read at a time, if it waits for storage
 READERS = ThreadPoolExecutor(READ_AHEAD)  # starts its threads when it is first used
 SAMPLED = 256  # files of a split whose sizes are part of its fingerprint
-NOTED = 32  # files that `notes` decodes, if they have 16 bits or an alpha channel
+NOTED = 32  # files at which `notes` looks
 
 
 class RefusedError(RuntimeError):
@@ -254,20 +256,11 @@ class FolderDataset(Dataset):
         return float(np.mean(self._sizes)) if self._sizes else 0.0
 
     def notes(self) -> list[str]:
-        notes, looked = [], self._of_some(NOTED, decode.lost_in_rgb)
-        level = max(level for level, _ in looked)
-        if 0 < level < decode.DARK_LEVEL:
-            notes.append(
-                f"the 16-bit images have levels up to {level:,} of 65,535, and training keeps the "
-                f"upper 8 bits: they are nearly black; multiply their levels by {65535 // level}"
-            )
-        if clear := sum(transparent for _, transparent in looked):
-            notes.append(
-                f"{clear} of {len(looked)} images looked at have transparent pixels, and training "
-                "sees the colours under them, often black; paint the images on one colour if their "
-                "alpha channel has the shape"
-            )
-        return notes
+        lost = self._of_some(NOTED, decode.lost_in_rgb)
+        counts = Counter(chain.from_iterable(lost))
+        return [
+            f"{count} of {len(lost)} images looked at have {what}" for what, count in counts.items()
+        ]
 
     def fingerprint(self) -> str:
         """Hash the names and labels of all files, and the sizes of a sample of them.

@@ -25,7 +25,7 @@ from pipeline import region
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 INTERPOLATIONS = ("bilinear", "bicubic")
 
-DARK_LEVEL = 1 << 14  # a 16-bit image whose highest level is lower becomes nearly black in 8 bits
+DARK_LEVEL = 64  # a 16-bit image of which no level is higher in 8 bits is nearly black
 MAX_PIXELS = 178_956_970  # Pillow refuses a larger image: decoding takes up to 17 bytes for each
 # A truncated file must be an error with its path, not an image whose lower half is grey.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
@@ -40,9 +40,14 @@ BASELINE, START_OF_SCAN = 0xC0, 0xDA
 FRAMES = (BASELINE, 0xC1)
 SKIPPED = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)
 
+# What training does not see of an image, after "3 of 32 images looked at have ".
+DARK = "16-bit levels that are nearly black in the 8 bits that training keeps; multiply the levels"
+TRANSPARENT = "transparent pixels, and training sees the colours under them; add a background"
+PAGES = "several pages or frames, and training sees the first; save the others as files"
+
 # (file, box, scale) -> uint8 [bottom - top, right - left, 3]: the region `box` of the image at
-# 1 / scale; `box` is in pixels of that smaller image. None: this decoder refuses the file.
-Decode = Callable[[bytes, Box, int], np.ndarray | None]
+# 1 / scale; `box` is in pixels of that smaller image.
+Decode = Callable[[bytes, Box, int], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +74,31 @@ class JpegFile:
 
     def cropped(self, step: CropResize) -> np.ndarray:
         """Decode as little as a crop and resize need: uint8 [height, width, 3]."""
-        (left, top, right, bottom), size = step.box, step.size
-        if left < 0 or top < 0 or right > self.size[0] or bottom > self.size[1]:
-            whole = self.region((0, 0, *self.size), 1)
-            return resize(crop(whole, step.box, step.fill), size, step.interpolation)
-        scale = reduction(step.box, size) if step.quick else 1
+        left, top, right, bottom = step.box
+        width, height = self.size
+        inside = max(left, 0), max(top, 0), min(right, width), min(bottom, height)
+        if inside != step.box:
+            whole = self.region((0, 0, width, height), 1)
+            return resize(crop(whole, step.box, step.fill), step.size, step.interpolation)
+        scale = 1
+        if step.quick:
+            scale = reduction(step.box, step.size)
         if scale == 1:
-            return resize(self.region(step.box, 1), size, step.interpolation)
-        # The region's edges lie between pixels of the smaller image, so Pillow gets fractions.
+            return resize(self.region(step.box, 1), step.size, step.interpolation)
         x, y = left // scale, top // scale
         outer = self.region((x, y, -(-right // scale), -(-bottom // scale)), scale)
         small = Image.fromarray(np.ascontiguousarray(outer))
-        end = min(right / scale - x, small.width), min(bottom / scale - y, small.height)
-        box = left / scale - x, top / scale - y, *end
-        return np.asarray(small.resize(size, Image.Resampling[step.interpolation.upper()], box))
+        # The region's edges lie between pixels of the smaller image, so Pillow gets fractions.
+        x_stop = min(right / scale - x, small.width)
+        y_stop = min(bottom / scale - y, small.height)
+        box = (left / scale - x, top / scale - y, x_stop, y_stop)
+        kernel = Image.Resampling[step.interpolation.upper()]
+        return np.asarray(small.resize(step.size, kernel, box))
 
     def region(self, box: Box, scale: int) -> np.ndarray:
         """Decode the region `box` of the image at 1 / scale: uint8 [h, w, 3]."""
         try:
-            pixels = self.decode(self.data, box, scale)
-            # Pillow reads more files, and its errors are clearer.
-            return decode_pillow(self.data, box, scale) if pixels is None else pixels
+            return self.decode(self.data, box, scale)
         except Exception as error:
             raise UnreadableError(describe(error)) from error
 
@@ -124,13 +133,13 @@ class Picture:
     ) -> "Picture":
         """Crop the region `box`, None for all, and resize as torchvision does; see `CropResize`."""
         if size[0] * size[1] > MAX_PIXELS:
-            before, after = (f"{width}x{height}" for width, height in (self.size, size))
-            raise UnreadableError(f"resizing {before} pixels would give {after}: too narrow")
+            raise UnreadableError(f"too narrow to resize: {self.size} pixels would give {size}")
         return self._then(CropResize(box or (0, 0, *self.size), size, interpolation, quick))
 
     def cropped(self, box: Box, *, fill: int | None = 0) -> "Picture":
         """Crop the region `box`; see `CropResize`."""
-        return self._then(CropResize(box, (box[2] - box[0], box[3] - box[1]), fill=fill))
+        left, top, right, bottom = box
+        return self._then(CropResize(box, (right - left, bottom - top), fill=fill))
 
     def mirrored(self) -> "Picture":
         return self._then(CropResize((0, 0, *self.size), self.size, mirrored=True))
@@ -148,7 +157,8 @@ class Picture:
             if isinstance(image, JpegFile):
                 image = image.cropped(step)
             else:
-                image = resize(crop(image, step.box, step.fill), step.size, step.interpolation)
+                inside = crop(image, step.box, step.fill)
+                image = resize(inside, step.size, step.interpolation)
             if step.mirrored:
                 # numpy copies a reversed axis pixel by pixel: 150 us for 224 px, torch takes 18 us.
                 image = torch.from_dlpack(image).flip(1).numpy()
@@ -166,13 +176,16 @@ def open_picture(data: bytes, decoder: str, *, exif_orientation: bool = False) -
         exif_orientation: data.exif_orientation.
     """
     try:
-        if exif_orientation and orientation_of(image := open_image(data)) > 1:
-            return Picture(rgb_pixels(ImageOps.exif_transpose(image)), untracked=True)
-        if (size := colour_size(data)) is None:
+        if exif_orientation:
+            image = open_image(data)
+            if orientation_of(image) > 1:
+                return Picture(rgb_pixels(ImageOps.exif_transpose(image)), untracked=True)
+        size = colour_size(data)
+        if size is None:
             image = open_image(data)
             if image.format == "TIFF":  # Pillow would turn it upright while it decodes it
                 image.getexif()[ORIENTATION] = 1
-            if image.format != "JPEG" or image.mode != "RGB":
+            if (image.format, image.mode) != ("JPEG", "RGB"):
                 return Picture(rgb_pixels(image))
             size = image.size
         return Picture(JpegFile(data, size, DECODERS[decoder]))
@@ -188,15 +201,20 @@ def crop(pixels: np.ndarray, box: Box, fill: int | None) -> np.ndarray:
     if (height, width) == (bottom - top, right - left):
         return inside
     if fill is None:
-        for axis, (start, stop) in enumerate(((top, bottom), (left, right))):
-            last = pixels.shape[axis] - 1
-            indices = abs((np.arange(start, stop) + last) % max(1, 2 * last) - last)
-            pixels = pixels.take(indices, axis)
-        return pixels
+        rows = _reflected(top, bottom, pixels.shape[0])
+        columns = _reflected(left, right, pixels.shape[1])
+        return pixels.take(rows, 0).take(columns, 1)
     padded = np.full((bottom - top, right - left, *pixels.shape[2:]), fill, pixels.dtype)
     y, x = max(-top, 0), max(-left, 0)
     padded[y : y + height, x : x + width] = inside
     return padded
+
+
+def _reflected(start: int, stop: int, length: int) -> np.ndarray:
+    """Return where the pixels from `start` to `stop` are in a row that is reflected at its ends."""
+    last = length - 1
+    shifted = np.arange(start, stop) + last
+    return abs(shifted % max(1, 2 * last) - last)
 
 
 def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str) -> np.ndarray:
@@ -220,11 +238,13 @@ def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str) -> np.
 
 def reduction(box: Box, size: tuple[int, int]) -> int:
     """Return the largest of 1, 2, 4, 8 by which the region can shrink and still cover `size`."""
-    factor = min((box[2] - box[0]) / size[0], (box[3] - box[1]) / size[1])
-    return 1 << min(3, max(0, int(math.log2(factor)) if factor >= 1 else 0))
+    left, top, right, bottom = box
+    factor = min((right - left) / size[0], (bottom - top) / size[1])
+    halvings = int(math.log2(factor))
+    return 1 << min(3, max(0, halvings))
 
 
-def open_image(data: bytes) -> Image.Image:
+def open_image(data: bytes) -> ImageFile.ImageFile:
     """Read the header of a file in one of FORMATS; Pillow decodes the pixels at their first use.
 
     Raises UnreadableError for AVIF, HEIC and an empty file, PIL.UnidentifiedImageError if the
@@ -241,9 +261,14 @@ def open_image(data: bytes) -> Image.Image:
 
 def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield the marker, start and end of the segments of a JPEG up to its first scan."""
-    marker, at = 0, len(JPEG_START) if data.startswith(JPEG_START) else len(data)
-    while marker != START_OF_SCAN and at + 4 <= len(data) and data[at] == 0xFF:
-        marker, end = data[at + 1], at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    if not data.startswith(JPEG_START):
+        return
+    marker = 0
+    at = len(JPEG_START)
+    while marker != START_OF_SCAN and data[at : at + 1] == b"\xff":
+        marker = int.from_bytes(data[at + 1 : at + 2], "big")
+        length = int.from_bytes(data[at + 2 : at + 4], "big")
+        end = at + 2 + length
         yield marker, at, end
         at = end
 
@@ -254,10 +279,13 @@ def colour_size(data: bytes) -> tuple[int, int] | None:
     Opening the file with Pillow takes 50 us, as long as flipping three images.
     """
     for marker, at, end in segments(data):
-        if marker in FRAMES and at + 10 <= end <= len(data):
-            bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
-            usual = (bits, components) == (8, 3) and 0 < width * height <= MAX_PIXELS
-            return (width, height) if usual else None
+        if marker in FRAMES:
+            # Zeros where the file ends: the size is then 0, and Pillow says what is wrong.
+            content = data[at + 4 : min(end, at + 10)].ljust(6, b"\0")
+            bits, height, width, components = struct.unpack(">BHHB", content)
+            if (bits, components) == (8, 3) and 0 < width * height <= MAX_PIXELS:
+                return width, height
+            return None
         if marker not in SKIPPED or data.startswith(b"MPF\0", at + 4):  # several images
             return None
     return None
@@ -271,19 +299,24 @@ def orientation_of(image: Image.Image) -> int:
     return 1
 
 
-def lost_in_rgb(data: bytes) -> tuple[int, bool]:
-    """Return what a conversion to 8-bit RGB loses: levels of 16-bit grey, and an alpha channel.
+def lost_in_rgb(data: bytes) -> list[str]:
+    """Return what training does not see of an image: DARK, TRANSPARENT, PAGES.
 
-    Returns the highest level, 0 for other images and for one that cannot be decoded; and whether
-    some of its pixels are transparent.
+    An image that cannot be decoded loses nothing.
     """
+    lost = []
     with suppress(Exception):
         image = open_image(data)
-        if image.mode.startswith("I;16"):
-            return int(np.asarray(image).max()), False
+        if image.format != "MPO" and getattr(image, "is_animated", False):  # MPO has a preview
+            lost.append(PAGES)
+        has_16_bits = ";16" in str(image.tile)  # as RGB;16B or I;16 in the PNG or TIFF file
+        if has_16_bits and rgb_pixels(image).max() < DARK_LEVEL:
+            lost.append(DARK)
         if image.has_transparency_data:
-            return 0, image.convert("RGBA").getchannel("A").getextrema() != (255, 255)
-    return 0, False
+            lowest, _ = image.convert("RGBA").getchannel("A").getextrema()
+            if lowest != 255:
+                lost.append(TRANSPARENT)
+    return lost
 
 
 def has_end(data: bytes) -> bool:
@@ -293,8 +326,7 @@ def has_end(data: bytes) -> bool:
 
 def decode_pillow(data: bytes, box: Box, scale: int) -> np.ndarray:
     image = open_image(data)
-    if scale > 1:
-        image.draft("RGB", (image.width // scale, image.height // scale))
+    image.draft("RGB", (image.width // scale, image.height // scale))
     return rgb_pixels(image.crop(box))
 
 
@@ -307,20 +339,21 @@ def rgb_pixels(image: Image.Image) -> np.ndarray:
     image.load()
     if image.mode.startswith("I;16"):
         # A copy has the size of the pixels, also where a TIFF was not turned.
-        image = Image.fromarray((np.asarray(image.copy()) >> 8).astype(np.uint8))
+        levels = np.asarray(image.copy()) >> 8
+        image = Image.fromarray(levels.astype(np.uint8))
     if image.mode in ("I", "F"):  # it would become black or white
         raise ValueError("Pillow reads 32-bit levels; save it as a PNG of 8 or 16 bits")
     return np.asarray(image.convert("RGB"))
 
 
-def decode_region(data: bytes, box: Box, scale: int) -> np.ndarray | None:
-    decoder = region.load()
-    assert not isinstance(decoder, str), "resolve() returns only installed decoders"
-    if not has_end(data):  # the region may be there, but a truncated file is an error
-        return None
+def decode_region(data: bytes, box: Box, scale: int) -> np.ndarray:
     left, top, right, bottom = box
     pixels = np.empty((bottom - top, right - left, 3), np.uint8)
-    return pixels if decoder(data, box, scale, pixels.ctypes.data) else None
+    decoder = region.load()
+    # The region may be there, but a truncated file is an error.
+    if has_end(data) and decoder(data, box, scale, pixels.ctypes.data):
+        return pixels
+    return decode_pillow(data, box, scale)  # reads more files, and its errors are clearer
 
 
 # Name -> decoder, the fastest first.
@@ -328,11 +361,16 @@ DECODERS: dict[str, Decode] = {"region": decode_region, "pillow": decode_pillow}
 
 
 def resolve(name: str) -> str:
-    """Return the name of a CPU decoder; `auto` is the first one that works here.
+    """Return the CPU decoder of a value of loader.decoder, such as auto: the first that works here.
 
-    Raises UserError if the decoder does not work here.
+    Raises UserError if `name` is a CPU decoder that does not work here.
     """
-    missing = region.load() if name != "pillow" else ""
-    if name == "region" and isinstance(missing, str):
-        raise UserError(f"loader.decoder=region: not installed; {missing}, or loader.decoder=auto")
-    return "pillow" if isinstance(missing, str) else "region"
+    if name == "pillow":
+        return name
+    try:
+        region.load()
+    except UserError:
+        if name == "region":
+            raise
+        return "pillow"
+    return "region"

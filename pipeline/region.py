@@ -19,6 +19,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from conf.errors import UserError
 from pipeline import machine
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -37,20 +38,21 @@ DecodeRegion = Callable[[bytes, tuple[int, int, int, int], int, int], bool]
 
 
 @cache
-def load() -> DecodeRegion | str:
-    """Return the decoder, or what to do to get it."""
+def load() -> DecodeRegion:
+    """Return the decoder. Raises UserError, with what to do, if it cannot be used here."""
     pillow_advice = "install Pillow from pip or conda: this one is not linked with libjpeg-turbo 3"
     try:
         # A library also gives access to the functions of the libraries that it is linked with.
         pillow = ctypes.CDLL(Image.core.__file__)
-        addresses = [ctypes.cast(getattr(pillow, name), ctypes.c_void_p) for name in FUNCTIONS]
+        functions = [ctypes.cast(getattr(pillow, name), ctypes.c_void_p) for name in FUNCTIONS]
         code = ctypes.CDLL(str(compile_library(machine.default_cache_dir() / "native")))
     except AttributeError:
-        return pillow_advice
+        raise _not_installed(pillow_advice) from None
     except OSError as error:
-        return str(error)
-    if code.region_open((ctypes.c_void_p * len(addresses))(*[a.value for a in addresses])):
-        return pillow_advice
+        raise _not_installed(str(error)) from None
+    addresses = (ctypes.c_void_p * len(functions))(*[function.value for function in functions])
+    if code.region_open(addresses):
+        raise _not_installed(pillow_advice)
     call = code.region_decode
     call.argtypes = [ctypes.c_char_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p]
 
@@ -59,6 +61,10 @@ def load() -> DecodeRegion | str:
         return call(data, len(data), region, result) == 0
 
     return decode
+
+
+def _not_installed(advice: str) -> UserError:
+    return UserError("loader.decoder=region", "not installed", f"{advice}, or loader.decoder=auto")
 
 
 def compile_library(folder: Path) -> Path:

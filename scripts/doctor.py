@@ -168,7 +168,7 @@ def examine(index: Index, decoder: str, row: int) -> Examined:
     else:
         step = max(1, min(pixels.shape[:2]) // 64)  # about 64 pixels along the short side
         grid = pixels[::step, ::step].reshape(-1, 3) / 255
-        if not 0 < decode.lost_in_rgb(content)[0] < decode.DARK_LEVEL:  # else the levels are gone
+        if decode.DARK not in decode.lost_in_rgb(content):  # else the levels are gone
             file.moments = np.stack([grid.mean(0), (grid**2).mean(0)])
     return file
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from conf.errors import UnreadableError
 from pipeline import index as module
@@ -18,6 +19,7 @@ from pipeline.dataset import FolderDataset
 from pipeline.index import ImageFolder, load_index
 from tests.helpers.stored import as_tar
 from tests.pipeline.loaders import crops
+from tests.reliability.odd_images import drawn, encoded, png_16_bits
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
@@ -64,6 +66,41 @@ def test_fingerprint_is_that_of_earlier_versions(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(name.encode() * 2000)
     index = load_index(tmp_path, key="data").rows(np.arange(3))
     assert FolderDataset(index, Compose([])).fingerprint() == "3 images, SHA-256 1e74bae3ba096f6a"
+
+
+def test_what_training_does_not_see_is_noted(tmp_path: Path) -> None:
+    """By the kind of each image, not of all: a folder may mix scanners."""
+    grey = np.asarray(drawn("L")).astype(np.uint16)
+    colour = np.asarray(drawn()).astype(np.uint16)
+    clear = drawn("RGBA").copy()
+    clear.putalpha(254)
+    several: Any = {"save_all": True, "append_images": [drawn("L").convert("RGB")]}
+    files = {
+        "12 bits, grey": encoded(Image.fromarray(grey * 16), "PNG"),
+        "12 bits, colour": png_16_bits(colour * 16),
+        "12 bits, TIFF": encoded(Image.fromarray(grey * 16), "TIFF", compression="tiff_deflate"),
+        "16 bits, grey": encoded(Image.fromarray(grey * 257), "PNG"),
+        "16 bits, colour": png_16_bits(colour * 257),
+        "8 bits, dark": encoded(Image.new("RGB", (8, 8)), "PNG"),
+        "transparent": encoded(clear, "PNG"),
+        "transparent palette": encoded(drawn("P"), "PNG", transparency=bytes(256)),
+        "opaque": encoded(drawn("RGBA"), "PNG"),
+        "pages": encoded(drawn(), "TIFF", **several),
+        "frames": encoded(drawn(), "WEBP", **several),
+        "photo with a preview": encoded(drawn(), "MPO", **several),
+        "photo": encoded(drawn()),
+        "no image": b"",
+    }
+    (tmp_path / "a").mkdir()
+    for name, content in files.items():
+        (tmp_path / "a" / f"{name}.png").write_bytes(content)
+    dataset = FolderDataset(load_index(tmp_path, key="data"), Compose([]))
+    notes = [note.split(",")[0].split(" that ")[0] for note in dataset.notes()]
+    assert sorted(notes) == [
+        "2 of 14 images looked at have several pages or frames",
+        "2 of 14 images looked at have transparent pixels",
+        "3 of 14 images looked at have 16-bit levels",
+    ]
 
 
 def test_transient_read_errors_are_retried(

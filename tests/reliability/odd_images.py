@@ -7,6 +7,7 @@ mutates JPEGs, which `load_mutated` loads.
 import io
 import random
 import struct
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -61,6 +62,20 @@ def with_alpha() -> Image.Image:
     return image
 
 
+def png_16_bits(levels: np.ndarray) -> bytes:
+    """Write a PNG of uint16 [H, W, 3], as Pillow cannot."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        checksum = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + checksum
+
+    height, width, _ = levels.shape
+    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in levels)
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
+
+
 def wide_grey(dtype: str) -> Image.Image:
     return Image.fromarray(np.asarray(drawn("L")).astype(dtype) * 257)
 
@@ -94,6 +109,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
     "png palette with transparency": (lambda: png("P", transparency=bytes(range(256))), SIZE),
     "png alpha": (lambda: encoded(with_alpha(), "PNG"), SIZE),
     "png 16 bits grey": (lambda: encoded(wide_grey("<u2"), "PNG"), SIZE),
+    "png 16 bits colour": (lambda: png_16_bits(np.asarray(drawn()).astype(np.uint16) * 257), SIZE),
     "png ends in its data": (lambda: png()[:-2000], "truncated"),
     "gif animated": (
         lambda: encoded(drawn("P"), "GIF", save_all=True, append_images=[drawn("L").convert("P")]),
