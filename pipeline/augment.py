@@ -5,7 +5,7 @@ Its generator is a pure function of (seed, epoch, index), so the result depends 
 worker nor on restarts.
 
 To add a transform, write a class with keyword-only parameters and name it in TRANSFORMS, or name it
-as module:name in the config. `build_transforms` checks the `parameter`s of a dataclass.
+as module:name in the config. `build_by_name` checks the `parameter`s of a dataclass.
 """
 
 import inspect
@@ -22,11 +22,12 @@ import torch
 from conf.errors import UserError, did_you_mean
 from conf.named import import_object, is_object_name, split_entry
 from conf.schema import FRACTION, Check, each, number, one_of, span, whole
-from pipeline.decode import INTERPOLATIONS, Box, Picture, crop
+from pipeline.decode import INTERPOLATIONS, Box, CropResize, Picture, crop
 
 Transform = Callable[[Picture, random.Random], Picture]
 LARGEST = 4096  # side of an image after a transform, in pixels
 PIXELS = whole(1, LARGEST)
+UNCHECKED = Check(lambda value: True, "any value")
 # The transforms of torchvision's v2 that need only one image and own draws and keep size and uint8.
 V2_NAMES = tuple(
     "AugMix AutoAugment ElasticTransform RandAugment RandomAffine RandomPerspective RandomRotation "
@@ -46,7 +47,7 @@ def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
 class Compose:
     """Apply transforms in order."""
 
-    transforms: Sequence[Transform]  # the result of `build_transforms`
+    transforms: Sequence[Transform]  # the result of `build_by_name`
     image_size: int = 0  # side of the resulting square images in pixels; 0 if it is not known
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
@@ -56,7 +57,7 @@ class Compose:
 
 
 def parameter(check: Check, default: Any = MISSING) -> Any:
-    """A transform's parameter, which `build_transforms` checks; and its default if it has one."""
+    """A transform's parameter, which `build_by_name` checks; and its default if it has one."""
     return field(default=default, metadata={"check": check})
 
 
@@ -75,32 +76,37 @@ class RandomResizedCrop:
     interpolation: str = parameter(one_of(*INTERPOLATIONS, "random"), "bilinear")
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        box, interpolation = self.box(*picture.size, rng), self.interpolation
+        box = self.box(*picture.size, rng)
+        interpolation = self.interpolation
         if interpolation == "random":
-            interpolation = INTERPOLATIONS[rng.random() < 0.5]
+            number = int(rng.random() < 0.5)
+            interpolation = INTERPOLATIONS[number]
         return picture.resized((self.size, self.size), box, interpolation=interpolation, quick=True)
 
     def box(self, width: int, height: int, rng: random.Random) -> Box:
         """Draw a region as torchvision does: ten tries, then the largest centred valid region."""
-        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        narrowest, widest = self.ratio
+        low, high = math.log(narrowest), math.log(widest)
         for _ in range(10):
             area = width * height * rng.uniform(*self.scale)
             aspect = math.exp(rng.uniform(low, high))
-            w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            w = round(math.sqrt(area * aspect))
+            h = round(math.sqrt(area / aspect))
             if 0 < w <= width and 0 < h <= height:
                 left = int(rng.random() * (width - w + 1))
                 top = int(rng.random() * (height - h + 1))
                 return left, top, left + w, top + h
-        aspect = min(max(width / height, self.ratio[0]), self.ratio[1])
+        aspect = min(max(width / height, narrowest), widest)
         w = min(width, max(1, round(height * aspect)))
         h = min(height, max(1, round(width / aspect)))
-        left, top = (width - w) // 2, (height - h) // 2
+        left = (width - w) // 2
+        top = (height - h) // 2
         return left, top, left + w, top + h
 
 
 @dataclass(kw_only=True)
 class Resize:
-    """Scale the image so that its shorter side is `size / crop_ratio` pixels, or to a fixed size.
+    """Scale the image so that its shorter side is `size / crop_ratio` pixels.
 
     [height, width] as the size scales both sides, whatever the image's aspect ratio.
     """
@@ -111,18 +117,16 @@ class Resize:
     crop_ratio: float = parameter(number(0.01, 1), 1.0)
     interpolation: str = parameter(one_of(*INTERPOLATIONS), "bilinear")  # with antialiasing
 
-    def __post_init__(self) -> None:
-        if isinstance(self.size, list | tuple) and self.crop_ratio != 1:
-            raise ValueError(f"size={self.size}: give [height, width] without crop_ratio")
-
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         width, height = picture.size
         if isinstance(self.size, int):
-            short, side = min(width, height), round(self.size / self.crop_ratio)
-            size = int(side * width / short), int(side * height / short)
+            side = round(self.size / self.crop_ratio)
+            short = min(width, height)
+            new_width, new_height = int(side * width / short), int(side * height / short)
         else:
-            size = self.size[1], self.size[0]
-        return picture.resized(size, interpolation=self.interpolation)
+            height, width = self.size
+            new_width, new_height = round(width / self.crop_ratio), round(height / self.crop_ratio)
+        return picture.resized((new_width, new_height), interpolation=self.interpolation)
 
 
 @dataclass(kw_only=True)
@@ -132,9 +136,10 @@ class CenterCrop:
     size: int = parameter(PIXELS)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        size, (width, height) = self.size, picture.size
-        left, top = round((width - size) / 2), round((height - size) / 2)
-        return picture.cropped((left, top, left + size, top + size))
+        width, height = picture.size
+        left = round((width - self.size) / 2)
+        top = round((height - self.size) / 2)
+        return picture.cropped((left, top, left + self.size, top + self.size))
 
 
 @dataclass(kw_only=True)
@@ -148,14 +153,16 @@ class RandomCrop:
     padding_mode: str = parameter(one_of("constant", "reflect"), "constant")
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        size, padding, (width, height) = self.size, self.padding, picture.size
-        if min(width, height) + 2 * padding < size:
-            padded = f"{width}x{height} with padding {padding}"
-            raise ValueError(f"random_crop: {padded} is smaller than size {size}")
-        left = int(rng.random() * (width + 2 * padding - size + 1)) - padding
-        top = int(rng.random() * (height + 2 * padding - size + 1)) - padding
+        width, height = picture.size
+        spare_width = width + 2 * self.padding - self.size
+        spare_height = height + 2 * self.padding - self.size
+        if min(spare_width, spare_height) < 0:
+            padded = f"{width}x{height} with padding {self.padding}"
+            raise ValueError(f"random_crop: {padded} is smaller than size {self.size}")
+        left = int(rng.random() * (spare_width + 1)) - self.padding
+        top = int(rng.random() * (spare_height + 1)) - self.padding
         fill = None if self.padding_mode == "reflect" else 0
-        return picture.cropped((left, top, left + size, top + size), fill=fill)
+        return picture.cropped((left, top, left + self.size, top + self.size), fill=fill)
 
 
 @dataclass(kw_only=True)
@@ -215,23 +222,36 @@ def transform_target(target: np.ndarray, picture: Picture, *, fill: int = 0) -> 
             "a mask follows crops, resizes and flips only; leave out other transforms, and turn "
             "photos with an EXIF orientation once (exiftran -ai), or data.exif_orientation=false"
         )
-    are_points = target.dtype.kind == "f" and target.shape[1:] == (2,)
-    if not are_points and target.shape[1::-1] != (size := picture.full_size):
-        text = f"the mask's (width, height) is {target.shape[1::-1]}, its image's {size}"
+    if target.dtype.kind == "f" and target.shape[1:] == (2,):
+        for step in picture.geometry:
+            target = _transform_points(target, step)
+        return target
+    size = target.shape[1::-1]
+    if size != picture.full_size:
+        text = f"the mask's (width, height) is {size}, its image's {picture.full_size}"
         raise ValueError(f"{text}; return points as float [N, 2]")
     for step in picture.geometry:
-        new_width, new_height = step.size
-        if are_points:
-            left, top, right, bottom = step.box
-            target = (target - (left, top)) * step.size / (right - left, bottom - top)
-            target = target * (-1, 1) + (new_width, 0) if step.mirrored else target
-            continue
-        target = crop(target, step.box, None if step.fill is None else fill)
-        height, width = target.shape[:2]
-        rows = (2 * np.arange(new_height) + 1) * height // (2 * new_height)
-        columns = (2 * np.arange(new_width) + 1) * width // (2 * new_width)
-        target = target[rows][:, columns[::-1] if step.mirrored else columns]
+        target = _transform_mask(target, step, fill)
     return target
+
+
+def _transform_points(points: np.ndarray, step: CropResize) -> np.ndarray:
+    left, top, right, bottom = step.box
+    points = (points - (left, top)) * step.size / (right - left, bottom - top)
+    if step.mirrored:
+        points = points * (-1, 1) + (step.size[0], 0)
+    return points
+
+
+def _transform_mask(mask: np.ndarray, step: CropResize, fill: int) -> np.ndarray:
+    mask = crop(mask, step.box, None if step.fill is None else fill)
+    height, width = mask.shape[:2]
+    new_width, new_height = step.size
+    rows = (2 * np.arange(new_height) + 1) * height // (2 * new_height)
+    columns = (2 * np.arange(new_width) + 1) * width // (2 * new_width)
+    if step.mirrored:
+        columns = columns[::-1]
+    return mask[rows][:, columns]
 
 
 TRANSFORMS: dict[str, Callable[..., Transform]] = {
@@ -244,8 +264,8 @@ TRANSFORMS: dict[str, Callable[..., Transform]] = {
 }
 
 
-def build_transforms(entries: Sequence[Any], table: dict[str, Any], *, key: str) -> list[Any]:
-    """Build the transforms that a config list names.
+def build_by_name(entries: Sequence[Any], table: dict[str, Any], *, key: str) -> list[Any]:
+    """Return the transforms that a config list names; they are not tried on an image.
 
     Raises UserError if a name or parameter is unknown, or the transform refuses a value.
 
@@ -255,21 +275,38 @@ def build_transforms(entries: Sequence[Any], table: dict[str, Any], *, key: str)
         key: the config key, for messages.
     """
     transforms = []
-    for name, parameters in (split_entry(entry, key) for entry in entries):
-        make = import_object(name, key) if is_object_name(name) else table.get(name)
-        if make is None:
-            choice = did_you_mean(name.split(".")[-1], table) or f"; choose from {', '.join(table)}"
-            raise UserError(f"{key}: there is no transform {name}{choice}")
+    for entry in entries:
+        name, parameters = split_entry(entry, key)
+        make = _named(name, table, key)
         try:
             transform = make(**parameters)
-            for one in fields(transform) if is_dataclass(transform) else ():
-                check, value = one.metadata.get("check"), getattr(transform, one.name)
-                if check and not check.allows(value):
-                    raise ValueError(f"{one.name}={value}: give {check.says}")
-            transforms.append(transform)
+            _check_parameters(transform)
         except (TypeError, ValueError, IndexError) as error:
             text = str(error).rpartition("__init__() ")[2]  # without the name of the class
             if isinstance(make, type):
                 text += f"; it takes {', '.join(inspect.signature(make).parameters)}"
-            raise UserError(f"{key}: {name}: {text}") from None
+            raise UserError(f"{key}: {name}", text) from None
+        transforms.append(transform)
     return transforms
+
+
+def _named(name: str, table: dict[str, Any], key: str) -> Any:
+    """Return the class or function of a name in `table`, or of `module:name`."""
+    if is_object_name(name):
+        return import_object(name, key)
+    if name not in table:
+        choices = f"choose from {', '.join(table)}"
+        nearest = did_you_mean(name.split(".")[-1], table)
+        raise UserError(key, f"there is no transform {name}", choices + nearest)
+    return table[name]
+
+
+def _check_parameters(transform: Any) -> None:
+    """Raise ValueError if a `parameter` of a dataclass has a value that its check refuses."""
+    if not is_dataclass(transform):
+        return
+    for one in fields(transform):
+        check = one.metadata.get("check", UNCHECKED)
+        value = getattr(transform, one.name)
+        if not check.allows(value):
+            raise ValueError(f"{one.name}={value}: give {check.says}")

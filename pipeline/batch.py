@@ -18,6 +18,7 @@ from pipeline.clock import BatchEvents
 
 IMAGE = "image"  # the field that is the input of the network
 TARGET = "target"  # the field that batch transforms add: the mixed form of `BatchTransforms.label`
+NO_MEMORY = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ class Batch:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
-            wrong = f"the samples have no field {name}, but {', '.join(self.fields)}"
+            subject = f"the samples have no field {name}, but {', '.join(self.fields)}"
             cure = "docs/tasks.md has training_loss and validation_values for other fields"
-            raise UserError(f"{wrong}: {cure}")
+            raise UserError(subject, cure=cure)
         return self.fields[name]
 
     @property
@@ -85,9 +86,10 @@ class Batch:
         for name, field in fields.items():
             if field.partial and not field.image:
                 continue  # `Dataset.on_device` makes images of it
-            rows = torch.from_numpy(np.zeros((samples, *field.shape), field.dtype)).to(device)
+            array = np.zeros((samples, *field.shape), field.dtype)
+            rows = torch.from_numpy(array).to(device)
             tensors[name] = channels_first(rows).float() if field.image else rows
-        return cls(tensors, torch.zeros(samples, 2, dtype=torch.int64, device=device), 0)
+        return cls(tensors, torch.zeros(samples, 2, dtype=torch.int64, device=device), step=0)
 
     def clone(self) -> "Batch":
         """Return a copy in memory of its own."""
@@ -96,11 +98,12 @@ class Batch:
 
     def split(self, count: int) -> "list[Batch]":
         """Return views of `count` equal parts, in order."""
-        parts = {name: tensor.chunk(count) for name, tensor in self.fields.items()}
-        return [
-            Batch({name: part[i] for name, part in parts.items()}, samples, self.step)
-            for i, samples in enumerate(self.samples.chunk(count))
-        ]
+        chunks = [tensor.chunk(count) for tensor in self.fields.values()]
+        parts = []
+        for samples, *tensors in zip(self.samples.chunk(count), *chunks, strict=True):
+            fields = dict(zip(self.fields, tensors, strict=True))
+            parts.append(Batch(fields, samples, self.step))
+        return parts
 
     def copy_(self, other: "Batch") -> None:
         """Copy the tensors of a batch of the same shapes into those of this one."""
@@ -121,17 +124,21 @@ class ImageFormat:
     highest: int = 255  # the level that stands for 1: 255 for uint8, 65535 for uint16, 1 for floats
 
     def __post_init__(self) -> None:
-        last, usual = torch.channels_last, torch.contiguous_format
-        self.memory_format = last if self.channels_last else usual
-        # (x / highest - mean) / std as one multiplication and one addition
-        means, stds = (torch.tensor(value, dtype=torch.float64) for value in (self.mean, self.std))
-        # float32 [C, 1, 1], or [1, 1, 1] for all channels: a level x becomes scale * x + shift.
-        self.scale = (1 / (self.highest * stds)).float().to(self.device)[:, None, None]
-        self.shift = (-means / stds).float().to(self.device)[:, None, None]
+        self.memory_format = torch.contiguous_format
+        if self.channels_last:
+            self.memory_format = torch.channels_last
+        means = torch.tensor(self.mean, dtype=torch.float64)
+        stds = torch.tensor(self.std, dtype=torch.float64)
+        # (x / highest - mean) / std as one multiplication and one addition: scale * x + shift.
+        scale, shift = 1 / (self.highest * stds), -means / stds
+        # float32 [C, 1, 1], or [1, 1, 1] for all channels
+        self.scale = scale.float().to(self.device)[:, None, None]
+        self.shift = shift.float().to(self.device)[:, None, None]
 
     def affine(self, channels: int) -> Tensor:
         """Return scale and shift of each channel, float32 [2, channels], on the device."""
-        return torch.stack([self.scale, self.shift]).flatten(1).expand(2, channels).contiguous()
+        both = torch.stack([self.scale, self.shift]).flatten(1)
+        return both.expand(2, channels).contiguous()
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """Return levels [..., H, W, C] as float32 [..., C, H, W], rounded as in training."""
@@ -157,9 +164,10 @@ class DeviceSlot:
 
     def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the tensor of a field in this shape and dtype; at first, it is uninitialised."""
-        tensor = self._memory.get((name, dtype))
-        if tensor is None or tensor.numel() != math.prod(shape):
-            tensor = torch.empty(math.prod(shape), dtype=dtype, device=self.format.device)
+        count = math.prod(shape)
+        tensor = self._memory.get((name, dtype), NO_MEMORY)
+        if tensor.numel() != count:
+            tensor = torch.empty(count, dtype=dtype, device=self.format.device)
             if self.reused:
                 self._memory[name, dtype] = tensor
         return tensor.view(tuple(shape))

@@ -41,18 +41,27 @@ class BatchShare:
         """Return this rank's rows of values [total, ...]."""
         return values[self.first : self.first + self.count]
 
+    def draw_weights(self, alpha: float, p: float) -> np.ndarray:
+        """Draw float [total]: with probability p from Beta(alpha, alpha), else 1."""
+        chosen = self.rng.random(self.total) < p
+        weights = self.rng.beta(alpha, alpha, self.total)
+        return np.where(chosen, weights, 1.0)
+
     def blend(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Return weight * row + (1 - weight) * partner for float32 rows and weights [B, ...].
 
         The partner is the row before it in its block; that of the first row is the last one.
         """
         block = math.gcd(self.total, self.count, BLOCK)
-        shape = -1, block if block > 1 else len(rows)
-        blended = torch.empty_like(rows)  # in the same memory format
-        old, own, new = (each.unflatten(0, shape) for each in (rows, weight, blended))
+        if block == 1:
+            block = len(rows)
+        result = torch.empty_like(rows)  # in the same memory format
+        old = rows.unflatten(0, (-1, block))
+        own = weight.unflatten(0, (-1, block))
+        new = result.unflatten(0, (-1, block))
         torch.lerp(old[:, :-1], old[:, 1:], own[:, 1:], out=new[:, 1:])
         torch.lerp(old[:, -1], old[:, 0], own[:, 0], out=new[:, 0])
-        return blended
+        return result
 
 
 BatchTransform = Callable[[Tensor, Tensor, BatchShare], tuple[Tensor, Tensor]]
@@ -67,10 +76,10 @@ class Mixup:
     p: float = parameter(FRACTION, 1.0)  # probability for an image to be blended
 
     def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
-        rng, count = share.rng, share.total
-        keep = np.where(rng.random(count) < self.p, rng.beta(self.alpha, self.alpha, count), 1.0)
-        weight = to_device(share.of_rank(keep), images)[:, None]
-        return share.blend(images, weight[:, :, None, None]), share.blend(targets, weight)
+        weights = share.draw_weights(self.alpha, self.p)
+        own = to_device(share.of_rank(weights), images)[:, None]
+        images = share.blend(images, own[:, :, None, None])
+        return images, share.blend(targets, own)
 
 
 @dataclass(kw_only=True)
@@ -84,12 +93,11 @@ class Cutmix:
     p: float = parameter(FRACTION, 1.0)  # probability for an image to get a box
 
     def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
-        rng, count = share.rng, share.total
-        chosen = rng.random(count) < self.p
-        areas = np.where(chosen, 1 - rng.beta(self.alpha, self.alpha, count), 0.0)
-        boxes, area = map(share.of_rank, _pasted(areas, images.shape[-1], rng))
-        weight = to_device(1 - area, images)[:, None]
-        return share.blend(images, _outside(boxes, images)), share.blend(targets, weight)
+        areas = 1 - share.draw_weights(self.alpha, self.p)
+        boxes, areas = _pasted_boxes(areas, images.shape[-1], share.rng)
+        own = to_device(1 - share.of_rank(areas), images)
+        outside = _outside(share.of_rank(boxes), images)
+        return share.blend(images, outside), share.blend(targets, own[:, None])
 
 
 @dataclass(kw_only=True)
@@ -110,16 +118,21 @@ class MixupOrCutmix:
     group: int = parameter(whole(1, 10**6), 128)
 
     def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
-        rng, groups = share.rng, share.of_rank(np.arange(share.total) // self.group)  # [B]
-        count = math.ceil(share.total / self.group)
-        chosen = rng.random(count) < self.p
-        cut = rng.random(count) < self.switch_p
-        alpha = np.where(cut, self.cutmix_alpha, self.mixup_alpha)
-        keep = np.where(chosen, rng.beta(alpha, alpha), 1.0)
-        boxes, area = _pasted(np.where(cut, 1 - keep, 0.0), images.shape[-1], rng)
-        own, rest = (to_device(np.where(cut, w, keep)[groups], images) for w in (1.0, 1 - area))
-        weight = own[:, None, None, None] * _outside(boxes[groups], images)
-        return share.blend(images, weight), share.blend(targets, rest[:, None])
+        rng = share.rng
+        num_groups = math.ceil(share.total / self.group)
+        changed = rng.random(num_groups) < self.p
+        is_cutmix = rng.random(num_groups) < self.switch_p
+        alpha = np.where(is_cutmix, self.cutmix_alpha, self.mixup_alpha)
+        weights = np.where(changed, rng.beta(alpha, alpha), 1.0)
+        areas = np.where(is_cutmix, 1 - weights, 0.0)
+        boxes, areas = _pasted_boxes(areas, images.shape[-1], rng)
+        of_pixels = np.where(is_cutmix, 1.0, weights)  # outside the box
+        of_targets = np.where(is_cutmix, 1 - areas, weights)
+        groups = share.of_rank(np.arange(share.total) // self.group)  # [B]
+        own = to_device(of_pixels[groups], images)[:, None, None, None]
+        own_targets = to_device(of_targets[groups], images)[:, None]
+        own = own * _outside(boxes[groups], images)
+        return share.blend(images, own), share.blend(targets, own_targets)
 
 
 @dataclass(kw_only=True)
@@ -135,21 +148,26 @@ class RandomErasing:
     ratio: Sequence[float] = parameter(span(1000), (0.3, 3.3))  # of its height / width
 
     def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
-        boxes = share.of_rank(self.boxes(share.total, images.shape[-1], share.rng))
-        return images * _outside(boxes, images), targets  # normalised: the mean is 0
+        boxes = self.boxes(share.total, images.shape[-1], share.rng)
+        outside = _outside(share.of_rank(boxes), images)
+        return images * outside, targets  # normalised: the mean is 0
 
     def boxes(self, count: int, image_size: int, rng: np.random.Generator) -> np.ndarray:
         """Draw boxes as torchvision does: up to ten tries for a box smaller than the image.
 
         Returns float [count, 4], left, top, right, bottom; empty if nothing is erased.
         """
-        chosen = rng.random(count) < self.p
-        area = image_size**2 * rng.uniform(self.scale[0], self.scale[1], (10, count))
-        aspect = np.exp(rng.uniform(math.log(self.ratio[0]), math.log(self.ratio[1]), (10, count)))
-        # [width or height, try, image]
-        sizes = np.round(np.sqrt(np.stack([area / aspect, area * aspect])))
+        erased = rng.random(count) < self.p
+        smallest, largest = self.scale
+        narrowest, widest = map(math.log, self.ratio)
+        area = image_size**2 * rng.uniform(smallest, largest, (10, count))
+        aspect = np.exp(rng.uniform(narrowest, widest, (10, count)))
+        squares = np.stack([area / aspect, area * aspect])
+        sizes = np.round(np.sqrt(squares))  # [width or height, try, image]
         fits = (sizes < image_size).all(axis=0)
-        size = sizes[:, fits.argmax(axis=0), np.arange(count)] * (chosen & fits.any(axis=0))
+        first = fits.argmax(axis=0)
+        erased &= fits.any(axis=0)
+        size = sizes[:, first, np.arange(count)] * erased
         low = np.floor(rng.random((2, count)) * (image_size - size + 1))
         return np.concatenate([low, low + size]).T
 
@@ -177,7 +195,8 @@ class BatchTransforms:
     def targets(self, fields: Mapping[str, Tensor]) -> Tensor:
         """What is mixed: one-hot float32 [B, classes], or the numbers, float32 [B, ...]."""
         if self.label is None:
-            return torch.zeros(len(next(iter(fields.values()))), 0)
+            rows = next(iter(fields.values()))
+            return torch.zeros(len(rows), 0)
         label = fields[self.label]
         if label.is_floating_point():
             return label.float()
@@ -189,7 +208,8 @@ class BatchTransforms:
         All image fields of a batch, and all frames of a sample, get the same draws.
         """
         share = self.share(step, len(images))
-        pixels, mixed = images.flatten(1, -3), targets[:, None].flatten(1)  # [B, C, H, W], [B, n]
+        pixels = images.flatten(1, -3)  # [B, C, H, W]
+        mixed = targets[:, None].flatten(1)  # [B, n]
         for transform in self.transforms:
             pixels, mixed = transform(pixels, mixed, share)
         return pixels.reshape(images.shape), mixed.view(targets.shape)
@@ -203,23 +223,27 @@ class BatchTransforms:
 
 def to_device(values: np.ndarray, like: Tensor) -> Tensor:
     """Copy a few host numbers to the device of `like` as float32, without synchronising."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values, np.float32))
+    array = np.ascontiguousarray(values, np.float32)
+    tensor = torch.from_numpy(array)
     if like.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(like.device, non_blocking=like.is_cuda)
 
 
-def _pasted(
-    share: np.ndarray, size: int, rng: np.random.Generator
+def _pasted_boxes(
+    areas: np.ndarray, size: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw boxes of cutmix with the area share * size**2; a part may lie outside the image.
+    """Draw boxes of cutmix; a part may lie outside the image.
 
-    Returns float [B, 4], left, top, right, bottom inside; float [B], their fraction of the image.
+    `areas`: float [B], fractions of the image's area. Returns float [B, 4], left, top, right,
+    bottom inside the image; and float [B], the fractions that lie inside.
     """
-    half = np.floor(np.sqrt(share) * size / 2)
-    centre = np.floor(rng.random((2, len(share))) * size)
-    low, high = np.clip(centre - half, 0, size), np.clip(centre + half, 0, size)
-    return np.concatenate([low, high]).T, (high - low).prod(0) / size**2
+    half = np.floor(np.sqrt(areas) * size / 2)
+    centre = np.floor(rng.random((2, len(areas))) * size)
+    low = np.clip(centre - half, 0, size)
+    high = np.clip(centre + half, 0, size)
+    inside = (high - low).prod(0) / size**2
+    return np.concatenate([low, high]).T, inside
 
 
 def _outside(boxes: np.ndarray, images: Tensor) -> Tensor:
@@ -227,4 +251,5 @@ def _outside(boxes: np.ndarray, images: Tensor) -> Tensor:
     low, high = boxes.T.reshape(2, 2, -1, 1)  # each [x or y, B, 1]
     pixel = np.arange(images.shape[-1])  # on the host: a kernel takes longer to launch than to run
     across, down = to_device((low <= pixel) & (pixel < high), images)
-    return (1 - across[:, None, :] * down[:, :, None])[:, None]
+    inside = across[:, None, :] * down[:, :, None]
+    return (1 - inside)[:, None]

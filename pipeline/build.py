@@ -11,14 +11,15 @@ import torch
 from conf.errors import UserError, describe, did_you_mean
 from conf.named import import_object, split_entry
 from conf.schema import Config, DataConfig
-from pipeline.augment import TRANSFORMS, Compose, build_transforms
+from pipeline.augment import TRANSFORMS, Compose, build_by_name
 from pipeline.batch import IMAGE, LABEL
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import DECODERS, Picture
 from pipeline.splits import held_out, load_splits
 
-TRIALS = 8  # images to which each list of transforms is applied before the training starts
+# Shapes of images to which each list of transforms is applied before the training starts
+TRIALS = ((400, 300, 3), (300, 400, 3)) * 4
 
 
 @dataclass(frozen=True)
@@ -51,25 +52,27 @@ def build_datasets(
     Raises UserError if a transform, a folder or its content is wrong.
     """
     data = config.data
-    train = build_image_transforms(config.augment.train, "augment.train")
-    val = build_image_transforms(config.augment.val, "augment.val")
-    build_transforms(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")  # only to check
-    train_split, val_split, classes = build_splits(config, data, train, val)
-    if len(classes) < 2 and train_split.fields.get("label") == LABEL:
+    train_transform = build_image_transforms(config.augment.train, "augment.train")
+    val_transform = build_image_transforms(config.augment.val, "augment.val")
+    build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")  # only to check
+    train, val, classes = build_splits(config, data, train_transform, val_transform)
+    if len(classes) < 2 and train.fields.get("label") == LABEL:
+        wrong = f"all images have the class {classes[0]}"
         cure = f"give two, or data.root={data.root}/{classes[0]} if its folders are the classes"
-        raise UserError(f"data.root={data.root}: all images have the class {classes[0]}; {cure}")
-    for entry in data.on_device if device is not None else ():
-        name, parameters = split_entry(entry, "data.on_device")
-        extend = import_object(name, "data.on_device")
-        train_split = extend(train_split, config, device, **parameters)
-    images = [field for field in val_split.fields.values() if field.image]
-    if len({(field.highest, field.shape[-1]) for field in images}) > 1:
+        raise UserError(f"data.root={data.root}", wrong, cure)
+    formats = {(field.highest, field.shape[-1]) for field in val.fields.values() if field.image}
+    if len(formats) > 1:
         raise UserError("data.mean: fields with image=True differ in dtype or number of channels")
-    check_channels(data, val_split.fields[IMAGE].shape[-1])
-    modes = (
-        ("cpu",) if device is None else choose_decode_modes(config, train_split, stored_decode_mode)
-    )
-    return Datasets(train_split, val_split, classes, train.image_size, val.image_size, modes)
+    check_channels(data, val.fields[IMAGE].shape[-1])
+    modes: tuple[str, ...] = ("cpu",)
+    if device is not None:
+        for entry in data.on_device:
+            name, parameters = split_entry(entry, "data.on_device")
+            extend = import_object(name, "data.on_device")
+            train = extend(train, config, device, **parameters)
+        modes = choose_decode_modes(config, train, stored_decode_mode)
+    sizes = train_transform.image_size, val_transform.image_size
+    return Datasets(train, val, classes, *sizes, modes)
 
 
 def choose_decode_modes(
@@ -80,16 +83,19 @@ def choose_decode_modes(
     `stored`: that of the checkpoint to resume, which loader.decoder=auto keeps; None without a
     checkpoint. Raises UserError if there is no such decoder.
     """
-    name, modes = config.loader.decoder, tuple(dataset.decode_modes)
-    if name not in ("auto", *DECODERS, *modes):
-        choices = ("auto", *DECODERS, *modes[1:])
+    name = config.loader.decoder
+    modes = tuple(dataset.decode_modes)
+    choices = ("auto", *DECODERS, *modes)
+    if name not in choices:
         cure = f"give one of {', '.join(choices)}{did_you_mean(name, choices)}"
-        raise UserError(f"loader.decoder={name}: there is none here; {cure}")
+        raise UserError(f"loader.decoder={name}", "there is none here", cure)
     if name == "auto":
         if stored is None:
             return modes
         name = stored  # if it is gone, the identity check refuses that
-    return (name,) if name in modes else modes[:1]  # a name in DECODERS is for the mode cpu
+    if name in modes:
+        return (name,)
+    return modes[:1]  # a name in DECODERS is for the mode cpu
 
 
 def check_channels(data: DataConfig, channels: int) -> None:
@@ -97,7 +103,7 @@ def check_channels(data: DataConfig, channels: int) -> None:
     for key, values in {"mean": data.mean, "std": data.std}.items():
         if len(values) not in (1, channels):
             wrong = f"has {len(values)} values, the images have {channels} channels"
-            raise UserError(f"data.{key}: {wrong}; give one value per channel")
+            raise UserError(f"data.{key}", wrong, "give one value per channel")
 
 
 def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
@@ -106,21 +112,20 @@ def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
     Returns the transforms, with the side of the images that they make. Raises UserError if a
     transform is wrong, or the images that they make have several sizes.
     """
-    transforms = build_transforms(entries, TRANSFORMS, key=key)
+    transforms = build_by_name(entries, TRANSFORMS, key=key)
     rng = np.random.default_rng(0)
     sizes = set()
-    for seed in range(TRIALS):
-        height, width = (300, 400) if seed % 2 else (400, 300)
-        picture = Picture(rng.integers(0, 256, (height, width, 3), np.uint8))
+    for seed, shape in enumerate(TRIALS):
+        picture = Picture(rng.integers(0, 256, shape, np.uint8))
         try:
-            sizes.add(Compose(transforms)(picture, random.Random(seed)).size)
+            made = Compose(transforms)(picture, random.Random(seed))
         except Exception as error:  # torchvision raises many kinds
-            raise UserError(f"{key}: fails on an image: {describe(error)}") from None
-    width, height = sizes.pop()
-    if sizes or width != height:
+            raise UserError(key, f"fails on an image: {describe(error)}") from None
+        sizes.add(made.size)
+    width, height = made.size
+    if sizes != {(width, width)}:
         wrong = f"does not end in images of one size, but makes some of {width}x{height} px"
-        cure = "end it with random_resized_crop or center_crop: {size: 224}"
-        raise UserError(f"{key}: {wrong}; {cure}")
+        raise UserError(key, wrong, "end it with random_resized_crop or center_crop: {size: 224}")
     return Compose(transforms, width)
 
 
@@ -131,14 +136,20 @@ Options = dict[str, Any]  # arguments of FolderDataset
 
 def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:
     """Call a function of DATASETS, or the one that data.source names."""
-    build: Any = DATASETS.get(data.source) or import_object(data.source, "data.source")
-    held = held_out(data)
-    if held and data.source not in DATASETS and not hasattr(build, "holds_out"):
-        cure = "for images in class folders write data=folder, or omit it"
-        raise UserError(f"{held.origin}: data.source={data.source} does not read it; {cure}")
-    # In other modes, a CPU decoder takes the validation images and what the device refuses.
-    decoder = config.loader.decoder if config.loader.decoder in DECODERS else "auto"
-    options = dict(decoder=decoder, seed=config.train.seed, exif_orientation=data.exif_orientation)
+    build: Any = DATASETS.get(data.source)
+    if build is None:
+        build = import_object(data.source, "data.source")
+        held = held_out(data)
+        if held and not hasattr(build, "holds_out"):
+            wrong = f"data.source={data.source} does not read it"
+            cure = "for images in class folders write data=folder, or omit it"
+            raise UserError(held.origin, wrong, cure)
+    options = {
+        # In other modes than cpu, the workers decode the validation images.
+        "decoder": config.loader.decoder,
+        "seed": config.train.seed,
+        "exif_orientation": data.exif_orientation,
+    }
     return build(data, train, val, options)
 
 

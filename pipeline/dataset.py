@@ -177,7 +177,7 @@ class FolderDataset(Dataset):
     index: Index
     transform: Compose
     _: KW_ONLY
-    decoder: str = "pillow"  # a name in `decode.DECODERS`, or auto
+    decoder: str = "pillow"  # a value of loader.decoder; one of the CPU is chosen for others
     seed: int = 0
     exif_orientation: bool = False  # turn the images upright
 

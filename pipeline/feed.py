@@ -13,7 +13,7 @@ import torch
 from conf.errors import UserError
 from conf.schema import Config
 from pipeline import machine
-from pipeline.augment import build_transforms
+from pipeline.augment import build_by_name
 from pipeline.batch import IMAGE, Batch, ImageFormat
 from pipeline.batch_augment import BATCH_TRANSFORMS, BatchTransforms, RandomErasing
 from pipeline.build import Datasets
@@ -182,7 +182,7 @@ def _batch_transforms(
     config: Config, datasets: Datasets, world: RankInfo
 ) -> BatchTransforms | None:
     """Return the transforms of augment.batch; None if the list is empty."""
-    transforms = build_transforms(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
+    transforms = build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     if not transforms:
         return None
     label, fields = None, datasets.train.fields

@@ -17,19 +17,22 @@ GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 def cores() -> int:
     """Count the hardware threads in the affinity mask of this process, or of the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def cpu_quota() -> float:
     """Return the CPU quota of the control groups (version 2), in cores; inf without a limit."""
     quota = math.inf
-    groups = GROUPS.read_text().splitlines() if GROUPS.exists() else []
-    for group in (line[3:] for line in groups if line.startswith("0::")):
-        folder = MOUNT / group.strip("/")
-        for level in (folder, *folder.parents):  # a limit holds for all groups below
-            with contextlib.suppress(OSError, ValueError):  # "max" is none
-                limit, period = (level / "cpu.max").read_text().split()
-                quota = min(quota, int(limit) / int(period))
+    if not GROUPS.exists():
+        return quota
+    group = GROUPS.read_text().partition("0::")[2].partition("\n")[0]  # of the line `0::GROUP`
+    folder = MOUNT / group.strip("/")
+    for level in (folder, *folder.parents):  # a limit holds for all groups below
+        with contextlib.suppress(OSError, ValueError):  # "max" is none
+            limit, period = (level / "cpu.max").read_text().split()
+            quota = min(quota, int(limit) / int(period))
     return quota
 
 
@@ -38,7 +41,8 @@ def cores_for_workers(local_size: int = 1) -> int:
 
     The ranks of a node share its cores; each training process keeps one.
     """
-    return max(1, math.floor(min(cores(), cpu_quota()) / local_size) - 1)
+    available = min(cores(), cpu_quota()) / local_size
+    return max(1, math.floor(available) - 1)
 
 
 def default_cache_dir() -> Path:
@@ -47,8 +51,8 @@ def default_cache_dir() -> Path:
     If this user cannot write there, as in a container without a home: in the temporary folder.
     """
     with contextlib.suppress(OSError, RuntimeError):  # no home folder, or that of another user
-        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        folder = base / "imagenet-trainer"
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        folder = Path(base, "imagenet-trainer").expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
@@ -60,8 +64,8 @@ def default_cache_dir() -> Path:
 
 def reached_limit(error: BaseException) -> str | None:
     """Say which limit of open files or processes caused an error, and what to do; None if none."""
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE):
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"the limit of {allowed} open files is too low; raise ulimit -n"
     if isinstance(error, BlockingIOError) or "can't start new thread" in str(error):
         return "cannot start more processes or threads; raise ulimit -u, or lower loader.workers"

@@ -34,8 +34,9 @@ class TrainSampler:
     labels: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        share = self.batch_size // self.world_size
-        self.share = slice(self.rank * share, (self.rank + 1) * share)
+        count = self.batch_size // self.world_size
+        first = self.rank * count
+        self.share = slice(first, first + count)
         # Two orders are needed at a time: a batch may contain the end of an epoch.
         self._order = lru_cache(maxsize=2)(self._shuffle)
 
@@ -43,8 +44,10 @@ class TrainSampler:
         generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
         if self.labels is None:
             return generator.permutation(self.num_samples)
-        weights = 1 / np.bincount(self.labels)[self.labels]
-        return generator.choice(self.num_samples, self.num_samples, p=weights / weights.sum())
+        counts = np.bincount(self.labels)
+        weights = 1 / counts[self.labels]
+        weights /= weights.sum()
+        return generator.choice(self.num_samples, self.num_samples, p=weights)
 
     def samples(self, step: int) -> np.ndarray:
         """Return this rank's samples of a step: (epoch, index), int64 [batch_size / world_size, 2].
@@ -53,16 +56,21 @@ class TrainSampler:
         depends on (seed, epoch, index): repetition r of epoch e is epoch e * repeats + r. With
         `labels`, the epoch is the sample's position in the stream.
         """
-        stream = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        by_repetition = np.argsort(stream % self.num_samples % self.repeats, kind="stable")
+        first = step * self.batch_size
+        stream = np.arange(first, first + self.batch_size)
+        repetitions = stream % self.num_samples % self.repeats
+        by_repetition = np.argsort(repetitions, kind="stable")
         stream = stream[by_repetition[self.share]]
         epochs, offsets = np.divmod(stream, self.num_samples)
         positions, repetitions = np.divmod(offsets, self.repeats)
         indices = np.empty_like(offsets)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            indices[chosen] = self._order(int(epoch))[positions[chosen]]
-        seen = stream if self.labels is not None else epochs * self.repeats + repetitions
+            order = self._order(int(epoch))
+            indices[chosen] = order[positions[chosen]]
+        seen = epochs * self.repeats + repetitions
+        if self.labels is not None:
+            seen = stream
         return np.stack([seen, indices], axis=1)
 
 
@@ -74,7 +82,9 @@ def val_batches(
     Every sample once, in order: rank r takes samples r, r + world_size, ... The last batch may be
     short: n <= batch_size / world_size.
     """
-    mine = np.arange(rank, num_samples, world_size)
-    rows = np.stack([np.zeros_like(mine), mine], axis=1)
-    share = batch_size // world_size
-    return [rows[first : first + share] for first in range(0, len(rows), share)]
+    indices = np.arange(rank, num_samples, world_size)
+    epochs = np.zeros_like(indices)
+    rows = np.stack([epochs, indices], axis=1)
+    count = batch_size // world_size
+    starts = range(0, len(rows), count)
+    return [rows[start : start + count] for start in starts]

@@ -27,7 +27,7 @@ def test_recipe_builds(recipe: str) -> None:
     assert len(commands) == 1, f"{recipe}.yaml: add `#   python train.py ...` to its first comment"
     config = offered(shlex.split(commands[0]))
     assert config.recipe == recipe
-    augment.build_transforms(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
+    augment.build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     train = build_image_transforms(config.augment.train, "augment.train")
     val = build_image_transforms(config.augment.val, "augment.val")
     assert (train.image_size, val.image_size) == (config.data.image_size, config.data.val_size)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conf.compose import from_overrides
 from engine.distributed import World
-from pipeline.augment import TRANSFORMS, Compose, build_transforms
+from pipeline.augment import TRANSFORMS, Compose, build_by_name
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
 from pipeline.dataset import Dataset, FolderDataset
@@ -66,7 +66,7 @@ class Files(FolderDataset):
 
 def crops(split: Path, kind: type[FolderDataset] = FolderDataset) -> FolderDataset:
     names = [{"random_resized_crop": {"size": SIZE}}, "horizontal_flip"]
-    transform = Compose(build_transforms(names, TRANSFORMS, key="augment.train"), SIZE)
+    transform = Compose(build_by_name(names, TRANSFORMS, key="augment.train"), SIZE)
     return kind(load_index(split, key="data.train"), transform, seed=7)
 
 

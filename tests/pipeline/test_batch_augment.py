@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.augment import build_transforms
+from pipeline.augment import build_by_name
 from pipeline.batch_augment import BATCH_TRANSFORMS, BLOCK, BatchShare, BatchTransforms
 
 COUNT, SIDE = 64, 32
 
 
 def one(name: str, **parameters: Any) -> Any:
-    return build_transforms([{name: parameters}], BATCH_TRANSFORMS, key="augment.batch")[0]
+    return build_by_name([{name: parameters}], BATCH_TRANSFORMS, key="augment.batch")[0]
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 
 from conf.compose import from_overrides
 from conf.errors import UserError
-from pipeline.augment import build_transforms
+from pipeline.augment import build_by_name
 from pipeline.batch import Batch, Field, channels_first, image_field
 from pipeline.batch_augment import BATCH_TRANSFORMS, BatchTransforms
 from pipeline.build import DATASETS, build_datasets
@@ -145,7 +145,7 @@ def test_a_wrong_sample_is_named(changed: dict[str, Any], reason: str) -> None:
 def test_all_images_and_the_numbers_are_mixed_alike(names: tuple[str, ...], entry: str) -> None:
     """With the same partners and boxes in each image and frame; other fields are as before."""
     fields = only("image", "view", "frames", *names)
-    (transform,) = build_transforms([{entry: {"p": 1.0}}], BATCH_TRANSFORMS, key="augment.batch")
+    (transform,) = build_by_name([{entry: {"p": 1.0}}], BATCH_TRANSFORMS, key="augment.batch")
     with (
         opened(fields) as plain,
         opened(fields, f"augment.batch=[{{{entry}: {{p: 1.0}}}}]") as feed,

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.augment import build_transforms
+from pipeline.augment import build_by_name
 from pipeline.batch import Batch, DeviceSlot, Field, ImageFormat, channels_first
 from pipeline.batch_augment import BATCH_TRANSFORMS, BatchTransforms
 from pipeline.clock import StepClock
@@ -48,7 +48,7 @@ def open_prefetcher(
     **options: Any,
 ) -> Iterator[Prefetcher]:
     """On the first of two ranks; `mixed_by` is augment.batch, `options` are of `open_loader`."""
-    transforms = build_transforms(mixed_by, BATCH_TRANSFORMS, key="augment.batch")
+    transforms = build_by_name(mixed_by, BATCH_TRANSFORMS, key="augment.batch")
     batch_transforms = BatchTransforms(list(transforms), CLASSES, seed=11, rank=0, world_size=2)
     on_gpu = format.device.type == "cuda"
     start_method = "forkserver" if on_gpu else "fork"

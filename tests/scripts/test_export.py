@@ -15,7 +15,7 @@ import models
 from conf.errors import RunError, UserError
 from models.vit import PatchEmbed, VisionTransformer
 from pipeline import decode
-from pipeline.augment import TRANSFORMS, Compose, build_transforms
+from pipeline.augment import TRANSFORMS, Compose, build_by_name
 from scripts import export
 from scripts.export import CPU, Job
 from scripts.lib.published import published
@@ -40,7 +40,7 @@ def trained(folder: Path, photos: Path) -> Trained:
 
 def as_stated(stated: dict[str, Any], files: Any) -> Tensor:
     """Return the input that another program makes of the files, by what an exported file states."""
-    transforms = Compose(build_transforms(stated["transforms"], TRANSFORMS, key="augment.val"))
+    transforms = Compose(build_by_name(stated["transforms"], TRANSFORMS, key="augment.val"))
     turn, images = stated["exif_orientation"], []
     for row in range(len(files)):
         picture = decode.open_picture(files.read(row), "pillow", exif_orientation=turn)

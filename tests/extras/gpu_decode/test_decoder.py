@@ -29,7 +29,7 @@ LISTS = {"train": TRAIN, "val": VAL, "random": [CROP, "horizontal_flip"], "squas
 
 
 def transform(entries: list[Any]) -> Compose:
-    return Compose(augment.build_transforms(entries, augment.TRANSFORMS, key="augment.train"), 48)
+    return Compose(augment.build_by_name(entries, augment.TRANSFORMS, key="augment.train"), 48)
 
 
 def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:

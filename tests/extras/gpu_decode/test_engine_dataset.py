@@ -20,7 +20,7 @@ from extras.gpu_decode import geometry as g
 from extras.gpu_decode.decoder import JpegEngineError
 from extras.gpu_decode.geometry import engines_support
 from pipeline import decode
-from pipeline.augment import TRANSFORMS, Compose, build_transforms
+from pipeline.augment import TRANSFORMS, Compose, build_by_name
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.machine import default_cache_dir
 from tests.engine.tune.tuning import compare_always, measure_on_cpu
@@ -159,7 +159,7 @@ GREY: Any = {"v2.RandomGrayscale": {"p": 0.5}}
 def listed(*entries: Any, kind: Any = Files) -> Any:
     """A list of files that are not there, with these transforms."""
     found = kind(9)
-    found.transform = Compose(build_transforms(entries, TRANSFORMS, key="augment.train"), 24)
+    found.transform = Compose(build_by_name(entries, TRANSFORMS, key="augment.train"), 24)
     return found
 
 

@@ -20,7 +20,7 @@ from extras.rand_augment import (
     apply,
     number_of,
 )
-from pipeline.augment import build_transforms, transform_target
+from pipeline.augment import build_by_name, transform_target
 from pipeline.decode import INTERPOLATIONS, Picture
 from tests.helpers.drawings import draw_image
 
@@ -96,7 +96,7 @@ def test_operation_of_every_strength_is_timms(monkeypatch: pytest.MonkeyPatch, n
 
 def test_a_wrong_fill_and_other_pixels_are_refused_and_no_mask_follows() -> None:
     with pytest.raises(ValueError, match=r": fill=.*: give "):
-        build_transforms([{"extras.rand_augment:RandAugment": {"fill": [0, 256, 0]}}], {}, key="a")
+        build_by_name([{"extras.rand_augment:RandAugment": {"fill": [0, 256, 0]}}], {}, key="a")
     for pixels in (np.zeros((9, 9, 1), np.uint8), np.zeros((9, 9, 3), np.uint16)):
         with pytest.raises(ValueError, match="Augment: need uint8 RGB images"):
             TrivialAugment()(Picture(pixels), random.Random(0))
