@@ -200,10 +200,6 @@ def test_a_file_that_stays_encoded_moves_a_mask_alike_without_decoding(mask: np.
         np.testing.assert_array_equal(ours, theirs)
         assert ours.dtype == mask.dtype and ours.shape == (150, 150, *mask.shape[2:])
         assert set(np.unique(ours)) == {*np.unique(mask).tolist(), 9}
-<<<<<<< HEAD
     size = r"is \(155, 140\), its image's \(156, 140\); return points as float \[N, 2\]"
     with pytest.raises(ValueError, match=size):
-=======
-    with pytest.raises(ValueError, match=r"is \(155, 140\), its image's \(156, 140\)"):
->>>>>>> e3eaa3a6 (Build and mix in plain statements: build_by_name looks a list up, build_image_transforms tries it on images)
         transform_target(mask, Picture(np.zeros((140, 156, 3), np.uint8)).cropped((0, 0, 9, 9)))
