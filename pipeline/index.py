@@ -98,15 +98,11 @@ class TarFile(Storage):
 
 def _open_regular(path: str) -> BinaryIO:
     """Open a regular file; a pipe would block the process, and a device may have no end."""
-    file = open(path, "rb", buffering=0, opener=_without_waiting)  # noqa: SIM115 - it is returned
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError("not a regular file, but a pipe, socket or device")
-    return file
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError("not a regular file, but a folder, pipe, socket or device")
+    return open(descriptor, "rb", buffering=0)
 
 
 @cache
@@ -201,7 +197,7 @@ class Scan(NamedTuple):
     classes: np.ndarray  # names, sorted
     listed: np.ndarray  # paths of the files and folders that were listed
     stamps: np.ndarray  # int64 [n, 2], what changes with each of `listed`: mtime in ns, size
-    folder: np.ndarray  # path of the folder that paths of images are relative to, except in tars
+    folder: np.ndarray  # what the paths are relative to, if the images are no members of tar files
     left_out: np.ndarray  # what is not read, in one line
     paths: np.ndarray  # as in Index
     labels: np.ndarray
@@ -320,7 +316,7 @@ def _table(
     labels = np.repeat(np.arange(len(files)), counts)
     rows = np.zeros((len(paths), 3), np.int64)
     if places:
-        rows[:] = list(map(places.__getitem__, paths))
+        rows[:] = [places[path] for path in paths]
     return np.array(paths), labels, rows
 
 

@@ -27,16 +27,9 @@ HIDDEN_NAMES = tuple(
     b". __MACOSX @eaDir #recycle #snapshot @Recycle $RECYCLE.BIN lost+found".split()
 )
 # Words in the names of files and folders -> the split that they name.
-SPLITS = {
-    "train": "train",
-    "training": "train",
-    "val": "val",
-    "valid": "val",
-    "validation": "val",
-    "dev": "val",
-    "test": "test",
-    "testing": "test",
-}
+SPLITS = dict.fromkeys(["train", "training"], "train")
+SPLITS |= dict.fromkeys(["val", "valid", "validation", "dev"], "val")
+SPLITS |= dict.fromkeys(["test", "testing"], "test")
 THREADS = 16  # hide the latency of a network file system: 1,000 folders in sequence take minutes
 # Why a file or folder is left out.
 LOOSE = "in no class folder"
@@ -50,14 +43,8 @@ Classes = dict[bytes, list[bytes]]  # name -> sorted paths of its images; sorted
 Places = dict[bytes, tuple[int, int, int]]  # path -> source, offset and length, as in Index.places
 Identity = tuple[int, int]  # device and number of a folder
 Members = dict[bytes, tuple[int, int]]  # name in a tar file -> offset and length in bytes
-DAMAGED = (  # what tarfile raises for a damaged header
-    ArithmeticError,
-    LookupError,
-    MemoryError,
-    tarfile.TarError,
-    TypeError,
-    ValueError,
-)
+# What tarfile raises for a damaged header
+DAMAGED = (ArithmeticError, LookupError, MemoryError, tarfile.TarError, TypeError, ValueError)
 
 
 class Listed(NamedTuple):
@@ -102,8 +89,7 @@ def count_left_out(left_out: LeftOut) -> str:
         return ""
     by_reason = defaultdict(list)
     for path in sorted(left_out):
-        reason = left_out[path]
-        by_reason[reason].append(path)
+        by_reason[left_out[path]].append(path)
     commonest = sorted(by_reason, key=lambda reason: -len(by_reason[reason]))
     reasons = ", ".join(f"{reason} ({len(by_reason[reason]):,})" for reason in commonest[:5])
     example = os.fsdecode(by_reason[commonest[0]][0])
@@ -118,16 +104,14 @@ def walk(top: bytes, left_out: LeftOut) -> Iterator[Listed]:
     once, and those around it never. What is not read, whatever its ending, is added to `left_out`.
     """
     path = Path(os.fsdecode(top))
-    target = path.resolve()
-    around = {path, *path.absolute().parents, *target.parents}
+    around = {path, *path.absolute().parents, *path.resolve().parents}
     seen = set(map(_identity, around))
     waiting = [top]
     while waiting:
         folder = waiting.pop()
         listed = _list_one(folder, seen, left_out)
         yield listed
-        inner = _paths_in(folder, listed.folders)
-        waiting += reversed(inner)
+        waiting += reversed(_paths_in(folder, listed.folders))
 
 
 def _identity(folder: bytes | Path) -> Identity:
@@ -202,9 +186,7 @@ def _list_class(base: bytes, name: bytes) -> ClassFolder:
             if is_image(file):
                 content.images.append(os.path.join(below, file))
             else:
-                path = os.path.join(folder, file)
-                reason = why_left_out(file)
-                content.left_out[path] = reason
+                content.left_out[os.path.join(folder, file)] = why_left_out(file)
     content.images.sort()
     return content
 
@@ -216,7 +198,7 @@ def list_tars(files: Sequence[str], origin: str, others: LeftOut) -> tuple[Class
     """
     images: Places = {}
     with ThreadPoolExecutor(THREADS) as pool:
-        for number, members in enumerate(pool.map(tar_members, files)):
+        for number, members in enumerate(pool.map(tar_members, files, files)):
             _add_images(images, members, number, others)
     if not images:
         wrong = "holds no <class>/<name> with the suffix of an image"
@@ -251,13 +233,13 @@ def _add_images(images: Places, members: Members, number: int, others: LeftOut) 
             images[name] = (number, *place)
 
 
-def tar_members(path: str, start: int = 0, shown: str = "", length: int = sys.maxsize) -> Members:
+def tar_members(path: str, shown: str, start: int = 0, length: int = sys.maxsize) -> Members:
     """List the files in a tar file: name -> offset in `path` and length, in bytes.
 
     Args:
         path: the tar file, or a file that contains it.
+        shown: the path for messages.
         start: offset of the tar file in `path`, in bytes.
-        shown: what messages name instead of `path`.
         length: bytes of the tar file, at most; it also ends where `path` ends.
 
     Raises UserError if it is damaged or holds a link; OSError if it cannot be read.
@@ -279,7 +261,7 @@ def tar_members(path: str, start: int = 0, shown: str = "", length: int = sys.ma
     except DAMAGED as error:
         cure = "it may be damaged or compressed: download or copy it again, or pack it again "
         cure += "without compression and links (tar --dereference --hard-dereference)"
-        raise UserError(shown or path, f"cannot be read at byte {at:,}: {error}", cure) from None
+        raise UserError(shown, f"cannot be read at byte {at:,}: {error}", cure) from None
     return members
 
 

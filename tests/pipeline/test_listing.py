@@ -234,5 +234,5 @@ def test_only_regular_files_of_a_list_are_read(kind: str, tmp_path: Path) -> Non
     (tmp_path / "folder").mkdir()
     (tmp_path / "train.csv").write_text(f"{kind},a\n")
     index = load_index(tmp_path / "train", key="data.train")
-    with pytest.raises(OSError, match=r"not a regular file|Is a directory"):
+    with pytest.raises(OSError, match="not a regular file"):
         index.read(0)

@@ -55,7 +55,7 @@ def tree_of_tar(path: str, others: LeftOut, start: int = 0, length: int = sys.ma
     with open(path, "rb") as file:
         stored = inflated(path).name if file.read(2) == b"\x1f\x8b" else path
     tree: Tree = {}
-    for member, place in tar_members(stored, start, path, length).items():
+    for member, place in tar_members(stored, path, start, length).items():
         name = os.fsdecode(member)
         if name.endswith(".tar"):
             inner = tree_of_tar(stored, others, *place)
