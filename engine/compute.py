@@ -46,6 +46,12 @@ MANY_OPERATIONS = 2e18
 # the backward pass computes the others again. Measured for ViT-S/16 with 80 images on a
 # CPU: 0.6 of the memory of a step.
 RECOMPUTE_KEEPS = 0.2
+# Values of model.compile that are no mode of torch.compile -> its arguments. `tuned` searches the
+# block sizes of every generated kernel.
+COMPILE_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "recompute": {"mode": "default"},
+    "tuned": {"options": {"coordinate_descent_tuning": True}},
+}
 # How long a thread that runs Python code may delay a kernel launch. With Python's default of 5 ms,
 # a thread that computed a checksum for TensorBoard delayed each launch of a step of ViT-S/16 on an
 # H200: it took 148 ms instead of 31 ms.
@@ -80,9 +86,13 @@ class Compute:
 
         A step takes three times the operations of a forward pass: the backward pass takes two.
         """
+        if self.dtype == torch.float32:
+            return None
         words = f"{self.name.replace('-', ' ')} "
-        peak = next((peak for name, peak in PEAK_FLOPS.items() if f" {name} " in words), None)
-        return None if peak is None or self.dtype == torch.float32 else peak / (3 * self.flops)
+        for name, peak in PEAK_FLOPS.items():
+            if f" {name} " in words:
+                return peak / (3 * self.flops)
+        return None
 
 
 def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False) -> nn.Module:
@@ -121,14 +131,16 @@ def choose_compute(
     steps = schedule.stop_step
     operations = 3 * flops * steps * schedule.local_batch_size  # of this rank, in the whole run
     mode = resolve_compile(config, device, steps, operations)
-    rewritten = on_gpu and precision == "bf16" and mode not in ("off", "recompute")
+    rewrite = None
+    if on_gpu and precision == "bf16" and mode not in ("off", "recompute"):
+        rewrite = config.model.rewrite
     return Compute(
         device=device,
         name=torch.cuda.get_device_name(device) if on_gpu else device.type,
         precision=precision,
         channels_last=models.use_channels_last(config.model.channels_last, model, device.type),
         compile_mode=mode,
-        rewrite=config.model.rewrite if rewritten else None,
+        rewrite=rewrite,
         image_shape=shape,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         flops=flops,
@@ -148,8 +160,9 @@ def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.imag
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(torch.empty(1, *shape, device="meta"))
     except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
+        reason = str(error).splitlines()[0]
         wrong = f"the model does not take images of {shape[-1]} px with {shape[-3]} channels"
-        raise UserError(f"{key}: {wrong} ({str(error).splitlines()[0]}); give another") from None
+        raise UserError(key, f"{wrong} ({reason})", "give another") from None
     return int(counter.get_total_flops())
 
 
@@ -164,7 +177,9 @@ def choose_precision(choice: str, device: torch.device) -> str:
         return "fp32"
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16"
-    return "fp16" if torch.cuda.get_device_capability(device) >= (7, 0) else "fp32"
+    if torch.cuda.get_device_capability(device) >= (7, 0):
+        return "fp16"
+    return "fp32"
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -193,7 +208,9 @@ def resolve_compile(config: Config, device: torch.device, steps: int, operations
         return config.model.compile
     if device.type != "cuda" or steps <= MANY_STEPS:
         return "off"
-    return "default" if operations <= MANY_OPERATIONS or config.train.deterministic else "tuned"
+    if operations <= MANY_OPERATIONS or config.train.deterministic:
+        return "default"
+    return "tuned"
 
 
 def set_up_kernels(deterministic: bool, precision: str) -> None:
@@ -232,7 +249,5 @@ def compile_function(function: Callable[..., Any], mode: str) -> Callable[..., A
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     kept = RECOMPUTE_KEEPS if mode == "recompute" else 1.0
     torch._functorch.config.activation_memory_budget = kept
-    # `tuned` searches the block sizes of every generated kernel.
-    tuned = {"options": {"coordinate_descent_tuning": True}}
-    special: dict[str, Any] = {"recompute": {}, "tuned": tuned}
-    return torch.compile(function, dynamic=False, **special.get(mode, {"mode": mode}))
+    arguments = COMPILE_ARGUMENTS.get(mode, {"mode": mode})
+    return torch.compile(function, dynamic=False, **arguments)
