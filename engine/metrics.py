@@ -118,8 +118,9 @@ class Metrics:
         return self.entries.get(name, Metric(console="/" not in name))
 
     def title(self) -> str:
-        """Return the name of the value of `best_by`, and its unit."""
-        return self.best_by.name + self[self.best_by.name].unit
+        """Return the title of the console's column for the value of `best_by`."""
+        name = self.best_by.name
+        return f"{name}{self[name].unit}".rjust(7)
 
     def text(self, name: str, number: float) -> str:
         """Return a value as text, such as `top1 76.13 %`."""

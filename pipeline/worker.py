@@ -188,29 +188,6 @@ def _fitting(name: str, given: Any, rows: np.ndarray) -> np.ndarray:
     return value
 
 
-class ReadAhead:
-    """Decides whether a worker reads the next samples in other threads: if storage is slow."""
-
-    def __init__(self) -> None:
-        self.enabled = False  # it stays enabled, as waiting then is hidden
-        self._mean_excess = 0.0  # seconds per sample
-
-    def add(self, reply: Reply) -> None:
-        """Take the times of a task into account."""
-        excess = max(0.0, reply.storage_seconds - reply.core_seconds) / max(1, reply.rows)
-        self._mean_excess += (excess - self._mean_excess) / 10
-        if self._mean_excess > WAIT_SECONDS:
-            self.enabled = True
-
-    def following(self, tasks: Sequence[Task]) -> list[int]:
-        """Return the samples of the tasks of the first one's ring; nothing if not enabled."""
-        if not self.enabled:
-            return []
-        same = [task.samples for task in tasks if task.ring == tasks[0].ring]
-        indices: list[int] = np.concatenate(same)[:, 1].tolist()
-        return indices
-
-
 def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
     """Run tasks, in a worker, until the pipe closes or the training process ends."""
     for number in IGNORED_SIGNALS:
@@ -220,15 +197,25 @@ def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
     torch.set_num_threads(1)  # the workers run in parallel, each in one thread
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     tasks: list[Task] = []
-    ahead = ReadAhead()
+    mean_excess = 0.0  # seconds per sample by which storage takes longer than waiting for a core
+    reads_ahead = False  # it stays so, as waiting then is hidden
     with contextlib.suppress(EOFError, OSError):  # the training process closed its end, or died
         while True:
             while not tasks or pipe.poll():
                 tasks.append(pipe.recv())
-            following = ahead.following(tasks)
+            following = _following(tasks) if reads_ahead else []
             reply = run_task(tasks.pop(0), rings, following)
             pipe.send(reply)
-            ahead.add(reply)
+            excess = max(0.0, reply.storage_seconds - reply.core_seconds) / max(1, reply.rows)
+            mean_excess += (excess - mean_excess) / 10
+            if mean_excess > WAIT_SECONDS:
+                reads_ahead = True
+
+
+def _following(tasks: Sequence[Task]) -> list[int]:
+    """Return the samples of all tasks for the ring of the first one."""
+    same = [task.samples[:, 1] for task in tasks if task.ring == tasks[0].ring]
+    return np.concatenate(same).tolist()
 
 
 def _exit_with_parent() -> None:
