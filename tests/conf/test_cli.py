@@ -135,6 +135,7 @@ def test_ctrl_c_erases_the_line_on_which_a_terminal_shows_it() -> None:
     os.close(terminal)
 
 
+@needs_extras
 def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     """Without data, too."""
     cases = (["run.name='yes'"], None), (["-p", "optim", "recipe=cifar10"], "optim")

@@ -52,6 +52,21 @@ def test_a_large_sweep_is_composed_in_part(capsys: pytest.CaptureFixture[str]) -
     assert seeds == list(range(MOST)) and rest == f"{60 - MOST} more jobs\n"
 
 
+MISTAKES = {
+    "optim.lr=0.1,-2": "optim.lr=-2: not allowed; give a number > 0",
+    "model=glob(zzz*)": "model=glob(zzz*): has no value; give at least one",
+    "optim.lr=1,2 run.dir=x": "or give only 'run.name=NAME-${optim.lr}'",
+    "train.seed=range(0,10000000000)": "-m: more than 10,000 jobs",
+    "optim.lr=1,2 data.root=gone": "data.root=gone: there is no folder or file /",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES.items())
+def test_mistakes(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are found before the first job starts."""
+    assert message in refusal(["-m", "data.root=.", *words.split()], capsys)
+
+
 def test_refused_elsewhere(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         cli.parse(["-m", "optim.lr=1,2", FAKE], script="bench.py", purpose="")
