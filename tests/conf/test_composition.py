@@ -82,6 +82,16 @@ def test_a_stored_config_is_unchanged(values: dict[str, Any]) -> None:
     assert from_checkpoint({**values, "data.former": 3, "ranks": 8}).data.on_error == "raise"
 
 
+def test_deleted_code_of_a_stored_config(values: dict[str, Any]) -> None:
+    """It is left out where it does not affect the result, as in a fork that deletes an extra."""
+    gone = {**values, "log.observers": ["gone:Observer"], "model.rewrite": "gone:rewrite"}
+    assert config_values(from_checkpoint(gone)) == values
+    with pytest.raises(
+        UserError, match=r"model\.name=gone:net: there is no gone\.py in .*; leave the"
+    ):
+        from_checkpoint({**values, "model.name": "gone:net"})
+
+
 def test_sizes_follow_the_key(values: dict[str, Any]) -> None:
     assert values["data.val_size"] == 256
     entries = [
