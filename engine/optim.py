@@ -84,9 +84,8 @@ def sgd(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     }
     flags = {"fused": _is_on_gpu(model)}
     optimizer = torch.optim.SGD(decay_groups(model, config), **keys, **(flags | args))
-    if config.momentum:
-        # A first step that torch.amp.GradScaler skips does not write a fused momentum: it would
-        # stay random.
+    if optimizer.defaults["fused"]:
+        # A first step that torch.amp.GradScaler skips does not write the momentum: it stays random.
         for parameter in trained(model):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
