@@ -18,16 +18,17 @@ class BasicBlock(nn.Module):
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = None
+        self.downsample: nn.Module = nn.Identity()
         if stride != 1 or width_in != width:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width)
-            )
+            projection = nn.Conv2d(width_in, width, 1, stride, bias=False)
+            self.downsample = nn.Sequential(projection, nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x = self.relu(self.bn1(self.conv1(x)))
-        return self.relu(self.bn2(self.conv2(x)) + shortcut)
+        shortcut = self.downsample(x)
+        x = self.bn1(self.conv1(x))
+        x = self.relu(x)
+        x = self.bn2(self.conv2(x))
+        return self.relu(x + shortcut)
 
 
 def small_resnet(
@@ -48,13 +49,18 @@ def small_resnet(
         zero_init_residual: whether the last norm of each block begins with a scale of 0, so that
             the block is the identity at first (arXiv 1706.02677).
     """
-    layers, width_in = stem(in_channels, widths[0], stem_stride), widths[0]
+    width_in = widths[0]
+    layers = stem(in_channels, width_in, stem_stride)
+    stride = 1
     for stage, (width, depth) in enumerate(zip(widths, depths, strict=True), start=1):
-        first = BasicBlock(width_in, width, 1 if stage == 1 else 2)
-        others = (BasicBlock(width, width, 1) for _ in range(depth - 1))
-        layers[f"layer{stage}"] = nn.Sequential(first, *others)
+        blocks = [BasicBlock(width_in, width, stride)]
+        for _ in range(depth - 1):
+            blocks.append(BasicBlock(width, width, 1))
+        layers[f"layer{stage}"] = nn.Sequential(*blocks)
         width_in = width
-    layers |= {"avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
+        stride = 2
+    layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
     layers["fc"] = nn.Linear(width_in, num_classes)
     model = init_convolutions(nn.Sequential(layers))
     for module in model.modules():
@@ -65,8 +71,11 @@ def small_resnet(
 
 def stem(in_channels: int, width: int, stride: int) -> OrderedDict[str, nn.Module]:
     """The first layers of a ResNet for small images, by name."""
-    convolution = nn.Conv2d(in_channels, width, 3, stride, 1, bias=False)
-    return OrderedDict(conv1=convolution, bn1=nn.BatchNorm2d(width), relu=nn.ReLU(inplace=True))
+    return OrderedDict(
+        conv1=nn.Conv2d(in_channels, width, 3, stride, 1, bias=False),
+        bn1=nn.BatchNorm2d(width),
+        relu=nn.ReLU(inplace=True),
+    )
 
 
 def pooling_stage(width_in: int, width: int) -> nn.Sequential:
@@ -84,7 +93,11 @@ def pooling_stage(width_in: int, width: int) -> nn.Sequential:
 def init_convolutions(model: nn.Sequential) -> nn.Sequential:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            nn.init.kaiming_normal_(
+                module.weight,
+                mode="fan_out",
+                nonlinearity="relu",
+            )
     return model
 
 
@@ -93,25 +106,30 @@ def init_convolutions(model: nn.Sequential) -> nn.Sequential:
 
 def resnet_tiny(num_classes: int, image_size: int, **options: Any) -> nn.Sequential:
     """A ResNet with 0.3 M parameters, for 64 px images."""
-    return small_resnet(num_classes, (32, 64, 128), (1, 1, 1), stem_stride=2, **options)
+    widths = (32, 64, 128)
+    depths = (1, 1, 1)
+    return small_resnet(num_classes, widths, depths, stem_stride=2, **options)
 
 
 def resnet11_cifar(num_classes: int, image_size: int, in_channels: int = 3) -> nn.Sequential:
     """A ResNet that pools early, for 32 px images: fewer operations for the same accuracy.
 
-    A stem and three stages of 128, 384 and 512 channels, 10 convolutions and 9.9 M parameters. The
-    stages are those of airbench96 (github.com/KellerJordan/cifar10-airbench), with ReLU instead of
-    GELU and a trained 3x3 stem instead of whitening. On an H200, an epoch of CIFAR-10 takes 0.77 of
-    ResNet-18's time.
+    10 convolutions and 9.9 M parameters, in the stages of airbench96
+    (github.com/KellerJordan/cifar10-airbench), with ReLU instead of GELU and a trained 3x3 stem
+    instead of whitening. On an H200, an epoch of CIFAR-10 takes 0.77 of ResNet-18's time.
     """
     widths = (32, 128, 384, 512)
     layers = stem(in_channels, widths[0], stride=1)
-    stages = nn.Sequential(*(pooling_stage(*pair) for pair in pairwise(widths)))
-    layers |= {"layers": stages, "maxpool": nn.AdaptiveMaxPool2d(1), "flatten": nn.Flatten()}
+    stages = [pooling_stage(*pair) for pair in pairwise(widths)]
+    layers["layers"] = nn.Sequential(*stages)
+    layers["maxpool"] = nn.AdaptiveMaxPool2d(1)
+    layers["flatten"] = nn.Flatten()
     layers["fc"] = nn.Linear(widths[-1], num_classes)
     return init_convolutions(nn.Sequential(layers))
 
 
 def resnet18_cifar(num_classes: int, image_size: int, **options: Any) -> nn.Sequential:
     """ResNet-18 with a 3x3 stem and 11 M parameters, for 32 px images."""
-    return small_resnet(num_classes, (64, 128, 256, 512), (2, 2, 2, 2), stem_stride=1, **options)
+    widths = (64, 128, 256, 512)
+    depths = (2, 2, 2, 2)
+    return small_resnet(num_classes, widths, depths, stem_stride=1, **options)
