@@ -35,10 +35,6 @@ OTHERS = {
     ".jpeg": "an image: the model comes first",
     ".png": "an image: the model comes first",
 }
-# Beginnings of names: of DDP and AveragedModel, of torch.compile, and of Lightning around them.
-WRAPPERS = re.compile(r"^((module|_orig_mod)\.)+")
-LIGHTNING_WRAPPERS = re.compile(r"^((model|module|_orig_mod)\.)+")
-RENAMED = {"plan": "model_input", "pixels": "decode_mode", "fitted_batch": "fitted_micro_batch"}
 LIGHTNING = "pytorch-lightning_version"  # a key in its checkpoints
 FORMER_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")  # in torchvision's files
 
@@ -61,16 +57,16 @@ def read_file(path: Path, *, origin: str, give: str = ANY_FILE) -> Any:
     except Exception:  # torch.load raises many types, with texts of many lines
         reason = OTHERS.get(path.suffix.lower(), UNREADABLE)
     near = near_paths(str(path), "runs")
-    raise UserError(f"{origin}: cannot be read ({reason}){near}; give {give}")
+    raise UserError(origin, f"cannot be read ({reason}){near}", f"give {give}")
 
 
 def _renamed(content: Any) -> Any:
     """Give parts of a checkpoint of an earlier version of this program their present names."""
-    if isinstance(content, dict):
-        for part in (content, content.get("identity")):
-            for old, new in RENAMED.items():
-                if isinstance(part, dict) and old in part:
-                    part[new] = part.pop(old)
+    if isinstance(content, dict) and "plan" in content:
+        content["model_input"] = content.pop("plan")
+        identity = content.get("identity", {})
+        identity["decode_mode"] = identity.pop("pixels", None)
+        identity["fitted_micro_batch"] = identity.pop("fitted_batch", None)
     return content
 
 
@@ -94,31 +90,33 @@ def weights_in(content: Any, *, origin: str) -> Weights:
     moving average if there is one, which is what a validation measures. Raises UserError if there
     is no state_dict.
     """
-    refusal = UserError(f"{origin}: is not a state_dict; give a state_dict or a checkpoint")
+    refusal = UserError(origin, "is not a state_dict", "give a state_dict or a checkpoint")
     if not isinstance(content, dict):
         raise refusal
     stored = content
     state = content.get("state")
     if isinstance(state, dict):
         stored = {"model_ema": state.get("ema"), "model": state.get("model")}
-    weights = dict(stored)
     for container in CONTAINERS:
         if isinstance(stored.get(container), dict):
-            weights = dict(stored[container])
+            stored = stored[container]
             break
+    weights = dict(stored)
     weights.pop("n_averaged", None)
     if not all(isinstance(value, Tensor) for value in weights.values()):
         raise refusal
-    wrappers = WRAPPERS
+    wrappers: tuple[str, ...] = ("module.",)  # of DDP and AveragedModel
     if LIGHTNING in content:
-        wrappers = LIGHTNING_WRAPPERS
+        wrappers = ("module.", "model.")
     return {_plain_name(name, wrappers): value for name, value in weights.items()}
 
 
-def _plain_name(name: str, wrappers: re.Pattern[str]) -> str:
+def _plain_name(name: str, wrappers: tuple[str, ...]) -> str:
     """Return the name of a tensor without those of the modules around the model."""
-    within = wrappers.sub("", name)
-    return within.replace("_orig_mod.", "")  # a part of the model was compiled
+    name = name.replace("_orig_mod.", "")  # of torch.compile, also around a part of the model
+    while name.startswith(wrappers):
+        name = name.partition(".")[2]
+    return name
 
 
 def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> None:
@@ -174,16 +172,13 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     counters = fnmatch.filter(own, "*num_batches_tracked")
     missing = own.keys() - weights.keys() - set(counters)
     unknown = weights.keys() - own.keys()
-    misshapen = (own.keys() & weights.keys()) - fitting
+    misshapen = shared - fitting
     wrong = [*sorted(missing), *sorted(unknown), *sorted(misshapen)]
     if wrong:
-        counts = (
-            f"{len(missing)} missing, {len(unknown)} unknown, {len(misshapen)} of another shape"
-        )
+        counts = f"keys: {len(missing)} missing, {len(unknown)} unknown, "
+        counts += f"{len(misshapen)} of another shape, such as {wrong[0]}"
         cure = "check model.name, data.image_size and the channels of the images"
-        raise UserError(
-            f"{origin}: does not fit the model: keys {counts}, such as {wrong[0]}; {cure}"
-        )
+        raise UserError(origin, f"does not fit the model: {counts}", cure)
     own.update(weights)  # `own` also has the versions of layers (`_metadata`), for MNASNet
     model.load_state_dict(own)
 

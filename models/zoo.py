@@ -23,6 +23,7 @@ from models.vit import vit_s16
 from models.weights import fit_weights, head_of
 
 RGB = 3  # input channels of every library's first convolution
+NO_ARGS: Mapping[str, Any] = {}
 Create = Callable[..., nn.Module]
 # Functions of (num_classes, image_size, **model.args), and in_channels, if the images are not RGB.
 OURS: dict[str, Create] = {
@@ -49,7 +50,7 @@ def build(
     image_size: int,
     in_channels: int = RGB,
     pretrained: bool = False,
-    args: Mapping[str, Any] | None = None,
+    args: Mapping[str, Any] = NO_ARGS,
 ) -> nn.Module:
     """Create a classifier: float [B, C, S, S] -> logits [B, num_classes].
 
@@ -64,7 +65,7 @@ def build(
             `fit_weights`.
         args: further arguments of the model's function.
     """
-    options = dict(args or {})
+    options = dict(args)
     create = _function(name, pretrained)
     if in_channels != RGB:
         options["in_channels"] = in_channels
@@ -76,30 +77,23 @@ def build(
         if is_object_name(name):  # the traceback of own code helps
             raise
         wanted = f"data.image_size={image_size} and model.args={show(options)}"
-        wrong = f"cannot be built for {wanted} ({error}); change one of them"
-        raise UserError(f"model.name={name}: {wrong}") from None
+        wrong = f"cannot be built for {wanted} ({error})"
+        raise UserError(f"model.name={name}", wrong, "change one of them") from None
 
 
 def _function(name: str, pretrained: bool) -> Create:
     """Return the function of (num_classes, image_size, **model.args) that makes a model."""
     if name.startswith("timm/"):
         return partial(_build_timm, name.removeprefix("timm/"), pretrained)
-    if name in OURS or is_object_name(name):
-        return _own_function(name, pretrained)
-    if name not in available():  # which imports torchvision
-        hint = did_you_mean(name, available(), count=3)
-        others = f"; for a model of timm write timm/{name}; our own are {', '.join(OURS)}"
-        raise UserError(f"model.name={name}: no such model{hint}{others}")
-    return partial(_build_torchvision, name, pretrained)
-
-
-def _own_function(name: str, pretrained: bool) -> Create:
-    if pretrained:
-        raise UserError(f"model.weights=pretrained: there are none of {name}; give a file")
     if name in OURS:
-        return OURS[name]
-    function: Create = import_object(name, "model.name")
-    return function
+        create = OURS[name]
+    elif is_object_name(name):
+        create = import_object(name, "model.name")
+    else:
+        return partial(_build_torchvision, name, pretrained)
+    if pretrained:
+        raise UserError("model.weights=pretrained", f"there are none of {name}", "give a file")
+    return create
 
 
 def _build_torchvision(
@@ -112,10 +106,15 @@ def _build_torchvision(
 ) -> nn.Module:
     from torchvision import models as vision
 
+    given = f"model.name={name}"
+    ours = ", ".join(OURS)
+    if name not in available():
+        near = did_you_mean(name, available(), count=3)
+        others = f"for a model of timm write timm/{name}; our own are {ours}"
+        raise UserError(given, f"no such model{near}", others)
     if in_channels != RGB:
         wrong = f"takes images of 3 channels, not {in_channels}"
-        cure = f"give model.name=timm/NAME, or one of {', '.join(OURS)}"
-        raise UserError(f"model.name={name}: {wrong}; {cure}")
+        raise UserError(given, wrong, f"give model.name=timm/NAME, or one of {ours}")
     if name.startswith("vit_"):
         options["image_size"] = image_size
     create = partial(vision.get_model, name, num_classes=num_classes, **options)
@@ -140,15 +139,17 @@ def _download(instead: str) -> Iterator[None]:
         yield
     except Exception as error:  # libraries raise many kinds, some with many lines
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        cure = f"give {instead}; see Without internet in docs/quickstart.md"
-        failed = f"the weights cannot be loaded ({reason})"
-        raise UserError(f"model.weights=pretrained: {failed}; {cure}") from None
+        raise UserError(
+            "model.weights=pretrained",
+            f"the weights cannot be loaded ({reason})",
+            f"give {instead}; see Without internet in docs/quickstart.md",
+        ) from None
 
 
 def import_timm(origin: str) -> ModuleType:
     """Import timm; raise UserError if it is missing. `origin`: the key=value that asks for it."""
     if importlib.util.find_spec("timm") is None:
-        raise UserError(f"{origin}: timm is not installed; pip install timm")
+        raise UserError(origin, "timm is not installed", "pip install timm")
     import timm
 
     return timm
@@ -164,8 +165,8 @@ def _build_timm(
 ) -> nn.Module:
     timm = import_timm(f"model.name=timm/{name}")
     if ":" not in name and not timm.is_model(name):  # hf_hub: and local-dir: are not listed
-        hint = did_you_mean(name, timm.list_models(), count=3)
-        raise UserError(f"model.name=timm/{name}: timm has no such model{hint}")
+        near = did_you_mean(name, timm.list_models(), count=3)
+        raise UserError(f"model.name=timm/{name}", f"timm has no such model{near}")
     options |= {"num_classes": num_classes, "in_chans": in_channels}
     create = partial(timm.create_model, name, **options)
     if _depends_on_size(create):
@@ -194,8 +195,8 @@ def use_channels_last(choice: bool | str, model: nn.Module, device: str) -> bool
     """Whether channels_last is used; auto: by convnets, on CPUs too (a ViT has only one Conv2d)."""
     if choice != "auto":
         return bool(choice)
-    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    return device in ("cuda", "cpu") and len(convolutions) > 1
+    convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
+    return device in ("cuda", "cpu") and convolutions > 1
 
 
 def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
@@ -203,22 +204,22 @@ def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
 
     Raises UserError if nothing has one of the names, or nothing is left to train.
     """
-    known = ", ".join(dict(model.named_children()))
+    given = f"model.freeze=[{', '.join(prefixes)}]"
+    known = f"give some of {', '.join(dict(model.named_children()))}, or parts of them"
     for name in prefixes:
         try:
             part = attrgetter(name)(model)  # a module or a parameter
             part.requires_grad_(False)
         except AttributeError:
-            wrong = f"there is no {name}; give some of {known}, or parts of them"
-            raise UserError(f"model.freeze=[{', '.join(prefixes)}]: {wrong}") from None
-    if not _learns(model):
-        wrong = f"leaves nothing to train with; give some of {known}, or parts of them"
-        raise UserError(f"model.freeze=[{', '.join(prefixes)}]: {wrong}")
+            raise UserError(given, f"there is no {name}", known) from None
+    if True not in _gradients_of(model):
+        raise UserError(given, "leaves nothing to train with", known)
     train_mode(model)
 
 
-def _learns(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
+def _gradients_of(module: nn.Module) -> set[bool]:
+    """Return the values of `requires_grad` among its parameters."""
+    return {parameter.requires_grad for parameter in module.parameters()}
 
 
 def train_mode(model: nn.Module, mode: bool = True) -> nn.Module:
@@ -229,7 +230,6 @@ def train_mode(model: nn.Module, mode: bool = True) -> nn.Module:
     """
     model.train(mode)
     for module in model.modules():
-        has_parameters = next(module.parameters(), None) is not None
-        if has_parameters and not _learns(module):
+        if _gradients_of(module) == {False}:
             module.eval()
     return model

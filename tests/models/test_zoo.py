@@ -83,9 +83,7 @@ def test_names_of_the_hugging_face_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.in_features == len("hf_hub:org/name")
 
 
-@pytest.mark.parametrize(
-    "name", ["resnet_tiny", "resnet18", "mobilenet_v3_small", "vit_s16", "timm/resnet18"]
-)
+@pytest.mark.parametrize("name", ["resnet_tiny", "vit_s16", "timm/resnet18"])
 def test_input_channels(name: str) -> None:
     if name.startswith("timm/"):
         timm_module("models")
@@ -96,6 +94,13 @@ def test_input_channels(name: str) -> None:
             assert model(torch.empty(2, channels, 32, 32)).shape == (2, 7)
         found = sizes_in(model.state_dict(), ModelConfig(name=name), image_size=32, origin="test")
         assert found == (channels, 7)
+
+
+def test_torchvision_takes_three_channels() -> None:
+    with pytest.raises(
+        UserError, match=r"=resnet18: takes images of 3 channels, not 5; give .*tim"
+    ):
+        models.build("resnet18", num_classes=7, image_size=32, in_channels=5)
 
 
 # Weights that fit.
@@ -181,9 +186,9 @@ def test_layers_with_versions(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("fc.bias", None, "keys 1 missing, such as fc.bias; check model.name"),
-        ("layer9.weight", torch.zeros(3), "keys 1 unknown, such as layer9.weight"),
-        ("bn1.weight", torch.zeros(3), "keys 1 of another shape, such as bn1.weight"),
+        ("fc.bias", None, "keys: 1 missing, 0 .* such as fc.bias; check model.name"),
+        ("layer9.weight", torch.zeros(3), ", 1 unknown, .* such as layer9.weight"),
+        ("bn1.weight", torch.zeros(3), ", 1 of another shape, such as bn1.weight"),
     ],
 )
 def test_refused_weights_do_not_change_the_model(
@@ -192,7 +197,7 @@ def test_refused_weights_do_not_change_the_model(
     model, before = tiny(seed=1), tiny(seed=1).state_dict()
     stored = {**tiny(seed=2).state_dict(), key: value}
     weights = {name: tensor for name, tensor in stored.items() if tensor is not None}
-    with pytest.raises(UserError, match=f"does not fit the model: {message}"):
+    with pytest.raises(UserError, match=f"does not fit the model: .*{message}"):
         fit_weights(model, weights, origin="their file", new_head=True)
     assert same(model.state_dict(), before)
 
