@@ -79,8 +79,7 @@ class RandomResizedCrop:
         box = self.box(*picture.size, rng)
         interpolation = self.interpolation
         if interpolation == "random":
-            number = int(rng.random() < 0.5)
-            interpolation = INTERPOLATIONS[number]
+            interpolation = INTERPOLATIONS[int(rng.random() < 0.5)]
         return picture.resized((self.size, self.size), box, interpolation=interpolation, quick=True)
 
     def box(self, width: int, height: int, rng: random.Random) -> Box:

@@ -86,8 +86,7 @@ class Batch:
         for name, field in fields.items():
             if field.partial and not field.image:
                 continue  # `Dataset.on_device` makes images of it
-            array = np.zeros((samples, *field.shape), field.dtype)
-            rows = torch.from_numpy(array).to(device)
+            rows = torch.from_numpy(np.zeros((samples, *field.shape), field.dtype)).to(device)
             tensors[name] = channels_first(rows).float() if field.image else rows
         return cls(tensors, torch.zeros(samples, 2, dtype=torch.int64, device=device), step=0)
 
@@ -124,9 +123,7 @@ class ImageFormat:
     highest: int = 255  # the level that stands for 1: 255 for uint8, 65535 for uint16, 1 for floats
 
     def __post_init__(self) -> None:
-        self.memory_format = torch.contiguous_format
-        if self.channels_last:
-            self.memory_format = torch.channels_last
+        self.memory_format = torch.channels_last if self.channels_last else torch.contiguous_format
         means = torch.tensor(self.mean, dtype=torch.float64)
         stds = torch.tensor(self.std, dtype=torch.float64)
         # (x / highest - mean) / std as one multiplication and one addition: scale * x + shift.
@@ -137,8 +134,7 @@ class ImageFormat:
 
     def affine(self, channels: int) -> Tensor:
         """Return scale and shift of each channel, float32 [2, channels], on the device."""
-        both = torch.stack([self.scale, self.shift]).flatten(1)
-        return both.expand(2, channels).contiguous()
+        return torch.stack([self.scale, self.shift]).flatten(1).expand(2, channels).contiguous()
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """Return levels [..., H, W, C] as float32 [..., C, H, W], rounded as in training."""

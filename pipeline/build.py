@@ -71,8 +71,9 @@ def build_datasets(
             extend = import_object(name, "data.on_device")
             train = extend(train, config, device, **parameters)
         modes = choose_decode_modes(config, train, stored_decode_mode)
-    sizes = train_transform.image_size, val_transform.image_size
-    return Datasets(train, val, classes, *sizes, modes)
+    return Datasets(
+        train, val, classes, train_transform.image_size, val_transform.image_size, modes
+    )
 
 
 def choose_decode_modes(
@@ -144,12 +145,8 @@ def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose)
             wrong = f"data.source={data.source} does not read it"
             cure = "for images in class folders write data=folder, or omit it"
             raise UserError(held.origin, wrong, cure)
-    options = {
-        # In other modes than cpu, the workers decode the validation images.
-        "decoder": config.loader.decoder,
-        "seed": config.train.seed,
-        "exif_orientation": data.exif_orientation,
-    }
+    decoder, seed = config.loader.decoder, config.train.seed
+    options = dict(decoder=decoder, seed=seed, exif_orientation=data.exif_orientation)
     return build(data, train, val, options)
 
 

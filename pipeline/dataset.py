@@ -134,7 +134,7 @@ class Dataset(ABC):
     def class_counts(self, num_classes: int) -> list[int]:
         """Return the number of samples of each class."""
         if self.labels is None:
-            raise UserError("train.class_weights: the dataset has no `labels`; leave it out")
+            raise UserError("train.class_weights", "the dataset has no `labels`", "leave it out")
         return np.bincount(self.labels, minlength=num_classes).tolist()
 
     def read_ahead(self, indices: Sequence[int]) -> None:  # noqa: B027 - few datasets have files

@@ -169,11 +169,8 @@ class Picture:
 def open_picture(data: bytes, decoder: str, *, exif_orientation: bool = False) -> Picture:
     """Read the header of a file; decode the file unless it is a plain colour JPEG.
 
-    Raises UnreadableError if Pillow cannot read it, or it is too large.
-
-    Args:
-        decoder: a name in DECODERS.
-        exif_orientation: data.exif_orientation.
+    `decoder`: a name in DECODERS. Raises UnreadableError if Pillow cannot read the file, or it is
+    too large.
     """
     try:
         if exif_orientation:
@@ -220,12 +217,8 @@ def _reflected(start: int, stop: int, length: int) -> np.ndarray:
 def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str) -> np.ndarray:
     """Resize with the kernel of torchvision's resize of uint8 tensors, with antialiasing.
 
-    Within 2 levels of Pillow's, which has the same filters and takes five times as long.
-
-    Args:
-        pixels: uint8 or float32 [H, W, C].
-        size: (width, height) of the result.
-        interpolation: one of INTERPOLATIONS.
+    Within 2 levels of Pillow's, which has the same filters and takes five times as long. `pixels`:
+    uint8 or float32 [H, W, C]; `size`: (width, height).
     """
     if pixels.shape[1::-1] == size:
         return pixels
@@ -283,9 +276,8 @@ def colour_size(data: bytes) -> tuple[int, int] | None:
             # Zeros where the file ends: the size is then 0, and Pillow says what is wrong.
             content = data[at + 4 : min(end, at + 10)].ljust(6, b"\0")
             bits, height, width, components = struct.unpack(">BHHB", content)
-            if (bits, components) == (8, 3) and 0 < width * height <= MAX_PIXELS:
-                return width, height
-            return None
+            usual = (bits, components) == (8, 3) and 0 < width * height <= MAX_PIXELS
+            return (width, height) if usual else None
         if marker not in SKIPPED or data.startswith(b"MPF\0", at + 4):  # several images
             return None
     return None
@@ -339,8 +331,8 @@ def rgb_pixels(image: Image.Image) -> np.ndarray:
     image.load()
     if image.mode.startswith("I;16"):
         # A copy has the size of the pixels, also where a TIFF was not turned.
-        levels = np.asarray(image.copy()) >> 8
-        image = Image.fromarray(levels.astype(np.uint8))
+        high_bytes = np.asarray(image.copy()) >> 8
+        image = Image.fromarray(high_bytes.astype(np.uint8))
     if image.mode in ("I", "F"):  # it would become black or white
         raise ValueError("Pillow reads 32-bit levels; save it as a PNG of 8 or 16 bits")
     return np.asarray(image.convert("RGB"))

@@ -230,9 +230,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
     Links are followed; a class counts each folder once. Warns of files that are left out. Raises
     UserError if the split is missing, damaged or cannot be read, or a class holds no images.
 
-    Args:
-        folder: holds one folder per class; or what `find_storage` finds under this name.
-        key: its config key, for messages.
+    `folder`: what `find_storage` takes; `key`: its config key, for messages.
     """
     files = find_storage(folder)
     if not files:
@@ -316,7 +314,7 @@ def _table(
     labels = np.repeat(np.arange(len(files)), counts)
     rows = np.zeros((len(paths), 3), np.int64)
     if places:
-        rows[:] = [places[path] for path in paths]
+        rows[:] = list(map(places.__getitem__, paths))
     return np.array(paths), labels, rows
 
 

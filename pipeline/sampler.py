@@ -68,9 +68,7 @@ class TrainSampler:
             chosen = epochs == epoch
             order = self._order(int(epoch))
             indices[chosen] = order[positions[chosen]]
-        seen = epochs * self.repeats + repetitions
-        if self.labels is not None:
-            seen = stream
+        seen = stream if self.labels is not None else epochs * self.repeats + repetitions
         return np.stack([seen, indices], axis=1)
 
 
@@ -83,8 +81,6 @@ def val_batches(
     short: n <= batch_size / world_size.
     """
     indices = np.arange(rank, num_samples, world_size)
-    epochs = np.zeros_like(indices)
-    rows = np.stack([epochs, indices], axis=1)
+    rows = np.stack([np.zeros_like(indices), indices], axis=1)
     count = batch_size // world_size
-    starts = range(0, len(rows), count)
-    return [rows[start : start + count] for start in starts]
+    return [rows[start : start + count] for start in range(0, len(rows), count)]

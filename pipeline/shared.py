@@ -47,8 +47,8 @@ class SharedArray:
             self.array: np.ndarray = np.ndarray(shape, dtype, mmap.mmap(self._fd, 0))
         except OSError as error:
             text = f"{size / 2**20:.1f} MiB of shared memory cannot be allocated ({error.strerror})"
-            cure = f"{text}; raise ulimit -f or the memory limit of the container"
-            raise UserError(machine.reached_limit(error) or cure) from None
+            limits = "raise ulimit -f or the memory limit of the container"
+            raise UserError(text, cure=machine.reached_limit(error) or limits) from None
 
     @classmethod
     def copy_of(cls, values: np.ndarray) -> "SharedArray":

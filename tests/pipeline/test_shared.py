@@ -62,7 +62,7 @@ def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing() -> None:
     with file_size_limit(4096), pytest.raises(UserError, match="cannot be allocated"):
         SharedArray((4097,), np.uint8)
     assert descriptors() == before
-    message = r"^the limit of 0 open files is too low; raise ulimit"
+    message = r"cannot be allocated \(.*\); the limit of 0 open files is too low; raise ulimit"
     with soft_limit(resource.RLIMIT_NOFILE, 0), pytest.raises(UserError, match=message):
         SharedArray((1,), np.uint8)
 
