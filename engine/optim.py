@@ -129,8 +129,8 @@ def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     known = timm.optim.list_optimizers(exclude_filters=["bnb*", "fused*"])  # need other packages
     name = config.name.removeprefix("timm/")
     if name not in known:
-        wrong = f"timm has no such optimiser{did_you_mean(name, known)}"
-        raise UserError(f"optim.name={config.name}", wrong, "give another")
+        hint = did_you_mean(name, known).replace("mean ", "mean timm/")
+        raise UserError(f"optim.name={config.name}", f"timm has no such optimiser{hint}")
     keys: dict[str, Any] = {
         "lr": config.lr,
         "momentum": config.momentum,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engine.validation import evaluate
 from extras import pictures
 from extras.pictures import Predictions
-from extras.sheet import draw_batch, rgb
+from extras.pictures.sheet import draw_batch, rgb
 from pipeline.batch import ImageFormat
 from pipeline.dataset import FakeDataset
 from scripts import evaluate as evaluate_script

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from extras.sheet import HEIGHT, SIDE
 from scripts import evaluate, report
 from tests.helpers import small_run
 from tests.helpers.processes import ROOT
@@ -183,12 +182,12 @@ def test_what_the_best_checkpoint_gets_wrong(runs: Path, monkeypatch: pytest.Mon
     rounded = [[a, *(f"{float(n):.2f}" if n else "–" for n in row)] for a, *row in shown]
     assert [[a, *(n.split(" ±")[0] for n in row)] for a, _, *row in page.classes[1:]] == rounded
     assert [*page.charts][-1] == "accuracy by confidence"
-    hidden = 8 + 4 * (SIDE + 8) - SIDE, 8 + 4 * HEIGHT - SIDE  # 100 % in CSS
+    hidden = 8 + 4 * (192 + 8) - 192, 8 + 4 * 254 - 192  # 100 % in CSS
     assert len(page.styles) == 15  # once, though there are two evaluations
     for i, style in enumerate(page.styles):
         found = map(float, re.findall(r"[0-9.]+", style))
         at = [round(part / 100 * size) for part, size in zip(found, hidden, strict=True)]
-        assert at == [8 + i % 4 * (SIDE + 8), 8 + i // 4 * HEIGHT]
+        assert at == [8 + i % 4 * (192 + 8), 8 + i // 4 * 254]
     words = ["first", "loader.workers=0", "data.val=train"]
     assert evaluate.evaluate_one(evaluate.arguments(words)) == 0
     page = made(Path("first"))

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from engine.files import replace_file, write_json
 from engine.log.observer import Observer
 from engine.validation import Rows
-from extras.sheet import draw_batch, sheet
+from extras.pictures.sheet import draw_batch, sheet
 from pipeline.batch import IMAGE, Batch
 from pipeline.class_names import readable
 from pipeline.dataset import Dataset
