@@ -76,10 +76,9 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
             old.unlink()
     except (OSError, RuntimeError) as error:
         reason = error.__context__ or error  # torch.save reports a full disk as RuntimeError
-        raise CheckpointError(
-            f"{path}: cannot be written: {reason}; free some space or check the disk, and run the "
-            "same command again: earlier checkpoints are intact"
-        ) from error
+        cure = "free some space or check the disk, and run the same command again"
+        wrong = f"{path}: cannot be written: {reason}"
+        raise CheckpointError(f"{wrong}; {cure}: earlier checkpoints are intact") from error
     return path
 
 
@@ -114,14 +113,11 @@ def find_checkpoint(path: str | Path) -> Path:
     path = Path(path)
     if not path.is_dir():
         return path
-    newest_last = files(path) + files(path / "checkpoints")
-    best = [*path.glob("best.pt"), *path.glob("checkpoints/best.pt")]
-    candidates = newest_last + best
-    if not candidates:
-        raise UserError(
-            str(path), "holds no checkpoints", "give the folder of a run that has saved one"
-        )
-    return candidates[-1]
+    paths = files(path) + files(path / "checkpoints")
+    paths += [*path.glob("best.pt"), *path.glob("checkpoints/best.pt")]
+    if not paths:
+        raise UserError(str(path), "holds no checkpoints", "give the folder of a run with some")
+    return paths[-1]
 
 
 def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
@@ -155,11 +151,9 @@ def _require_ours(path: Path, content: Any) -> None:
     if not is_ours(content):
         raise UserError(str(path), "not a checkpoint of this program", f"give {GIVE}")
     if content["format"] != FORMAT:
-        raise UserError(
-            str(path),
-            "is of a version of this program that trains differently",
-            f"give run.name=NAME model.weights={path} to start a new run from its weights",
-        )
+        wrong = "is of a version of this program that trains differently"
+        cure = f"give run.name=NAME model.weights={path} to start a new run from its weights"
+        raise UserError(str(path), wrong, cure)
 
 
 def is_ours(content: Any) -> bool:

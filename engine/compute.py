@@ -41,20 +41,16 @@ MANY_STEPS = 2_000
 # With more operations per GPU than this, auto is `tuned`: ResNet-50 takes 3 hours for them on an
 # H200. Its first start then takes 132 s more, and a step is 1.06 times as fast.
 MANY_OPERATIONS = 2e18
-
-# With model.compile=recompute, the forward pass keeps at most this share of the activations, and
-# the backward pass computes the others again. Measured for ViT-S/16 with 80 images on a
-# CPU: 0.6 of the memory of a step.
+# With model.compile=recompute, the backward pass computes all but this share of the activations
+# again. ViT-S/16 with 80 images on a CPU then needs 0.6 of the memory.
 RECOMPUTE_KEEPS = 0.2
-# Values of model.compile that are no mode of torch.compile -> its arguments. `tuned` searches the
-# block sizes of every generated kernel.
+# Values of model.compile that are no modes of torch.compile. `tuned` searches all block sizes.
 COMPILE_ARGUMENTS: dict[str, dict[str, Any]] = {
     "recompute": {"mode": "default"},
     "tuned": {"options": {"coordinate_descent_tuning": True}},
 }
-# How long a thread that runs Python code may delay a kernel launch. With Python's default of 5 ms,
-# a thread that computed a checksum for TensorBoard delayed each launch of a step of ViT-S/16 on an
-# H200: it took 148 ms instead of 31 ms.
+# How long a thread of Python may delay a kernel launch. With the default of 5 ms and a thread that
+# computed a checksum for TensorBoard, a step of ViT-S/16 on an H200 took 148 ms instead of 31 ms.
 SWITCH_SECONDS = 1e-4
 
 
@@ -96,10 +92,7 @@ class Compute:
 
 
 def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False) -> nn.Module:
-    """Build the model of the config for the images and classes of the datasets.
-
-    Raises UserError as `models.build`.
-    """
+    """Build the model of the config for the datasets. Raises UserError as `models.build`."""
     return models.build(
         config.model.name,
         num_classes=len(datasets.classes),
@@ -113,17 +106,16 @@ def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False)
 def choose_compute(
     config: Config, datasets: Datasets, schedule: Schedule, device: torch.device
 ) -> Compute:
-    """Choose what the config leaves open, from a model on the meta device, which takes no memory.
+    """Choose what the config leaves open. Raises UserError if the model does not take the images.
 
-    Raises UserError if the model does not take the images.
+    The model is on the meta device, where it takes no memory.
     """
     shape = datasets.train.fields[IMAGE].device_shape
     with torch.device("meta"):
         model = build_model(config, datasets)
     models.freeze(model, config.model.freeze)  # refuses a wrong name before weights are read
     flops = count_flops(model, shape)
-    if datasets.val_image_size != datasets.train_image_size:
-        # Fails here, not at the first validation.
+    if datasets.val_image_size != datasets.train_image_size:  # fails here, not when it validates
         val_shape = datasets.val.fields[IMAGE].device_shape
         count_flops(model, val_shape, key="data.val_size, augment.val")
     on_gpu = device.type == "cuda"

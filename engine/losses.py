@@ -38,11 +38,9 @@ def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) ->
     defaults = vars(TrainConfig())
     for name in sorted(keys_of(*LOSSES.values()) - keys):
         if values[name] != defaults[name]:
-            raise UserError(
-                f"train.{name}={show(getattr(config, name))}",
-                f"train.loss={config.loss} does not take it",
-                f"give train.{name}={show(defaults[name])}, or another loss",
-            )
+            given = f"train.{name}={show(getattr(config, name))}"
+            cure = f"give train.{name}={show(defaults[name])}, or another loss"
+            raise UserError(given, f"train.loss={config.loss} does not take it", cure)
     arguments = {name: values[name] for name in keys}
     return partial(loss_function, **arguments)
 
@@ -75,10 +73,7 @@ def class_weights(
 
 
 def balanced_weights(counts: Sequence[int]) -> Tensor:
-    """Return images / (classes * images of the class) as scikit-learn does, float32 [classes].
-
-    The mean over all images is 1.
-    """
+    """Return scikit-learn's images / (classes * images of the class), float32 [classes]."""
     images = torch.tensor(counts, dtype=torch.float64)
     present = images.clamp(min=1)
     weights = images.sum() / (len(counts) * present)
@@ -111,10 +106,9 @@ def cross_entropy(
 ) -> Tensor:
     """Mean over the images of the cross-entropy, each times the weight of the image's class.
 
-    torch's own class weights would also multiply the smoothed share of a target, each class by its
-    own weight: the loss of an image of a common class would be least where a rare class is
-    predicted (pytorch#104776). And torch divides by the sum of the weights: the loss of a batch
-    would not be the mean of those of its micro-batches or ranks.
+    torch's class weights also multiply the smoothed share of a target: the loss of an image of a
+    common class is least where a rare class is predicted (pytorch#104776). And torch divides by the
+    sum of the weights: the loss of a batch is not the mean of those of its micro-batches or ranks.
     """
     if class_weights is not None:
         classes = logits.shape[1]
@@ -141,8 +135,5 @@ def bce(
     return F.binary_cross_entropy_with_logits(logits, targets)
 
 
-LOSSES: dict[str, Callable[..., Tensor]] = {
-    "cross_entropy": cross_entropy,
-    "bce": bce,
-}
+LOSSES: dict[str, Callable[..., Tensor]] = {"cross_entropy": cross_entropy, "bce": bce}
 """Name -> function with the arguments of `Criterion` and keys of `train`."""

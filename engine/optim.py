@@ -121,30 +121,23 @@ def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
 
     usual = OptimConfig()
     if (config.betas, config.eps) != (usual.betas, usual.eps):
-        raise UserError(
-            f"optim.name={config.name}",
-            "does not take optim.betas and optim.eps, which mean something else in each class",
-            f"give optim.args={{betas: {show(config.betas)}, eps: {show(config.eps)}}}",
-        )
-    known = timm.optim.list_optimizers(exclude_filters=["bnb*", "fused*"])  # need other packages
+        wrong = "does not take optim.betas and optim.eps, which each class defines in its own way"
+        cure = f"give optim.args={{betas: {show(config.betas)}, eps: {show(config.eps)}}}"
+        raise UserError(f"optim.name={config.name}", wrong, cure)
+    names = timm.optim.list_optimizers(exclude_filters=["bnb*", "fused*"])  # need other packages
+    known = [f"timm/{name}" for name in names]
+    if config.name not in known:
+        near = did_you_mean(config.name, known)
+        raise UserError(f"optim.name={config.name}", f"timm has no such optimiser{near}")
+    keys: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    keys["momentum"] = config.momentum
     name = config.name.removeprefix("timm/")
-    if name not in known:
-        hint = did_you_mean(name, known).replace("mean ", "mean timm/")
-        raise UserError(f"optim.name={config.name}", f"timm has no such optimiser{hint}")
-    keys: dict[str, Any] = {
-        "lr": config.lr,
-        "momentum": config.momentum,
-        "weight_decay": config.weight_decay,
-    }
     groups = decay_groups(model, config)
     return _refusing_capture(timm.optim.create_optimizer_v2(groups, name, **keys, **args))
 
 
 def _refusing_capture(optimizer: Optimizer) -> Optimizer:
-    """Let a capture fail, unless all of the step is computed on the GPU (`capturable`).
-
-    A graph would repeat the step count of the moment of the capture.
-    """
+    """Let a capture fail if the host counts the steps: a graph would repeat this number."""
     if not optimizer.defaults.get("capturable"):
         optimizer.register_step_pre_hook(_refuse_capture)
     return optimizer

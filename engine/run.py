@@ -38,14 +38,8 @@ logger = logging.getLogger(__name__)
 # Tensor shapes or step numbers depend on these: no checkpoint can resume with other values.
 FIXED = ("model.name", "model.freeze", "optim.name", "optim.args", "loader.batch_size", "classes")
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
-VALIDATED_ON = {
-    "data.val",
-    "data.val_size",
-    "data.mean",
-    "data.std",
-    "data.exif_orientation",
-    "augment.val",
-}
+VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "data.exif_orientation"}
+VALIDATED_ON |= {"augment.val"}
 OF_A_RUN = {"config.yaml", "checkpoints", ".lock"}  # a folder with other files holds one of these
 MOST_SHOWN = 6  # keys that a refusal lists
 
@@ -87,13 +81,11 @@ class Run(AbstractContextManager["Run"]):
             self.is_first_start = False
             self.resumed, self._stored = checkpoint.load_newest(paths)
             # The same command again resumes: the history names the checkpoint of the first start.
-            history = self._stored["state"].get("history", [])
-            if f" with {given}\n" not in "\n".join(["began with auto", *history, ""]):
-                raise UserError(
-                    f"checkpoint.resume={given}",
-                    f"{self.path} holds a run that began without it",
-                    f"leave the key out to resume from {self.resumed.name}, or give a run.name",
-                )
+            history = ["began with auto", *self._stored["state"].get("history", []), ""]
+            if f" with {given}\n" not in "\n".join(history):
+                wrong = f"{self.path} holds a run that began without it"
+                cure = f"leave the key out to resume from {self.resumed.name}, or give a run.name"
+                raise UserError(f"checkpoint.resume={given}", wrong, cure)
         elif given not in ("auto", "never"):
             self.resumed = [Path(given), *checkpoint.files(Path(given, "checkpoints"))][-1]
             self._stored = checkpoint.load(self.resumed)
@@ -101,12 +93,11 @@ class Run(AbstractContextManager["Run"]):
 
     def _own_checkpoints(self) -> list[Path]:
         """Return the checkpoints of this folder, newest first; refuse a folder that is no run."""
-        refuse_inside(self.path, self.config.data, f"run.dir={self.path}")
+        given = f"run.dir={self.path}"
+        refuse_inside(self.path, self.config.data, given)
         names = set(map(attrgetter("name"), self.path.glob("*")))
         if names and names.isdisjoint(OF_A_RUN):
-            raise UserError(
-                f"run.dir={self.path}", "holds files that are not of a run", "give another"
-            )
+            raise UserError(given, "holds files that are not of a run", "give another")
         if self.config.checkpoint.resume == "never":
             return []
         return checkpoint.files(self.checkpoints)[::-1]
@@ -114,10 +105,9 @@ class Run(AbstractContextManager["Run"]):
     def resume(self, state: TrainState, metadata: dict[str, Any], stop_step: int) -> None:
         """Load what `read_checkpoint` has read, claim the folder and write config.yaml. Collective.
 
-        `metadata`: of `checkpoint_metadata`; training ends at `stop_step`.
-
-        Raises UserError, before anything is created, if the checkpoint is of another training, or
-        if another process uses the folder. If the run is finished, nothing is written.
+        `metadata`: of `checkpoint_metadata`. Raises UserError, before anything is created, if the
+        checkpoint is of another training, or another process uses the folder. If the run is
+        finished, nothing is written.
         """
         self.world.require_same({"checkpoint": str(self.resumed), **metadata["identity"]})
         if self.resumed is not None:
@@ -130,10 +120,9 @@ class Run(AbstractContextManager["Run"]):
 
     def note_measured(self, fitted_micro_batch: int | None, decode_mode: str) -> None:
         """Add to the identity what is measured at the start; later starts keep it."""
-        self.checkpoint_metadata["identity"] |= {
-            "fitted_micro_batch": fitted_micro_batch,
-            "decode_mode": decode_mode,
-        }
+        identity = self.checkpoint_metadata["identity"]
+        identity["fitted_micro_batch"] = fitted_micro_batch
+        identity["decode_mode"] = decode_mode
 
     def _continue(self, state: TrainState, path: Path, identity: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint, unless it is of another training."""
@@ -242,9 +231,8 @@ def checkpoint_metadata(datasets: Datasets, schedule: Schedule, compute: Compute
 def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> dict[str, Any]:
     """Return everything that affects the result, name -> value: a resumed run must have the same.
 
-    Some keys are replaced by what follows from them: the folders of the images, which may move, by
-    a fingerprint of the samples; the decoder by the mode of the dataset; and a file of weights by a
-    hash of its content.
+    Instead of the folders of the images, which may move, a fingerprint of the samples; instead of
+    the decoder, the mode of the dataset; instead of a file of weights, a hash of its content.
     """
     keys = result_keys(schedule.config)
     for replaced in (*CHOOSE_SAMPLES, "loader.decoder"):
@@ -274,8 +262,8 @@ def _identity_of_weights(weights: str | None) -> str | None:
 def changed_keys(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, str]:
     """Return how a checkpoint's identity differs from that of this start, name -> both values.
 
-    Keys of FIXED come first. A key that only the checkpoint has is not listed: another key, which
-    is listed, disables it.
+    Keys of FIXED come first. Of a key that only the checkpoint has, the one that disables it is
+    listed.
     """
     changes = {}
     for name in sorted(identity, key=lambda name: name not in FIXED):
@@ -293,12 +281,10 @@ def refuse_changes(path: Path, changes: Mapping[str, str], *, accept: bool) -> N
         refused &= set(FIXED)
     if refused:
         shown = ", ".join(list(changes.values())[:MOST_SHOWN])
-        raise UserError(
-            f"cannot resume {path}",
-            f"{len(changes)} of the keys that affect the result have changed: {shown}",
-            "give run.name=NAME to start another run, or checkpoint.accept_changes=true to "
-            f"continue this one ({', '.join(FIXED)} cannot change)",
-        )
+        wrong = f"{len(changes)} of the keys that affect the result have changed: {shown}"
+        cure = "give run.name=NAME to start another run, or checkpoint.accept_changes=true to "
+        cure += f"continue this one ({', '.join(FIXED)} cannot change)"
+        raise UserError(f"cannot resume {path}", wrong, cure)
 
 
 def _is_finite(values: Tensor) -> bool:
@@ -310,12 +296,10 @@ def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:
     try:
         state.load_state_dict(content["state"])
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"cannot resume {path}",
-            f"its state does not fit this training: {type(error).__name__}: {reason}",
-            "give checkpoint.resume=PATH of another one",
-        ) from None
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        wrong = f"its state does not fit this training: {reason}"
+        cure = "give checkpoint.resume=PATH of another one"
+        raise UserError(f"cannot resume {path}", wrong, cure) from None
 
 
 def _lock(path: Path) -> int:
@@ -325,9 +309,7 @@ def _lock(path: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise UserError(
-            f"run.dir={path}", "a process trains in it", "give another run.name"
-        ) from None
+        raise UserError(f"run.dir={path}", "a process trains in it", "give a run.name") from None
     return lock
 
 

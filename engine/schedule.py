@@ -108,13 +108,8 @@ class Schedule:
         validate = left == 0 or ended // every > before // every
         # The last row has at least half of its steps: the mean of fewer would look like a change.
         log = step % self.log_every == 0 and 2 * left >= self.log_every
-        save = step % self.config.checkpoint.every_steps == 0
-        return Due(
-            log=log or left == 0,
-            epoch=ended > before,
-            validate=validate,
-            save=save or validate,
-        )
+        save = step % self.config.checkpoint.every_steps == 0 or validate
+        return Due(log=log or left == 0, epoch=ended > before, validate=validate, save=save)
 
 
 def constant(schedule: Schedule, step: int) -> float:

@@ -1,8 +1,7 @@
 """The training step as one CUDA graph: one launch per step instead of hundreds.
 
-A step of ResNet-18 launches some 300 kernels. Where the host's cores are slow or busy decoding, the
-launches take longer than the kernels, and the GPU is idle between them. A graph is captured once
-and replayed with one call. It runs the same kernels with the same arguments, so the results are
+Where the host's cores are slow or busy decoding, the launches take longer than the kernels, and the
+GPU is idle between them. A graph runs the same kernels with the same arguments, so the results are
 bitwise equal. For the rules, see https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
@@ -39,14 +38,13 @@ class StepGraph(AbstractContextManager["StepGraph"]):
     batches have the same shape.
     """
 
-    # Trains on a batch: it launches the kernels, and must not wait for the GPU. All tensors that it
-    # uses, except the batch, must keep their addresses.
+    # Trains on a batch, and must not wait for the GPU. All tensors that it uses, except the batch,
+    # must keep their addresses.
     step_function: Callable[..., Values]
-    # Called with the number of a step before `step_function`, to fill the tensors of values that
-    # change from step to step, such as the learning rate.
+    # Called with the number of a step before `step_function`, to fill tensors that change from step
+    # to step, such as the learning rate.
     before_step: Callable[[int], None]
-    # Called after a capture that failed, which has computed nothing: the gradients that it left
-    # would be added to those of the next step.
+    # Called after a capture that failed: its gradients would be added to those of the next step.
     clear_gradients: Callable[[], None]
     network: nn.Module  # what is trained; more steps precede a capture if it is DDP
 

@@ -38,11 +38,10 @@ class Validation(NamedTuple):
 def evaluate(
     networks: Sequence[nn.Module], measure: Measure, batches: Iterable[Batch], world: World
 ) -> list[Validation]:
-    """Measure each network. Each batch is read once, for all networks. Collective.
+    """Measure each network in eval mode. Each batch is read once, for all networks. Collective.
 
     Nothing waits for the device before the last batch. Each rank passes its own share of batches,
-    perhaps fewer than another rank: only the results are gathered. The networks are called in eval
-    mode, and left in the mode they were in.
+    perhaps fewer than another rank: only the results are gathered.
     """
     outputs: list[Columns] = [{} for _ in networks]
     masks: list[Tensor] = []

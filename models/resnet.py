@@ -93,11 +93,7 @@ def pooling_stage(width_in: int, width: int) -> nn.Sequential:
 def init_convolutions(model: nn.Sequential) -> nn.Sequential:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(
-                module.weight,
-                mode="fan_out",
-                nonlinearity="relu",
-            )
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     return model
 
 

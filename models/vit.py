@@ -116,12 +116,7 @@ class PatchEmbed(nn.Module):
         inputs = self.proj.weight[0].numel()
         deviation = math.sqrt(1 / inputs) / 0.87962566
         limit = 2 * deviation
-        nn.init.trunc_normal_(
-            self.proj.weight,
-            std=deviation,
-            a=-limit,
-            b=limit,
-        )
+        nn.init.trunc_normal_(self.proj.weight, std=deviation, a=-limit, b=limit)
         assert self.proj.bias is not None
         nn.init.zeros_(self.proj.bias)
 
@@ -142,10 +137,9 @@ class VisionTransformer(nn.Module):
     The published run has one more layer before the head, which makes no difference in the paper.
 
     Args:
-        image_size: image side in pixels, for which the positions are stored. For other sizes they
+        image_size: image side in pixels, a multiple of the patch side. For other sizes, positions
             are computed at each call.
-        patch_embed: its channels, a multiple of 4 * heads, are those of the blocks; the image side
-            must be a multiple of its patch side.
+        patch_embed: its channels, a multiple of 4 * heads, are those of the blocks.
         depth: number of blocks.
         hidden: number of channels inside the MLP.
     """
@@ -195,11 +189,4 @@ class VisionTransformer(nn.Module):
 def vit_s16(num_classes: int, image_size: int, in_channels: int = 3) -> nn.Module:
     """ViT-S/16: 22 M parameters."""
     embed = PatchEmbed(in_channels, 16, 384)
-    return VisionTransformer(
-        num_classes,
-        image_size,
-        embed,
-        depth=12,
-        heads=6,
-        hidden=1536,
-    )
+    return VisionTransformer(num_classes, image_size, embed, depth=12, heads=6, hidden=1536)

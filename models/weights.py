@@ -86,9 +86,8 @@ def check_sums(path: Path) -> None:
 def weights_in(content: Any, *, origin: str) -> Weights:
     """Return the state_dict in the content of a file, with the keys of the plain model.
 
-    It is the content itself, or under one of CONTAINERS. In a checkpoint of this project, it is the
-    moving average if there is one, which is what a validation measures. Raises UserError if there
-    is no state_dict.
+    It is the content itself, or under one of CONTAINERS; in a checkpoint of this project, the
+    moving average if there is one. Raises UserError if there is no state_dict.
     """
     refusal = UserError(origin, "is not a state_dict", "give a state_dict or a checkpoint")
     if not isinstance(content, dict):
@@ -122,9 +121,8 @@ def _plain_name(name: str, wrappers: tuple[str, ...]) -> str:
 def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> None:
     """Load the initial weights of a training from any file that `read_file` reads.
 
-    The head is loaded if the file is for the same classes, or names none and has as many.
-    `classes`: names of the classes of the training, in the order of the logits. Raises UserError if
-    the file is missing, cannot be read, or is of another model.
+    The head is loaded if the file is for the same `classes`, in the order of the logits, or names
+    none and has as many. Raises UserError if the file cannot be read, or is of another model.
     """
     origin = f"model.weights={path}"
     content = read_file(path, origin=origin, give=f"{ANY_FILE}, or model.weights=pretrained")
@@ -150,11 +148,8 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
 
     Raises UserError if keys are missing, unknown or of another shape: another model's weights.
 
-    Args:
-        model: gets the weights.
-        weights: name -> values.
-        origin: the beginning of messages.
-        new_head: allow weights without a head for these classes; see `_first_head`.
+    `origin`: the beginning of messages; `new_head`: allow weights without a head for these classes,
+    see `_first_head`.
     """
     own = model.state_dict()
     weights = {_present_name(name): value for name, value in weights.items()}
@@ -193,8 +188,8 @@ def _present_name(name: str) -> str:
 def _first_head(own: Weights, head: Sequence[str]) -> Weights:
     """Return the first values of a new head: zeros (ViT, arXiv 2010.11929).
 
-    Gradients of a random head would damage the trained layers. A convolutional head stays random,
-    because a ReLU may follow (SqueezeNet).
+    Gradients of a random head would damage the trained layers. A convolutional head stays random:
+    a ReLU may follow (SqueezeNet).
     """
     first: Weights = {}
     for name in head:

@@ -59,10 +59,7 @@ def build(
 
     Args:
         name: from `available()`, `timm/<name>`, or `module:name` of a function of this checkout.
-        image_size: S, for models whose parameters depend on it.
-        in_channels: C, an argument of the model's function. torchvision's models take 3.
-        pretrained: download and load the published weights. If the number of classes differs, see
-            `fit_weights`.
+        pretrained: load the published weights; for another number of classes, see `fit_weights`.
         args: further arguments of the model's function.
     """
     options = dict(args)
@@ -200,10 +197,7 @@ def use_channels_last(choice: bool | str, model: nn.Module, device: str) -> bool
 
 
 def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
-    """Freeze parameters and modules by their names: `layer1` is everything in this module.
-
-    Raises UserError if nothing has one of the names, or nothing is left to train.
-    """
+    """Freeze parameters and modules by name. Raises UserError for others, and if all are frozen."""
     given = f"model.freeze=[{', '.join(prefixes)}]"
     known = f"give some of {', '.join(dict(model.named_children()))}, or parts of them"
     for name in prefixes:
@@ -225,8 +219,7 @@ def _gradients_of(module: nn.Module) -> set[bool]:
 def train_mode(model: nn.Module, mode: bool = True) -> nn.Module:
     """Call `model.train(mode)`, but leave modules in eval mode whose parameters are all frozen.
 
-    BatchNorm then normalises with the stored statistics and does not change them, and there is no
-    dropout.
+    BatchNorm then uses and keeps the stored statistics, and there is no dropout.
     """
     model.train(mode)
     for module in model.modules():

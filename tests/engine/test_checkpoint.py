@@ -51,7 +51,7 @@ def test_keep_and_best(tmp_path: Path) -> None:
     save(tmp_path, content(7), keep=2)  # validated on other images: no best so far
     assert checkpoint.find_checkpoint(tmp_path) == tmp_path / "step-00000007.pt"
     assert names(tmp_path) == {"step-00000006.pt", "step-00000007.pt"}
-    with pytest.raises(UserError, match="holds no checkpoints; give the folder of a run"):
+    with pytest.raises(UserError, match="holds no checkpoints; give the folder"):
         checkpoint.find_checkpoint(tmp_path.parent)
 
 
