@@ -107,6 +107,7 @@ def from_class(
     optimizer_class: Callable[..., Optimizer], model: nn.Module, config: OptimConfig, **args: Any
 ) -> Optimizer:
     """Create another optimiser of torch.optim, with lr, weight_decay and optim.args only."""
+    _refuse_moments(config)
     on_gpu = _is_on_gpu(model)
     values = {"lr": config.lr, "weight_decay": config.weight_decay, "capturable": on_gpu}
     takes = inspect.signature(optimizer_class).parameters
@@ -119,11 +120,7 @@ def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     import_timm(f"optim.name={config.name}")
     import timm.optim
 
-    usual = OptimConfig()
-    if (config.betas, config.eps) != (usual.betas, usual.eps):
-        wrong = "does not take optim.betas and optim.eps, which each class defines in its own way"
-        cure = f"give optim.args={{betas: {show(config.betas)}, eps: {show(config.eps)}}}"
-        raise UserError(f"optim.name={config.name}", wrong, cure)
+    _refuse_moments(config)
     names = timm.optim.list_optimizers(exclude_filters=["bnb*", "fused*"])  # need other packages
     known = [f"timm/{name}" for name in names]
     if config.name not in known:
@@ -134,6 +131,15 @@ def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     name = config.name.removeprefix("timm/")
     groups = decay_groups(model, config)
     return _refusing_capture(timm.optim.create_optimizer_v2(groups, name, **keys, **args))
+
+
+def _refuse_moments(config: OptimConfig) -> None:
+    """Refuse optim.betas and optim.eps of a recipe; conf/schema.py refuses typed ones."""
+    usual = OptimConfig()
+    if (config.betas, config.eps) != (usual.betas, usual.eps):
+        wrong = "does not take optim.betas and optim.eps, which each class defines in its own way"
+        cure = f"give optim.args={{betas: {show(config.betas)}, eps: {show(config.eps)}}}"
+        raise UserError(f"optim.name={config.name}", wrong, cure)
 
 
 def _refusing_capture(optimizer: Optimizer) -> Optimizer:
