@@ -69,9 +69,10 @@ class Batch:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
-            subject = f"the samples have no field {name}, but {', '.join(self.fields)}"
-            cure = "docs/tasks.md has training_loss and validation_values for other fields"
-            raise UserError(subject, cure=cure)
+            raise UserError(
+                f"the samples have no field {name}, but {', '.join(self.fields)}",
+                cure="docs/tasks.md has training_loss and validation_values for other fields",
+            )
         return self.fields[name]
 
     @property

@@ -57,9 +57,11 @@ def build_datasets(
     build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")  # only to check
     train, val, classes = build_splits(config, data, train_transform, val_transform)
     if len(classes) < 2 and train.fields.get("label") == LABEL:
-        wrong = f"all images have the class {classes[0]}"
-        cure = f"give two, or data.root={data.root}/{classes[0]} if its folders are the classes"
-        raise UserError(f"data.root={data.root}", wrong, cure)
+        raise UserError(
+            f"data.root={data.root}",
+            f"all images have the class {classes[0]}",
+            f"give two, or data.root={data.root}/{classes[0]} if its folders are the classes",
+        )
     formats = {(field.highest, field.shape[-1]) for field in val.fields.values() if field.image}
     if len(formats) > 1:
         raise UserError("data.mean: fields with image=True differ in dtype or number of channels")
@@ -88,8 +90,11 @@ def choose_decode_modes(
     modes = tuple(dataset.decode_modes)
     choices = ("auto", *DECODERS, *modes)
     if name not in choices:
-        cure = f"give one of {', '.join(choices)}{did_you_mean(name, choices)}"
-        raise UserError(f"loader.decoder={name}", "there is none here", cure)
+        raise UserError(
+            f"loader.decoder={name}",
+            "there is none here",
+            f"give one of {', '.join(choices)}{did_you_mean(name, choices)}",
+        )
     if name == "auto":
         if stored is None:
             return modes
@@ -103,8 +108,11 @@ def check_channels(data: DataConfig, channels: int) -> None:
     """Refuse data.mean or data.std for another number of channels; one value is for all."""
     for key, values in {"mean": data.mean, "std": data.std}.items():
         if len(values) not in (1, channels):
-            wrong = f"has {len(values)} values, the images have {channels} channels"
-            raise UserError(f"data.{key}", wrong, "give one value per channel")
+            raise UserError(
+                f"data.{key}",
+                f"has {len(values)} values, the images have {channels} channels",
+                "give one value per channel",
+            )
 
 
 def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
@@ -125,8 +133,11 @@ def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
         sizes.add(made.size)
     width, height = made.size
     if sizes != {(width, width)}:
-        wrong = f"does not end in images of one size, but makes some of {width}x{height} px"
-        raise UserError(key, wrong, "end it with random_resized_crop or center_crop: {size: 224}")
+        raise UserError(
+            key,
+            f"does not end in images of one size, but makes some of {width}x{height} px",
+            "end it with random_resized_crop or center_crop: {size: 224}",
+        )
     return Compose(transforms, width)
 
 
@@ -142,9 +153,11 @@ def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose)
         build = import_object(data.source, "data.source")
         held = held_out(data)
         if held and not hasattr(build, "holds_out"):
-            wrong = f"data.source={data.source} does not read it"
-            cure = "for images in class folders write data=folder, or omit it"
-            raise UserError(held.origin, wrong, cure)
+            raise UserError(
+                held.origin,
+                f"data.source={data.source} does not read it",
+                "for images in class folders write data=folder, or omit it",
+            )
     decoder, seed = config.loader.decoder, config.train.seed
     options = dict(decoder=decoder, seed=seed, exif_orientation=data.exif_orientation)
     return build(data, train, val, options)

@@ -258,9 +258,12 @@ def _missing_split(folder: str | os.PathLike[str], key: str) -> UserError:
     path = Path(os.path.abspath(folder))
     names = sorted(other.name for other in path.parent.glob("[!.]*"))
     content = ", ".join([f"{len(names):,} files and folders", *names[:5]])
-    wrong = f"there is no such folder, .tar or .csv file; {path.parent} holds {content}"
-    cure = "give the splits with data.train and data.val, or hold out data.val_fraction=0.2"
-    return UserError(f"{key}={folder}", wrong, cure + did_you_mean(path.name, names))
+    return UserError(
+        f"{key}={folder}",
+        f"there is no such folder, .tar or .csv file; {path.parent} holds {content}",
+        "give the splits with data.train and data.val, or hold out data.val_fraction=0.2"
+        f"{did_you_mean(path.name, names)}",
+    )
 
 
 def _cached_scan(files: Sequence[str], origin: str) -> Scan:

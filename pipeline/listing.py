@@ -153,8 +153,11 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
     """
     top = next(walk(base, others))
     if not top.folders:
-        wrong = f"holds {len(top.files):,} files, and no folder for each class"
-        raise UserError(origin, wrong, "put each image into <class>/, a folder in it")
+        raise UserError(
+            origin,
+            f"holds {len(top.files):,} files, and no folder for each class",
+            "put each image into <class>/, a folder in it",
+        )
     classes: Classes = {}
     listed = [base]
     with ThreadPoolExecutor(THREADS) as pool:
@@ -162,12 +165,17 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
         for name, content in zip(top.folders, contents, strict=True):
             folder = os.fsdecode(name)
             if not content.images:
-                wrong = f"class folder {folder} holds no images (.jpg, .png, ...)"
-                cure = f"fill it or remove it. {count_left_out(content.left_out)}"
-                raise UserError(origin, wrong, cure.rstrip(" ."))
+                raise UserError(
+                    origin,
+                    f"class folder {folder} holds no images (.jpg, .png, ...)",
+                    f"fill it or remove it. {count_left_out(content.left_out)}".rstrip(". "),
+                )
             if len(content.folders) > 1 and folder.lower() in SPLITS:
-                wrong = f"class folder {folder} holds folders, as a split does"
-                raise UserError(origin, wrong, "give data.train and data.val")
+                raise UserError(
+                    origin,
+                    f"class folder {folder} holds folders, as a split does",
+                    "give data.train and data.val",
+                )
             classes[name] = content.images
             listed += content.folders
             others |= content.left_out
@@ -201,9 +209,11 @@ def list_tars(files: Sequence[str], origin: str, others: LeftOut) -> tuple[Class
         for number, members in enumerate(pool.map(tar_members, files, files)):
             _add_images(images, members, number, others)
     if not images:
-        wrong = "holds no <class>/<name> with the suffix of an image"
-        cure = "python scripts/prepare.py SOURCE --to DIR converts other tar files"
-        raise UserError(origin, wrong, cure)
+        raise UserError(
+            origin,
+            "holds no <class>/<name> with the suffix of an image",
+            "python scripts/prepare.py SOURCE --to DIR converts other tar files",
+        )
     # Folders around all class folders, such as train/, are no part of the names.
     folders = set(map(os.path.dirname, images))
     outer = os.path.commonpath(set(map(os.path.dirname, folders)))
@@ -227,8 +237,9 @@ def _add_images(images: Places, members: Members, number: int, others: LeftOut) 
         elif reason:
             others[name] = reason
         elif name in images:
-            wrong = "two of the tar files hold it"
-            raise UserError(os.fsdecode(name), wrong, "rename or remove one of them")
+            raise UserError(
+                os.fsdecode(name), "two of the tar files hold it", "rename or remove one of them"
+            )
         else:
             images[name] = (number, *place)
 
@@ -259,9 +270,12 @@ def tar_members(path: str, shown: str, start: int = 0, length: int = sys.maxsize
             end = os.fstat(file.fileno()).st_size
             _check_end(file, at, min(end, start + length))
     except DAMAGED as error:
-        cure = "it may be damaged or compressed: download or copy it again, or pack it again "
-        cure += "without compression and links (tar --dereference --hard-dereference)"
-        raise UserError(shown, f"cannot be read at byte {at:,}: {error}", cure) from None
+        raise UserError(
+            shown,
+            f"cannot be read at byte {at:,}: {error}",
+            "it may be damaged or compressed: download or copy it again, or pack it again "
+            "without compression and links (tar --dereference --hard-dereference)",
+        ) from None
     return members
 
 
@@ -324,20 +338,26 @@ def read_list(path: str, origin: str) -> Classes:
     for line, row in csv_rows(path):
         cells = list(filter(None, row))
         if len(cells) != 2:
-            wrong = f"line {line} is not path,label"
-            raise UserError(origin, wrong, "write one image per line, as path,label")
+            raise UserError(
+                origin, f"line {line} is not path,label", "write one image per line, as path,label"
+            )
         image, label = cells
         names_file = is_image(os.fsencode(image)) or os.path.exists(beside(image))
         if line == 1 and not names_file:
             continue
         known = labels.setdefault(os.path.normpath(image), label)
         if known != label:
-            wrong = f"line {line}: {image} is {label}, but {known} in an earlier line"
-            raise UserError(origin, wrong, "give each image one label")
+            raise UserError(
+                origin,
+                f"line {line}: {image} is {label}, but {known} in an earlier line",
+                "give each image one label",
+            )
         classes.setdefault(os.fsencode(label), []).append(os.fsencode(image))
     first = list(labels)[:100]
     if not any(map(os.path.exists, map(beside, first))):
-        wrong = f"holds no images, or no file is at their paths, such as {', '.join(first[:1])}"
-        cure = f"write lines path,label; a path is absolute, or relative to {beside('')}"
-        raise UserError(origin, wrong, cure)
+        raise UserError(
+            origin,
+            f"holds no images, or no file is at their paths, such as {', '.join(first[:1])}",
+            f"write lines path,label; a path is absolute, or relative to {beside('')}",
+        )
     return {label: sorted(classes[label]) for label in sorted(classes)}

@@ -48,8 +48,11 @@ def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str)
     for split in splits:
         folder = split.resolve()
         if inner.is_relative_to(folder):
-            wrong = f"is inside {folder}, where every folder is a class of images"
-            raise UserError(origin, wrong, "give a folder outside it")
+            raise UserError(
+                origin,
+                f"is inside {folder}, where every folder is a class of images",
+                "give a folder outside it",
+            )
 
 
 def load_splits(data: DataConfig) -> tuple[Index, Index]:
@@ -61,9 +64,11 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     assert data.root is not None, "compose refuses it"
     root = Path(data.root).expanduser()
     if root.is_file() and not find_storage(root):
-        wrong = "is not a folder, .tar or .csv file"
-        cure = "unpack a .zip or .tar.gz file first, and give the folder"
-        raise UserError(f"data.root={data.root}", wrong, cure)
+        raise UserError(
+            f"data.root={data.root}",
+            "is not a folder, .tar or .csv file",
+            "unpack a .zip or .tar.gz file first, and give the folder",
+        )
     held = held_out(data)
     if held is not None:
         index = _load_undivided(root, data, held)
@@ -84,8 +89,11 @@ def _other_classes(train: Index, val: Index) -> UserError:
     only_here = sorted(here - there)[:5]
     only_there = sorted(there - here)[:5]
     differences = f"only there: {only_there}; only here: {only_here}"
-    wrong = f"its classes are not those of {train.root} ({differences})"
-    return UserError(f"data.val={val.root}", wrong, "give both the same classes")
+    return UserError(
+        f"data.val={val.root}",
+        f"its classes are not those of {train.root} ({differences})",
+        "give both the same classes",
+    )
 
 
 def _load_undivided(root: Path, data: DataConfig, held: HeldOut) -> Index:
@@ -114,8 +122,11 @@ def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
     is_val = np.zeros(len(labels), bool)
     for name, count, stop in zip(index.classes, counts, stops, strict=True):
         if count < held.fewest:
-            wrong = f"class {name} has {count} of the {held.fewest} images that it needs"
-            raise UserError(held.origin, wrong, "add images, or remove the class")
+            raise UserError(
+                held.origin,
+                f"class {name} has {count} of the {held.fewest} images that it needs",
+                "add images, or remove the class",
+            )
         low = round(held.start * count)
         high = round(held.stop * count)
         if low == 0:

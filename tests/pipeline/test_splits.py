@@ -75,3 +75,8 @@ def test_the_same_images_are_held_out_of_every_storage(
     one = build_datasets(config(changeable, "data.val_fraction=0.25", "train.seed=1"))
     other = build_val(config(changeable, "data.val_fraction=0.25", "train.seed=2"))
     assert one.val.fingerprint() == other.val.fingerprint() != one.train.fingerprint()
+
+
+def test_fake_validation_images_are_a_tenth() -> None:
+    datasets = build_datasets(from_overrides(["data=fake", "data.fake_images=60"]))
+    assert (len(datasets.train), len(datasets.val)) == (60, 6)
