@@ -218,7 +218,8 @@ def read_evaluations(run: Run, damaged: list[str]) -> list[Evaluation]:
     """Return the evaluation of the run itself, then those by evaluate.py."""
     own = run.folder.glob("evaluation/evaluation.json")
     others = sorted(Path("evaluation").glob("*/evaluation.json"))
-    intact = read_each([*own, *others], Evaluation, damaged)
+    paths = [*own, *others]
+    intact = read_each(paths, Evaluation, damaged)
     return [found for found in intact if run.folder in found.checkpoint.parents]
 
 
@@ -289,7 +290,7 @@ def differing_keys(runs: list[Run]) -> list[str]:
     varied = first.union(*others) - first.intersection(*others)
     names = {name for name, _ in varied if not name.startswith(REPEATED)}
     commands = " ".join(run.command for run in runs)
-    return sorted(names, key=lambda name: (f"{name}=" not in commands, name))
+    return sorted(names, key=lambda name: (f"{name.removesuffix('.name')}=" not in commands, name))
 
 
 def groups_of(runs: list[Run], keys: list[str]) -> list[Group]:
