@@ -164,11 +164,12 @@ def read_table(path: Path) -> list[dict[str, str]]:
 
 def read_rows(path: Path) -> list[Rows]:
     """Return the rows of training steps, and those of validations."""
-    splits: dict[str, list] = {"train": [], "val": []}
-    complete = path.read_text("utf-8").rpartition("\n")[0]  # a kill may cut off the last line
+    splits: dict = {"train": [], "val": []}
+    text = path.read_text("utf-8")
+    complete = text.rpartition("\n")[0]  # a kill may cut off the last line
     for line in complete.splitlines():
         row = json.loads(line)
-        row["epoch"] = float(row["epoch"])  # every chart needs one
+        float(row["epoch"])  # a row without it is damaged
         splits[row.pop("split")].append(row)
     tables = []
     for rows in splits.values():
@@ -245,7 +246,7 @@ def charts(curves: Curves, units: dict[str, str]) -> dict[str, str]:
         figure = draw(name, curves)
         unit = units.get(name, "")
         figure.update_yaxes(ticksuffix=escape(f"{unit}"))
-        if figure.data:
+        if any(np.any(trace.y) for trace in figure.data):  # others say nothing
             figures[name] = figure.to_json()
     return figures
 
@@ -254,8 +255,7 @@ def draw(name: str, curves: Curves) -> Figure:
     figure = Figure(layout=ABOUT["layout"])
     for label, tables in curves.items():
         epochs, values = curve(tables, name)
-        if values.any():  # one that is 0 says nothing
-            figure.add_scatter(x=epochs, y=values, name=escape(label))
+        figure.add_scatter(x=epochs.tolist(), y=values.tolist(), name=escape(label))
     for trace in figure.data[DRAWN_CURVES:]:
         trace.visible = "legendonly"
     if name.endswith("_fraction"):
@@ -295,7 +295,7 @@ def differing_keys(runs: list[Run]) -> list[str]:
 
 def groups_of(runs: list[Run], keys: list[str]) -> list[Group]:
     """Group finished runs by the values of config keys; the best group is first."""
-    members: dict[Any, dict] = {}
+    members: dict = {}
     for run in sorted(runs, key=lambda run: run.score, reverse=True):
         values = [run.keys.get(key) for key in keys]
         if run.facts["status"] != "finished":
