@@ -1,7 +1,9 @@
 """`loader.workers=auto`: choose how images are decoded, and follow the run with the workers.
 
-Rates measured at the start give the mode, which is part of the run's identity, because its pixels
-differ a little. With the CPU's, the workers then follow the log rows, which changes no result.
+At the start, the images/s of the step, of all workers and of the device's decoders are measured,
+each in about a second. They give the decode mode, which is part of the run's identity, because its
+pixels differ a little. In the CPU's mode, the number of workers then follows the log rows, which
+changes no result.
 """
 
 import logging
@@ -20,88 +22,117 @@ from engine.state import TrainState, restored_on_exit
 from engine.step_graph import FIRST_STEPS, StepGraph
 from pipeline.batch import Batch
 from pipeline.clock import StepTimes, TimedRow, mean_of
-from pipeline.feed import MIN_BATCHES, Feed
+from pipeline.feed import Feed
 from pipeline.loader import LoaderError
 
 logger = logging.getLogger(__name__)
 
+MIN_BATCHES = 16  # with fewer left in the run, nothing is measured
 ROUNDS, ROUND_SECONDS, MAX_STEPS = 5, 0.2, 40  # to measure the step
-TRIED_BATCHES = 4  # to compile what the device decodes with, and to measure it
 # A mode is enough if it makes this many times the images of the step. The CPU's is measured while
 # all workers run; the others share the device with the step.
 ENOUGH_ON_CPU, ENOUGH_ON_DEVICE = 1.05, 1.25
 WINDOW_SECONDS = 2.0  # of log rows that are judged together
-WAITS = 0.02  # share of the time; a step that waits longer for images gets more workers
-MARGIN, MAX_MARGIN = 1.15, 2.0  # supply of the workers over demand: batches come unevenly
+WINDOWS = 5  # with the same number of workers are averaged; one is accurate to about 5 %
+WAITS = 0.015  # a larger share of images/s to gain is worth another number of workers
+MARGIN, MAX_CORRECTION = 1.15, 2.0  # supply over demand: batches come unevenly
 SPARE = 1.3  # times enough; workers beyond are given up
-REMEMBERED = 5  # windows; workers that were needed in one of them are kept
-SLOWED = 0.95  # share of its rate alone; a slower step may lack the cores of the workers
-STEP, CAP_STEP = 8, 4  # then one of so many workers is given up, or taken back, at a time
-GAIN = 1.01  # images/s must rise as much to leave it at fewer
+DIFFERS = 0.05  # images/s of the step, without waiting, that differ by more are no noise
+# Workers may take the step's cores. Below this share of its rate alone, 1 of 8 fewer is tried.
+SLOWED, TRIED = 0.95, 8
+# Two changes come close to the best number. Later ones need a predicted gain of PATIENCE over the
+# windows with the same number, or they would follow noise. After FORGET windows, what slowed the
+# step may have ended.
+PATIENCE, FORGET = 0.4, 100
 
 
 @dataclass
 class Rule:
-    """The number of workers for the next steps, from the times of the last ones."""
+    """The number of workers for the next steps, from windows of the last ones."""
 
     workers: int
-    alone: float  # images/s of the step when workers take none of its cores
-    waits: float = WAITS
-    margin: float = MARGIN  # grows if workers that should have been enough were not
-    settled: bool = False  # whether the last window began with this number of workers
-    needed: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    cap: int = 10**6  # of growth, once workers have slowed the step; it grows with them
-    before: StepTimes | None = None  # while fewer workers are tried: the window before
+    alone: float  # images/s of the step while workers take none of its cores
+    correction: float = 1.0  # images/s by the times of a worker, over those that arrive
+    slope: float = 0.0  # seconds per image that each worker adds to the step; 0: not known
+    recent: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=WINDOWS))
+    kept: int = 0  # windows with this number
+    changes: int = 0  # of the number, since the step became faster or slower without one
 
-    def next_number(self, times: StepTimes, most: int) -> int:
-        """Return how many workers the next steps get. They grow to at most `most`.
+    def __post_init__(self) -> None:
+        self.last = StepTimes(rate=self.alone, workers=self.workers)  # the newest window
 
-        A window after a change still has the queue from before, so its wait says little. Then more
-        workers are added only if the times of a worker say so too.
-        """
-        now, waits = self.workers, times.data_wait > self.waits
-        wanted = now
-        if waits and self.settled:
-            margin = (now + 1) * times.per_worker / times.demand
-            self.margin = max(self.margin, min(margin, MAX_MARGIN))
-        enough = math.ceil(self.margin * max(times.demand, self.alone) / times.per_worker)
-        self.needed.append(min(most, enough))
-        if self.before is not None:
-            wanted = self.judge_fewer(times, self.before, waits=waits)
-        elif waits or now * times.per_worker < times.demand:
-            wanted = max(now, min(self.needed[-1], self.cap))
-            self.cap += math.ceil(self.cap / CAP_STEP)
-        elif times.demand < SLOWED * self.alone:
-            self.before = times
-            wanted = max(1, now - math.ceil(now / STEP))
-        elif now > SPARE * max(self.needed):
-            wanted = max(self.needed)
-        self.settled = wanted == now
-        self.workers = wanted
-        return wanted
+    def next_number(self, window: StepTimes, most: int) -> int:
+        """Return how many workers the next steps get, at most `most`."""
+        self.compare(window)
+        self.last = window
+        self.recent.append(window)
+        number = self.best_number(mean_of(self.recent), most)
+        if number != self.workers:
+            self.workers = number
+            self.changes += 1
+            self.kept = 0
+            self.recent.clear()
+        return self.workers
 
-    def judge_fewer(self, times: StepTimes, before: StepTimes, *, waits: bool) -> int:
-        """Return to the workers of `before`, unless fewer let the run be faster."""
-        if not self.settled and not waits:
-            return self.workers
-        self.before = None
-        gains = times.rate > GAIN * before.rate
-        if gains:
-            self.cap = math.ceil((self.workers + before.workers) / 2)
-        if waits or not gains:
-            self.alone = before.demand  # fewer are too few: do not try it again
-        return self.workers if gains else before.workers
+    def compare(self, window: StepTimes) -> None:
+        """Compare the step with that of the window before: what did other workers change?"""
+        self.kept += 1
+        added = window.workers - self.last.workers
+        differs = abs(window.demand / self.last.demand - 1) > DIFFERS
+        if added == 0:
+            if differs or self.kept > FORGET:  # other programs have begun or ended
+                self.slope, self.correction = 0.0, 1.0
+                self.changes = 0
+                self.kept = 1
+                self.recent.clear()
+        elif differs:
+            seconds = 1 / window.demand - 1 / self.last.demand
+            self.slope = max(0.0, seconds / added)
+        elif added < 0 and self.slope == 0:
+            self.alone = window.demand  # fewer workers made it no faster
+
+    def best_number(self, times: StepTimes, most: int) -> int:
+        """Return the number of workers that promises the most images/s."""
+        now = times.workers
+        supply = now * times.per_worker
+        if times.data_wait > WAITS:
+            self.correction = min(MAX_CORRECTION, max(1.0, supply / times.rate))
+        elif times.demand < SLOWED * self.alone and self.slope == 0:
+            without_core = supply * times.core_ms / 1000
+            fewer = max(now / TRIED, without_core)
+            return max(1, now - math.ceil(fewer))
+        demand = max(times.demand, self.alone)
+        wanted = MARGIN * self.correction * demand
+        enough = min(most, math.ceil(wanted / times.per_worker))
+        rate = partial(self.predicted_rate, times)
+        best = max(range(enough, 0, -1), key=rate)  # the largest of those that are as good
+        gain = WAITS if self.changes < 2 else max(WAITS, PATIENCE / self.kept)
+        if rate(best) > (1 + gain) * rate(now):
+            return best
+        if now > SPARE * enough and len(self.recent) == WINDOWS:
+            return enough
+        return now
+
+    def predicted_rate(self, times: StepTimes, workers: int) -> float:
+        """Predict the images/s with a number of workers: those of the step or of the workers."""
+        present = 1 / times.demand  # seconds per image
+        added = self.slope * (workers - times.workers)
+        step = max(min(present, 1 / self.alone), present + added)
+        # Workers wait for cores as the step does.
+        core_ms = times.core_ms * step / present
+        worker_ms = times.cpu_ms + times.storage_ms + core_ms
+        return min(1 / step, 1000 * workers / worker_ms / self.correction)
 
 
 class Tuner:
     """Measures at the start, and follows the run. `rule`: None while nothing is followed."""
 
-    def __init__(self, feed: Feed, world: World) -> None:
-        self.feed, self.world = feed, world
+    def __init__(self, feed: Feed, world: World, tracker: Tracker) -> None:
+        self.feed, self.world, self.tracker = feed, world, tracker
         self.rule: Rule | None = None
         self.first_row = 0  # of the present window
         self.seen = 0  # rows so far
-        self.lines: list[str] = []  # what was measured
+        self.worker = StepTimes()  # times of a worker while all decode
 
     def follow(self, rows: Sequence[TimedRow]) -> None:
         """Set the number of workers after a log row; called after each step.
@@ -122,22 +153,21 @@ class Tuner:
     def start(self, train_on_batch: StepGraph, first_step: int) -> None:
         """Measure, and set mode and workers of the feed. Changes the state. Collective."""
         feed = self.feed
-        worker, resident = feed.measure_workers(first_step)
-        feed.step_rate = step_rate = self.measure_step(train_on_batch, resident)
-        self.lines = [
-            f"the step takes {step_rate:,.0f} img/s on a batch that is on the device",
-            f"one worker gives {worker.per_worker:,.0f} img/s while {feed.num_cores} run",
-        ]
-        mode = self.choose_mode(worker, first_step)
-        feed.set_decode_mode(mode)
-        workers = feed.most_workers(worker)
+        resident = next(feed.train.batches(first_step, first_step + 1)).clone()
+        feed.step_rate = self.measure_step(train_on_batch, resident)
+        self.report(f"the step takes {feed.step_rate:,.0f} images/s on a batch that is on the GPU")
+        mode = self.choose_mode(first_step)
+        workers = max(1, feed.num_cores - 1)  # a thread of this process waits for the device
         if mode == "cpu":
-            workers = min(workers, math.ceil(MARGIN * step_rate / worker.per_worker))
-            waits = WAITS / math.sqrt(self.world.size)  # all ranks wait for the slowest
-            self.rule = Rule(workers, step_rate, waits)
+            enough = math.ceil(MARGIN * feed.step_rate / self.worker.per_worker)
+            workers = min(enough, feed.most_workers(self.worker))
+            self.rule = Rule(workers, feed.step_rate)
         feed.pool.activate(workers)
-        feed.set_decode_mode(mode, demand=ENOUGH_ON_DEVICE * step_rate)
-        self.lines.append(f"decoder={mode} workers={workers} at first")
+        feed.set_decode_mode(mode, demand=ENOUGH_ON_DEVICE * feed.step_rate)
+        self.report(f"decoding with {feed.decoder_name}; workers at first: {workers}")
+
+    def report(self, line: str) -> None:
+        self.tracker.print(f"autotune  {line}")
 
     def measure_step(self, train_on_batch: StepGraph, resident: Batch) -> float:
         """Return the images/s of the step on a batch on the device: the median of rounds."""
@@ -146,50 +176,57 @@ class Tuner:
         seconds_of(step, FIRST_STEPS)  # may compile
         count = math.ceil(ROUND_SECONDS / seconds_of(step, 2))
         count = min(MAX_STEPS, self.world.max(count))  # all ranks average gradients together
-        return len(resident.samples) / median(seconds_of(step, count) for _ in range(ROUNDS))
+        seconds = median(seconds_of(step, count) for _ in range(ROUNDS))
+        return len(resident.samples) / seconds
 
-    def choose_mode(self, worker: StepTimes, first_step: int) -> str:
+    def choose_mode(self, first_step: int) -> str:
         """Return the first mode that is enough on all ranks, else the fastest. Collective."""
         modes = self.feed.decode_modes
         count = min(self.world.all_gather(len(modes)))  # a rank may lack engines
         shares: dict[str, float] = {}
-        enough = ENOUGH_ON_CPU
+        enough = ENOUGH_ON_CPU  # the first one is the CPU's
         for mode in modes[:count]:
-            rate = self.rate_of(mode, worker, first_step)
-            self.lines.append(f"decoder {mode} makes {rate:,.0f} img/s")
-            shares[mode] = min(self.world.all_gather(rate / self.feed.step_rate))
+            self.feed.set_decode_mode(mode)
+            measure = self.measure_cpu if mode == "cpu" else self.measure_device
+            share = measure(first_step) / self.feed.step_rate
+            shares[mode] = min(self.world.all_gather(share))
             if shares[mode] >= enough:
                 break
             enough = ENOUGH_ON_DEVICE
         return max(shares, key=shares.__getitem__)
 
-    def rate_of(self, mode: str, worker: StepTimes, first_step: int) -> float:
-        """Return the images/s that a mode makes on this rank; 0 if it fails here."""
-        feed, dataset = self.feed, self.feed.datasets.train
-        feed.set_decode_mode(mode)
-        of_workers = feed.most_workers(worker) * worker.per_worker
-        if mode == "cpu":
-            return of_workers
+    def measure_cpu(self, first_step: int) -> float:
+        """Return the images/s that all workers decode.
+
+        Waiting for storage is left out: often, only the first epoch waits.
+        """
+        self.worker = self.feed.measure(first_step)
+        workers = self.feed.num_cores
+        rate = 1000 * workers / (self.worker.cpu_ms + self.worker.core_ms)
+        self.report(f"the workers ({workers}) decode {rate:,.0f} images/s")
+        return rate
+
+    def measure_device(self, first_step: int) -> float:
+        """Return the images/s in the present mode, which uses the device; 0 if it fails here."""
+        mode = self.feed.decode_mode
         try:
-            feed.discard(first_step, TRIED_BATCHES)
+            rate = self.feed.measure(first_step).rate
         except LoaderError:
             raise
         except Exception as error:  # Triton without a compiler, CUDA, ...
             logger.warning("loader.decoder=auto: %s is not used: %s", mode, describe(error))
             return 0.0
-        if dataset.decoder == "none":  # workers only read
-            return dataset.device_rate
-        return dataset.device_rate + of_workers
+        self.report(f"loader.decoder={mode} decodes {rate:,.0f} images/s")
+        return rate
 
 
 def tune_loader(
     feed: Feed, train_on_batch: StepGraph, state: TrainState, run: Run, tracker: Tracker
 ) -> Tuner:
     """Measure for loader.workers=auto; return what follows the run. Collective."""
-    tuner = Tuner(feed, run.world)
+    tuner = Tuner(feed, run.world, tracker)
     if feed.measured and run.stop_step - state.step >= MIN_BATCHES:
         with restored_on_exit(state):
             tuner.start(train_on_batch, state.step)
         train_on_batch.reset()
-        tracker.print("autotune  " + f"\n{'':10}".join(tuner.lines))
     return tuner

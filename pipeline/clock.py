@@ -3,8 +3,8 @@
 Recording a CUDA event takes microseconds and never waits for the GPU.
 """
 
+import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ import torch
 class StepTimes(NamedTuple):
     """How some steps of a rank spent their time: shares of it, unless a comment says the unit.
 
-    The clock makes it, the log prints it, the verdict judges it, and the search for the number of
-    workers compares it.
+    The clock makes it, the log prints it, the verdict judges it, and loader.workers=auto follows
+    it.
     """
 
     steps: int = 0
@@ -91,12 +91,15 @@ class TimedRow(NamedTuple):
 
 
 def mean_of(rows: Sequence[StepTimes]) -> StepTimes:
-    """Average rows, weighted by their seconds."""
-    seconds = sum(row.seconds for row in rows)
-    names = [name for name, kind in StepTimes.__annotations__.items() if kind is float]
-    means = {name: sum(r.seconds * getattr(r, name) for r in rows) / seconds for name in names}
-    steps = sum(row.steps for row in rows)
-    return rows[-1]._replace(**means | {"seconds": seconds, "steps": steps})
+    """Average rows, weighted by their seconds; what is no average is that of the last one."""
+    columns = dict(zip(StepTimes._fields, zip(*rows, strict=True), strict=True))
+    values: dict[str, Any] = {}
+    for name, kind in StepTimes.__annotations__.items():
+        if kind is float:
+            values[name] = float(np.average(columns[name], weights=columns["seconds"]))
+    values["seconds"] = sum(columns["seconds"])
+    values["steps"] = sum(columns["steps"])
+    return rows[-1]._replace(**values)
 
 
 class HostEvent:
@@ -108,6 +111,9 @@ class HostEvent:
     def query(self) -> bool:
         """Whether it has passed."""
         return True
+
+    def synchronize(self) -> None:
+        """Nothing has to be waited for."""
 
     def elapsed_time(self, end: "HostEvent") -> float:
         return 1000 * (end.seconds - self.seconds)
@@ -136,7 +142,7 @@ class StepClock:
         self.cuda = cuda
         self._idle: Any = None
         self._current: BatchEvents | None = None
-        self._unread: deque[BatchEvents] = deque()
+        self._unread: list[BatchEvents] = []
         self._core = (time.perf_counter(), waited_for_core())  # values at the last reading
 
     def now(self) -> Any:
@@ -151,8 +157,7 @@ class StepClock:
         for _ in range(times):
             function()
         end = self.now()
-        if self.cuda:
-            end.synchronize()
+        end.synchronize()
         return begin.elapsed_time(end) / 1000 / times
 
     def start(self) -> None:
@@ -196,22 +201,17 @@ class StepClock:
         yield
         self.skip()
 
-    def step_times(self, steps: int | None = None, *, skip: int = 0) -> StepTimes | None:
-        """Return the times of the oldest unread steps, and count these steps as read.
+    def step_times(self, steps: int = sys.maxsize, *, skip: int = 0) -> StepTimes:
+        """Return the times of the oldest unread steps, at least one, and count them as read.
 
-        Waits until the device has finished them. Returns None when there are no such steps.
+        Waits until the device has finished them.
 
         Args:
-            steps: how many, at most those that have ended; None for all of them.
+            steps: how many, at most those that have ended.
             skip: leave as many of them out of the figures, but not the last one.
         """
-        events = list(self._unread)[:steps]
-        if not events:
-            return None
-        for _ in events:
-            self._unread.popleft()
-        if self.cuda:
-            events[-1].end.synchronize()
+        events, self._unread = self._unread[:steps], self._unread[steps:]
+        events[-1].end.synchronize()
         events = events[min(skip, len(events) - 1) :]
 
         def ms(begin: str, end: str) -> np.ndarray:

@@ -81,20 +81,15 @@ class Dataset(ABC):
     # decoder. loader.workers=auto compares them.
     decode_modes: Sequence[str] = ("cpu",)
     decoder = "none"  # decoder of the workers, if they decode images in the present mode
-    device_rate = 0.0  # images/s that `on_device` decodes at most; 0 if it has decoded none
 
     def set_decode_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
-        """Make later samples in one of `modes`, in all processes.
+        """Make later samples in one of `decode_modes`, in all processes.
 
         Args:
             workers: number of processes that make samples.
             demand: images/s that are needed of them together.
         """
         assert mode in self.decode_modes
-
-    def workers_in(self, mode: str, cores: int) -> int:
-        """Return how many workers a mode can use, of those for which there are cores."""
-        return cores
 
     def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:  # noqa: B027
         """Take note, in a worker, of the rows of a batch for which it loads samples next.

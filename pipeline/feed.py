@@ -1,8 +1,9 @@
 """Batches on the device for training and validation: buffers, workers and prefetchers."""
 
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from conf.errors import UserError
 from conf.schema import Config
 from pipeline import machine
 from pipeline.augment import build_by_name
-from pipeline.batch import IMAGE, Batch, ImageFormat
+from pipeline.batch import IMAGE, Field, ImageFormat
 from pipeline.batch_augment import BATCH_TRANSFORMS, BatchTransforms, RandomErasing
 from pipeline.build import Datasets
 from pipeline.clock import StepTimes
@@ -24,8 +25,7 @@ from pipeline.sampler import TrainSampler, val_batches
 from pipeline.shared import page_locked
 from pipeline.worker import REPLACE_OR_SKIP
 
-MIN_BATCHES = 16  # with fewer left in the run, the workers are not measured
-PROBE_IMAGES = 96  # images of each worker in its measurement
+MEASURE_SECONDS = 1.0  # of batches that nothing uses
 
 
 class RankInfo(Protocol):
@@ -47,34 +47,35 @@ class Feed:
     train: Prefetcher
     val: Prefetcher
     num_val_batches: int  # number of validation batches of this rank
-    decode_modes: Sequence[
-        str
-    ]  # modes of the training split to compare; training begins with the first
+    decode_modes: Sequence[str]  # of the training split; training begins with the first
     num_cores: int  # number of workers for which this rank has cores
     max_workers: int  # number of workers for which the buffers are allocated
-    measured: bool  # whether to measure how many workers are needed
-    decode_mode: str = "cpu"  # mode of the training samples, one of `modes`
+    measured: bool  # whether loader.workers=auto measures
+    decode_mode: str = "cpu"  # mode of the training samples, one of `decode_modes`
     step_rate: float = 0.0  # images/s of this rank's step without the loader; 0 if not measured
 
+    @property
+    def decoder_name(self) -> str:
+        """The CPU decoder, or the mode that decodes on the device."""
+        return self.datasets.train.decoder if self.decode_mode == "cpu" else self.decode_mode
+
     def console_line(self) -> str:
-        """Return the active workers and the decoder, for the console."""
-        workers, decoder = self.pool.active, self.datasets.train.decoder
-        names = " or ".join(decoder if mode == "cpu" else mode for mode in self.decode_modes)
-        measured = " (to be measured)" if self.measured else ""
-        return f"loader    {workers} worker{'' if workers == 1 else 's'}{measured}, decoder {names}"
+        """Return the number of active workers and the decoder."""
+        measured = ", to be measured" if self.measured else ""
+        return f"loader    workers={self.pool.active} decoder={self.decoder_name}{measured}"
 
     def set_decode_mode(self, mode: str, *, demand: float = math.inf) -> None:
-        """Make the training samples of later iterations in one of `modes`.
+        """Make the training samples of later iterations in one of `decode_modes`.
 
         `demand`: images/s that this rank needs.
         """
         self.decode_mode = mode
         self.datasets.train.set_decode_mode(mode, workers=max(1, self.pool.active), demand=demand)
 
-    def step_times(self, steps: int | None = None, *, skip: int = 0) -> StepTimes | None:
+    def step_times(self, steps: int = sys.maxsize, *, skip: int = 0) -> StepTimes:
         """Return `StepClock.step_times` of the training, with its rates and workers."""
         times, loader = self.train.clock.step_times(steps, skip=skip), self.train.loader
-        return times and times._replace(
+        return times._replace(
             rate=times.steps * loader.local_batch_size / times.seconds,
             step_rate=self.step_rate,
             workers=self.pool.active,
@@ -84,30 +85,25 @@ class Feed:
         )
 
     def most_workers(self, times: StepTimes) -> int:
-        """Return the number of workers for which there are cores; more if storage is slow."""
-        waiting = 1 + times.storage_ms / max(times.cpu_ms, 1e-6)
-        cores = self.datasets.train.workers_in(self.decode_mode, self.num_cores)
-        return max(1, min(self.max_workers, round(cores * waiting)))
+        """Return the number of workers for which there are cores; more if storage is slow.
 
-    def measure_workers(self, first_step: int) -> tuple[StepTimes, Batch]:
-        """Return the times of a worker while all run and nothing uses their batches, and a batch.
-
-        The first batch is not counted, because every worker begins with it.
+        `times`: of a worker. If one waits a tenth of its computing, three tenths more are useful,
+        because they do not wait in turns.
         """
-        loader = self.train.loader
-        self.pool.activate(self.num_cores)
-        self.set_decode_mode(self.decode_modes[0])
-        images = PROBE_IMAGES * self.num_cores
-        count = math.ceil(images / loader.local_batch_size)
-        batches = self.train.batches(first_step, first_step + 1 + count)
-        first = next(batches).clone()
-        loader.ring.forget_replies()
-        deque(batches, maxlen=0)
-        return StepTimes(**loader.ring.worker_ms()), first
+        waiting = times.storage_ms / max(times.cpu_ms, 1e-6)
+        return min(self.max_workers, round(self.num_cores * (1 + 3 * waiting)))
 
-    def discard(self, first_step: int, count: int) -> None:
-        """Make some batches that nothing uses."""
-        deque(self.train.batches(first_step, first_step + count), maxlen=0)
+    def measure(self, first_step: int) -> StepTimes:
+        """Make batches that nothing uses; return their images/s, and the times of a worker."""
+        loader = self.train.loader
+        batches = self.train.batches(first_step, sys.maxsize)
+        next(batches)  # not counted: all workers begin with it, and the device may compile
+        loader.ring.forget_replies()
+        began, images, seconds = time.perf_counter(), 0, 0.0
+        while seconds < MEASURE_SECONDS:
+            images += len(next(batches).samples)
+            seconds = time.perf_counter() - began
+        return StepTimes(rate=images / seconds, **loader.ring.worker_ms())
 
     @contextmanager
     def for_validation(self) -> Iterator[None]:
@@ -139,13 +135,15 @@ def open_feed(
     loader, data = config.loader, config.data
     num_cores = machine.cores_for_workers(world.local_size)
     measured = is_measured(config, world.device)
-    decode_modes = datasets.decode_modes if measured else datasets.decode_modes[:1]
-    active = started = max_workers = loader.workers
+    decode_modes = datasets.decode_modes
+    workers = max_workers = loader.workers
     if loader.workers == "auto":
-        # All cores validate, even if few workers are enough for training. Measured workers may wait
-        # for storage, and need no core then.
-        active, started = datasets.train.workers_in(decode_modes[0], num_cores), num_cores
-        max_workers = max(started, 2 * active if measured else 0)
+        # All cores validate, even if few workers are enough for training.
+        workers = max_workers = num_cores
+    if measured:
+        max_workers = 2 * num_cores  # those that wait for storage need no core
+    else:
+        decode_modes = decode_modes[:1]
     of_world = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
     labels = datasets.train.labels if config.train.class_weights == "sampled" else None
     count, seed = len(datasets.train), config.train.seed
@@ -172,8 +170,7 @@ def open_feed(
     feed = Feed(config, datasets, pool, train, val, len(val_samples), decode_modes, **known)
     locked = page_locked([buffer for ring in rings for buffer in ring.buffers])
     with locked if train.cuda else nullcontext(), pool, closing(train), closing(val):
-        pool.activate(started)
-        pool.activate(active)
+        pool.activate(workers)
         feed.set_decode_mode(decode_modes[0])
         yield feed
 
@@ -185,16 +182,24 @@ def _batch_transforms(
     transforms = build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     if not transforms:
         return None
-    label, fields = None, datasets.train.fields
+    label = None
     if not all(isinstance(transform, RandomErasing) for transform in transforms):
-        # The only field that is not an image: a class number, or floating-point numbers.
-        others = [name for name, field in fields.items() if not field.image and not field.partial]
-        label = others[0] if len(others) == 1 else None
-        if label is None or (fields[label].shape and np.dtype(fields[label].dtype).kind != "f"):
-            wrong = "mixup and cutmix mix a class number or floating-point numbers"
-            sample = f"besides images, a sample has {', '.join(others) or 'nothing'}"
-            raise UserError(f"augment.batch: {wrong}; {sample}; leave them out")
+        label = _mixed_field(datasets.train.fields)
     count, seed = len(datasets.classes), config.train.seed
     return BatchTransforms(
         transforms, count, seed=seed, label=label, rank=world.rank, world_size=world.size
     )
+
+
+def _mixed_field(fields: Mapping[str, Field]) -> str:
+    """Return the only field that is not an image, which is mixed as the images are.
+
+    Raises UserError if it is no class number and no floating-point numbers.
+    """
+    others = [name for name, field in fields.items() if not field.image and not field.partial]
+    if len(others) == 1:
+        field = fields[others[0]]
+        if not field.shape or np.dtype(field.dtype).kind == "f":
+            return others[0]
+    wrong = f"mixup and cutmix mix a class number or floats; a sample has {', '.join(fields)}"
+    raise UserError("augment.batch", wrong, "leave them out")

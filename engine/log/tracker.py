@@ -28,7 +28,12 @@ TIME = (
     "step_ms step_worst_ms"
 ).split()
 # Tags of keys of metrics.jsonl. Other keys have the tag <split>/<key>.
-TAGS = {"lr": "lr", "images_per_second": "throughput/images_per_second", "mfu": "throughput/mfu"}
+TAGS = {
+    "lr": "lr",
+    "images_per_second": "throughput/images_per_second",
+    "mfu": "throughput/mfu",
+    "workers": "loader/workers",
+}
 TAGS |= {key: f"time/{key}" for key in TIME}
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
 

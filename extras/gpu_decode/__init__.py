@@ -35,7 +35,6 @@ CPU, GPU, HYBRID = MODES = ("cpu", "gpu", "hybrid")  # the first one that is eno
 # Bytes of a row for a file, as a multiple of the mean. The rows of a task pool theirs: 0.8 % of
 # ImageNet's files have over four times the mean, and decoding those takes a worker 5 ms each.
 ROOM, MIN_ROOM = 1.5, 1 << 15
-READING_WORKERS = 6  # a file and the draws of its augmentation take 0.1 ms: more workers are idle
 FIRST_SHARE = 0.6  # of a hybrid batch for the engines until the rates are known
 MAX_SHARE = 1 - 1 / TASK_ROWS  # leaves workers one image per task, to time them
 AVERAGED = 500  # images, of a worker's time for each
@@ -49,19 +48,24 @@ def engines(dataset: Any, config: Config, device: torch.device) -> Any:
 
     Raises UserError if loader.decoder asks for the engines and they cannot be used.
     """
-    asked, decoder = config.loader.decoder in MODES[1:], config.loader.decoder
+    decoder = config.loader.decoder
     if decoder == HYBRID and config.train.deterministic:
         raise UserError(
-            "loader.decoder=hybrid: splits each batch by measured speed, so the bits differ from "
-            "run to run; use another decoder with train.deterministic=true"
+            "loader.decoder=hybrid",
+            "splits each batch by measured speed, so the bits differ from run to run",
+            "use another decoder with train.deterministic=true",
         )
     reason = why_no_engines(device) or _needs_pixels(dataset)
-    if config.train.deterministic and not asked:
-        reason = reason or "train.deterministic=true excludes them"
+    if decoder in (GPU, HYBRID):
+        if reason:
+            raise UserError(
+                f"loader.decoder={decoder}", f"the GPU's JPEG engines: {reason}", "use auto"
+            )
+        return JpegEngineDataset(dataset)
+    if config.train.deterministic:
+        reason = "train.deterministic=true excludes them"
     if not reason:
         return JpegEngineDataset(dataset)
-    if asked:
-        raise UserError(f"loader.decoder={decoder}: the GPU's JPEG engines: {reason}; use auto")
     if decoder == "auto" and device.type == "cuda" and hasattr(dataset, "transform"):
         logger.info("loader.decoder=auto: the GPU's JPEG engines are not used: %s", reason)
     return dataset
@@ -100,6 +104,7 @@ class JpegEngineDataset(DatasetWrapper):
         self.shared = SharedArray((4,), np.float64)
         self.workers, self.demand = 1, math.inf
         self.engine: GpuDecoder | None = None
+        self.engine_seconds = 0.0  # of the engines for an image of the newest batch
         self._decodes_all = False  # this process makes pixels, whatever the mode
         # For the rows that a worker fills: the memory of the files, its free bytes, how many files
         # may follow, and when the worker began to make the next image.
@@ -122,25 +127,12 @@ class JpegEngineDataset(DatasetWrapper):
     def decode_mode(self) -> str:
         return MODES[int(self.shared.array[MODE])]
 
-    @property
-    def device_rate(self) -> float:
-        seconds = self.engine.seconds_per_image if self.engine else 0.0
-        return 1 / seconds if seconds else 0.0
-
     def set_decode_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
         self.workers, self.demand = workers, demand
         self.decoder = "none" if mode == GPU else self.dataset.decoder
         self.shared.array[MODE] = MODES.index(mode)
         self.shared.array[SHARE] = {CPU: 0.0, GPU: 1.0, HYBRID: FIRST_SHARE}[mode]
         self._balance()
-
-    def workers_in(self, mode: str, cores: int) -> int:
-        """A few read files: at least two, because one reads 6,800 images/s (H200, page cache).
-
-        With hybrid, another thread of the training process waits for the engines.
-        """
-        reading = min(READING_WORKERS, max(2, cores))
-        return {CPU: cores, GPU: reading, HYBRID: max(1, cores - 1)}[mode]
 
     def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:
         self._files = fields[FILE].reshape(-1)
@@ -204,6 +196,7 @@ class JpegEngineDataset(DatasetWrapper):
             if self.engine is None:
                 self.engine = GpuDecoder(out[0].device, len(pixels))
             self.engine.make_batch(files, geometry, pixels, *out)
+            self.engine_seconds = self.engine.seconds_per_image
         except JpegEngineError as error:
             logger.warning("%s: the CPU decodes this batch instead", error)
             self._decodes_all = True
@@ -213,8 +206,7 @@ class JpegEngineDataset(DatasetWrapper):
     def _balance(self) -> None:
         """Set the share of hybrid from the measured rates of workers and engines."""
         seconds = self.shared.array[SECONDS]
-        rate = self.device_rate
-        if self.decode_mode == HYBRID and seconds and rate:
-            workers = self.workers / seconds
+        if self.decode_mode == HYBRID and seconds and self.engine_seconds:
+            rate, workers = 1 / self.engine_seconds, self.workers / seconds
             needed = max(0.0, 1 - workers / self.demand)
             self.shared.array[SHARE] = min(rate / (rate + workers), needed, MAX_SHARE)

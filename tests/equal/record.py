@@ -5,7 +5,6 @@ Each kind is a file of JSON lines, with the answers of the code to the inputs in
     batches   SHA-256 of 16 training and validation batches of each recipe, on drawn JPEG files
     configs   values and run name of 60 lists of overrides for each recipe
     verdicts  the cause that limits a run, for measured numbers of its ranks
-    searches  the number of workers that loader.workers=auto chooses, for recorded sweeps
 
 A refactoring changes none of these files. It may edit the function of each kind that calls the
 program, whose docstring begins with "Adapter". An intended change replaces entries, in a commit of
@@ -22,14 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.equal import batches, configs, searches, verdicts
+from tests.equal import batches, configs, verdicts
 
 Lines = list[dict[str, Any]]
 KINDS: dict[str, Callable[[Lines], Lines]] = {
     "batches": batches.answered,
     "configs": configs.answered,
     "verdicts": verdicts.answered,
-    "searches": searches.answered,
 }
 
 

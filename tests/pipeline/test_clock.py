@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.clock import BatchEvents, StepClock
+from pipeline.clock import BatchEvents, StepClock, StepTimes, mean_of
 from tests.conftest import Clock
 
 
@@ -66,7 +66,6 @@ def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu: Gpu) -> Non
     clock = started(cuda=True)
     run(clock, gpu, copied=30, begin=40, end=100)
     times = clock.step_times()
-    assert times is not None
     assert (times.steps, times.seconds, times.step_ms, times.copy_ms) == (1, 0.1, 60, 30)
     assert (times.data_wait, times.late, times.compute) == pytest.approx((0.3, 0.1, 0.6))
     assert times.copy == pytest.approx(0.3)
@@ -80,13 +79,12 @@ def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu: Gpu) -> None:
         gpu.finished = 60_000  # the host is ahead, except before the second step
     assert gpu.waits == []
 
-    def read(steps: int | None, **options: Any) -> tuple[int, float, float] | None:
+    def read(steps: int, **options: Any) -> tuple[int, float, float]:
         times = clock.step_times(steps, **options)
-        return times and (times.steps, times.seconds, times.drained)
+        return times.steps, times.seconds, times.drained
 
-    assert [read(0), read(2, skip=1), read(1, skip=9)] == [None, (1, 1, 1.0), (1, 2, 0.0)]
-    assert read(9) == (1, 4, 0.0)
-    assert gpu.waits == [61_000, 63_000, 67_000] and clock.step_times() is None
+    assert [read(2, skip=1), read(1, skip=9), read(9)] == [(1, 1, 1.0), (1, 2, 0.0), (1, 4, 0.0)]
+    assert gpu.waits == [61_000, 63_000, 67_000]
 
 
 def test_points_within_a_step_on_a_cpu(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +99,15 @@ def test_points_within_a_step_on_a_cpu(clock: Clock, monkeypatch: pytest.MonkeyP
         clock.now += seconds
         found.end_step()
     times = found.step_times()
-    assert times is not None
     assert times.core_wait == pytest.approx(3 / 32)
     assert times.ranks_wait == pytest.approx(3 / 32) and times.compute == pytest.approx(29 / 32)
+
+
+def test_mean_of_rows() -> None:
+    """Seconds weigh the numbers; what is no average is that of the last row."""
+    rows = [
+        StepTimes(steps=10, seconds=1.0, rate=100.0, workers=3, decoder="pillow"),
+        StepTimes(steps=30, seconds=3.0, rate=200.0, workers=4, decoder="region"),
+    ]
+    mean = StepTimes(steps=40, seconds=4.0, rate=175.0, workers=4, decoder="region")
+    assert mean_of(rows) == mean and mean_of(rows[1:]) == rows[1]

@@ -9,19 +9,10 @@ from conf.compose import from_overrides
 from conf.schema import Config
 from pipeline import feed, machine
 from pipeline.build import choose_decode_modes
-from pipeline.dataset import Dataset, FakeDataset, FolderDataset
+from pipeline.clock import StepTimes
+from pipeline.dataset import FolderDataset
 from pipeline.feed import is_measured
-from tests.pipeline.loaders import Files, opened
-from tests.pipeline.test_fields import Noise, only
-
-
-class Moded(FolderDataset):
-    """Its samples can also be made with two workers, or with a core less."""
-
-    modes = ("cpu", "gpu", "hybrid")
-
-    def workers_in(self, mode: str, cores: int) -> int:
-        return {"cpu": cores, "gpu": 2, "hybrid": cores - 1}[mode]
+from tests.pipeline.loaders import Files, assert_equal, opened, training
 
 
 def small(*overrides: str) -> Config:
@@ -29,16 +20,15 @@ def small(*overrides: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("workers", "modes", "measured", "counts", "decoder"),
+    ("workers", "modes", "measured", "counts", "line"),
     [
-        # active workers, processes, the most workers, slots
-        ("auto", ["cpu"], True, (3, 3, 6, 24), "pillow"),
-        ("auto", ["cpu", "gpu"], True, (3, 3, 6, 24), "pillow or gpu"),
-        ("auto", ["cpu", "gpu"], False, (3, 3, 3, 15), "pillow"),
-        ("auto", ["hybrid"], True, (2, 3, 4, 18), "hybrid"),
-        ("auto", ["gpu"], False, (2, 3, 3, 15), "gpu"),  # all cores validate
-        ("1", ["cpu", "gpu"], False, (1, 1, 1, 9), "pillow"),
-        ("0", ["cpu"], False, (0, 0, 0, 4 + 1 + 2), "pillow"),
+        # active workers, the most workers, slots
+        ("auto", ["cpu"], True, (3, 6, 24), "workers=3 decoder=pillow, to be measured"),
+        ("auto", ["cpu", "gpu"], True, (3, 6, 24), "workers=3 decoder=pillow, to be measured"),
+        ("auto", ["cpu", "gpu"], False, (3, 3, 15), "workers=3 decoder=pillow"),
+        ("auto", ["gpu"], False, (3, 3, 15), "workers=3 decoder=gpu"),
+        ("1", ["cpu", "gpu"], False, (1, 1, 9), "workers=1 decoder=pillow"),
+        ("0", ["cpu"], False, (0, 0, 4 + 1 + 2), "workers=0 decoder=pillow"),
     ],
 )
 def test_workers(
@@ -48,43 +38,50 @@ def test_workers(
     modes: list[str],
     measured: bool,
     counts: tuple[int, ...],
-    decoder: str,
+    line: str,
 ) -> None:
     monkeypatch.setattr(machine, "cores_for_workers", lambda local_size: 3)
     monkeypatch.setattr(feed, "is_measured", lambda *_: measured)
-    with opened(image_root, f"loader.workers={workers}", kind=Moded, modes=modes) as found:
-        pool, slots = found.pool, found.train.loader.ring.slots
-        assert (pool.active, len(pool.workers), found.max_workers, slots) == counts
-        workers = "1 worker" if counts[0] == 1 else f"{counts[0]} workers"
-        workers += " (to be measured)" if measured else ""
-        assert found.console_line() == f"loader    {workers}, decoder {decoder}"
+    monkeypatch.setattr(FolderDataset, "decode_modes", ("cpu", "gpu"))
+    with opened(image_root, f"loader.workers={workers}", modes=modes) as found:
+        slots = found.train.loader.ring.slots
+        assert (found.pool.active, found.max_workers, slots) == counts
+        assert len(found.pool.workers) == found.pool.active
+        assert found.console_line() == f"loader    {line}"
 
 
 @pytest.mark.parametrize(
-    ("workers", "files", "device", "cores", "measured"),
-    [
-        ("auto", Files(128), "cuda", 15, True),
-        ("auto", Files(128), "cpu", 15, False),
-        ("15", Files(128), "cuda", 15, False),
-        ("auto", FakeDataset(128, 2, 24), "cuda", 15, False),
-        ("auto", Noise(128, only("image", "mask")(24)), "cuda", 15, True),
-        ("auto", Files(127), "cuda", 15, False),  # a short epoch
-        ("auto", Files(128, 0.9), "cuda", 4, False),  # small files
-        ("auto", Files(128, 0.9), "cuda", 3, True),
-    ],
+    ("workers", "device", "measured"),
+    [("auto", "cuda", True), ("auto", "cpu", False), ("15", "cuda", False)],
 )
-def test_when_it_is_measured(
-    workers: str, files: Dataset, device: str, cores: int, measured: bool
-) -> None:
+def test_when_it_is_measured(workers: str, device: str, measured: bool) -> None:
     config = small(f"loader.workers={workers}")
-    assert is_measured(config, files, torch.device(device), cores) == measured
+    assert is_measured(config, torch.device(device)) == measured
+
+
+@pytest.mark.parametrize(("storage", "workers"), [(0.0, 3), (0.1, 4), (1.0, 6), (9.0, 6)])
+def test_workers_that_wait_for_storage_need_no_core(
+    image_root: Path, storage: float, workers: int
+) -> None:
+    with opened(image_root, workers=0) as found:
+        found.num_cores, found.max_workers = 3, 6
+        assert found.most_workers(StepTimes(cpu_ms=1.0, storage_ms=storage)) == workers
+
+
+def test_batches_that_nothing_uses(image_root: Path) -> None:
+    """Their images/s, with the times of a worker; the training gets the same batches later."""
+    with opened(image_root) as found:
+        expected = training(found)
+        measured = found.measure(0)
+        assert measured.rate > 0 and measured.cpu_ms > 0
+        assert_equal(training(found), expected)
 
 
 def test_decoder_and_modes() -> None:
     plain, moded = Files(9), Files(9)
-    moded.modes = ("cpu", "gpu", "hybrid")
-    assert choose_decode_modes(small(), moded) == moded.modes
-    for stored in moded.modes:  # a resumed run keeps its pixels
+    moded.decode_modes = ("cpu", "gpu", "hybrid")
+    assert choose_decode_modes(small(), moded) == moded.decode_modes
+    for stored in moded.decode_modes:  # a resumed run keeps its pixels
         assert choose_decode_modes(small(), moded, stored) == (stored,)
     assert choose_decode_modes(small("loader.decoder=pillow"), moded, "gpu") == ("cpu",)
     assert choose_decode_modes(small("loader.decoder=gpu"), moded, "cpu") == ("gpu",)

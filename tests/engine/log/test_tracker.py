@@ -25,6 +25,7 @@ FIGURES = {"gpu/power_watts": 600.0, "memory/allocated_gib": 10.0}
 TAGS = {
     *("train/loss", "train/top1", "val/loss", "val/top1", "val/top5", "lr", *FIGURES),
     *("throughput/images_per_second", "time/data_wait_fraction", "time/copy_ms", "time/step_ms"),
+    "loader/workers",
 }
 NOISE = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
 
@@ -33,7 +34,7 @@ def train_row(step: int, loss: float = 1.0) -> dict[str, Any]:
     """A row of the training steps, as `RunLog` makes it."""
     row = {"step": step, "epoch": step / 10, "split": "train", "loss": loss, "top1": 50, "lr": 0.1}
     times = {"copy_ms": 1.5, "step_ms": 20.0, "seconds_left": 3723.0, "data_wait_fraction": 0.25}
-    return {**row, **times, "images_per_second": 1234.5678, **FIGURES}
+    return {**row, **times, "images_per_second": 1234.5678, "workers": 5, **FIGURES}
 
 
 def val_row(step: int, top1: float = 60.0) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""train.py with loader.workers=auto: the measurement changes no weights.
+"""train.py with loader.workers=auto: neither the measurement nor other workers change a result.
 
-On a CPU, train.py does not measure. These tests force it to, with four simulated cores and short
-measurements.
+On a CPU, train.py does not measure. These tests force it to, with simulated cores.
 """
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 
 import train
-from conf.schema import Config
-from engine import tune
-from pipeline import decode
-from pipeline.machine import default_cache_dir
-from tests.engine.tune.tuning import measure_on_cpu
+from pipeline.feed import Feed
+from pipeline.loader import LoaderError
+from tests.engine.tune.tuning import change_always, measure_on_cpu
 from tests.helpers import small_run
 from tests.helpers.ranks import Ranks
 from tests.helpers.results import rows, same, stored
 
-pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging", "cache")
-BUDGET = 3  # workers: of four cores, the training process keeps one
-MOST = 6  # workers for which buffers are allocated
+pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
+FAKE = ["data=fake", "data.image_size=16", "data.fake_images=192", "data.fake_classes=3"]
+FAKE += ["loader.batch_size=16", "log.every_steps=7", "train.epochs=5", "optim=adamw"]
+AUTO = "loader.workers=auto"
 
 
 @pytest.fixture(autouse=True)
@@ -32,82 +31,80 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measure_on_cpu(monkeypatch.setattr)
 
 
-def compose(root: Path, folder: Path, *overrides: str) -> Config:
-    return small_run.compose(root, folder, "loader.workers=auto", *overrides)
+def tuning(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines about the measurement."""
+    lines = capfd.readouterr().out.splitlines()
+    return [line.removeprefix("autotune  ") for line in lines if line.startswith("autotune")]
 
 
-def answers() -> list[Path]:
-    """Return the results in the user's cache, the newest last."""
-    found = default_cache_dir().glob("autotune-*.json")
-    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
-
-
-def tuning(console: str) -> list[str]:
-    """Return the lines about the measurement; they must come before the first step."""
-    before, header, _ = console.partition(f"{'epoch':>10} {'step':>9}")
-    assert header, "no step was logged"
-    lines = before.splitlines()
-    first = next(place for place, line in enumerate(lines) if line.startswith("autotune "))
-    return [line[10:] for line in lines[first:]]
-
-
-def test_the_measurement_does_not_change_the_result(
-    image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A resumed run and another one of the same speed take the answer, until it is removed."""
-    folder = tmp_path / "parts"
-    train.train(compose(image_root, tmp_path / "1", "loader.workers=1"))
-    for name, option, measures in (
-        ("parts", "train.max_steps=2", True),
-        ("parts", "train.max_steps=4", False),
-        ("another", "optim.lr=0.01", False),
-        ("smaller", "loader.batch_size=4", True),
-        ("parts", "train.max_steps=null", True),
-    ):
-        if name == "parts" and option.endswith("null"):
-            answers()[0].unlink()
-        capfd.readouterr()
-        train.train(compose(image_root, tmp_path / name, option))
-        answer = json.loads(answers()[-1 if measures else 0].read_text())
-        assert 1 <= answer["workers"] <= MOST
-        out = capfd.readouterr().out
-        assert " (to be measured), " in out
-        _, worker, found, duration = tuning(out)
-        assert worker.startswith("one worker gives ")
-        assert found.startswith(f"decoder={decode.resolve('auto')} workers={answer['workers']} ")
-        assert duration.startswith("measured in ")
-        assert (" by an earlier run; remove " in duration) != measures
-    assert same(stored(folder), stored(tmp_path / "1"))
-    assert rows(folder, "val")[-1] == rows(tmp_path / "1", "val")[-1]
-
-
-def test_without_a_measurement(
+def test_other_workers_do_not_change_the_result(
     image_root: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
 ) -> None:
-    """Few steps are not worth it; a damaged answer is not used after a resume."""
-    monkeypatch.setattr(tune, "MIN_BATCHES", 2)
-    for steps in ("1", "3", "5"):
-        capfd.readouterr()
-        train.train(
-            compose(image_root, tmp_path / "run", f"train.max_steps={steps}")
-        )  # resumes at step 1 and 3
-        out = capfd.readouterr().out
-        if steps == "1":
-            assert "\nautotune " not in out
-        else:
-            assert tuning(out)[-1].startswith("measured in ")
-        for file in answers():
-            file.write_text('{"mode": "cpu"')
+    """The number changes after each window, across validations, a stop and a resume."""
+    small_run.run(image_root, tmp_path / "1", *FAKE)
+    assert not tuning(capfd)
+    change_always(monkeypatch.setattr)
+    small_run.run(image_root, tmp_path / "auto", *FAKE, AUTO, "train.max_steps=36")
+    step, workers, chosen = tuning(capfd)
+    assert step.startswith("the step takes ") and " images/s on a batch that is on " in step
+    assert workers.startswith("the workers (2) decode ")
+    assert chosen.startswith("decoding with none; workers at first: ")
+    small_run.run(image_root, tmp_path / "auto", *FAKE, AUTO)
+    assert tuning(capfd)
+    numbers = {row["workers"] for row in rows(tmp_path / "auto", "train")}
+    assert len(numbers) > 1
+    assert same(stored(tmp_path / "auto"), stored(tmp_path / "1"))
+    assert rows(tmp_path / "auto", "val") == rows(tmp_path / "1", "val")
+
+
+def test_few_steps_are_not_worth_a_measurement(
+    image_root: Path, tmp_path: Path, capfd: Any
+) -> None:
+    small_run.run(image_root, tmp_path / "run", AUTO, "train.max_steps=1")
+    assert not tuning(capfd)
+    assert [row["workers"] for row in rows(tmp_path / "run", "train")] == [2]
+
+
+def test_a_signal_during_the_measurement(
+    image_root: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """It ends the run before its first step, and the next start makes all of them."""
+    with monkeypatch.context() as patch:
+        measure = Feed.measure
+
+        def signalled(feed: Feed, first_step: int) -> Any:
+            signal.raise_signal(signal.SIGTERM)
+            return measure(feed, first_step)
+
+        patch.setattr(Feed, "measure", signalled)
+        stopped = small_run.run(image_root, tmp_path / "run", AUTO)
+    assert (stopped["signal"], stopped["step"]) == (signal.SIGTERM, 0)
+    resumed = small_run.run(image_root, tmp_path / "run", AUTO)
+    plain = small_run.run(image_root, tmp_path / "plain")
+    assert resumed["params_sha256"] == plain["params_sha256"]
+
+
+def test_unreadable_images_during_the_measurement(changeable: Path, tmp_path: Path) -> None:
+    """They are an error, or skipped, as during the training."""
+    (changeable / "dots" / "00.jpg").write_bytes(b"no JPEG")
+    data = [f"data.train={changeable}", f"data.val={changeable}", AUTO]
+    with pytest.raises(LoaderError, match=r"dots/00\.jpg"):
+        small_run.run(changeable.parent, tmp_path / "run", *data)
+    skip = "data.on_error=skip", "data.max_bad_fraction=0.5"
+    config = small_run.compose(changeable.parent, tmp_path / "run", *data, *skip)
+    with pytest.raises(LoaderError, match=r"dots/00\.jpg"):  # in the validation
+        train.train(config)
 
 
 MEASURES = """
 import sys
 import train
 from conf.compose import from_overrides
-from tests.engine.tune.tuning import measure_on_cpu
+from tests.engine.tune.tuning import change_always, measure_on_cpu
 from tests.helpers.toy import TASK
 
-measure_on_cpu(setattr, seconds=1.0)  # several ranks share the cores
+measure_on_cpu(setattr)
+change_always(setattr)
 vars(train).update(TASK)
 sys.exit(train.main(from_overrides(sys.argv[1:])))
 """
@@ -119,7 +116,7 @@ def test_ranks_measure_together(image_root: Path, tmp_path: Path, ranks: Ranks) 
     script, hashes = tmp_path / "measures.py", []
     script.write_text(MEASURES)
     for workers in ("auto", "1"):
-        options = [f"loader.workers={workers}", "optim=adamw", "train.ema_decay=0.9"]
+        options = [*FAKE, f"loader.workers={workers}", "train.ema_decay=0.9"]
         words = small_run.overrides_of(image_root, tmp_path / workers, *options)
         done = ranks.run([sys.executable, str(script), *words], 2)
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Measuring on a CPU as on a GPU, with simulated cores."""
+"""Measuring on a CPU as on a GPU, with simulated cores, and following every row."""
 
 import math
 from collections.abc import Callable
@@ -8,25 +8,31 @@ from engine import tune
 from pipeline import feed, machine
 
 Patch = Callable[[object, str, Any], None]  # `setattr`, or that of a monkeypatch
+CORES = 3  # of which the training process keeps one
 
 
-def measure_on_cpu(patch: Patch, *, seconds: float = 0.05) -> None:
-    """Measure on a CPU, with four simulated cores; the step and a worker for some seconds."""
+def measure_on_cpu(patch: Patch) -> None:
+    """Measure on a CPU, for a short time."""
     patch(feed, "is_measured", lambda config, *_: config.loader.workers == "auto")
-    patch(machine, "cores", lambda: 4)
+    patch(machine, "cores", lambda: CORES)
     patch(machine, "cpu_quota", lambda: math.inf)
-    patch(tune, "MIN_BATCHES", 0)
-    patch(tune, "MEASURE_SECONDS", seconds)
-    # Also on a busy machine, where steps are slow: so many steps in each trial.
-    patch(tune, "MIN_STEPS", 2)
-    patch(tune, "MAX_STEPS", 2)
+    patch(tune, "MIN_BATCHES", 2)
+    patch(feed, "MEASURE_SECONDS", 0.05)
+    patch(tune, "ROUND_SECONDS", 0.01)
+    patch(tune, "WINDOW_SECONDS", 0.0)
 
 
-def compare_always(patch: Patch) -> None:
-    """Try all modes once, even if the CPU decoder is enough."""
+def change_always(patch: Patch) -> None:
+    """Change the number of workers after each window."""
 
-    def try_once(tuner: tune.Tuner, mode: str) -> None:
-        tuner.trials.append(tuner.trial(mode, 1, 2))
+    def next_number(rule: tune.Rule, *_: Any) -> int:
+        rule.workers = rule.workers % (2 * CORES - 2) + 1
+        return rule.workers
 
-    patch(tune, "is_enough", lambda trials: False)
-    patch(tune.Tuner, "search_mode", try_once)
+    patch(tune.Rule, "next_number", next_number)
+
+
+def try_all_modes(patch: Patch) -> None:
+    """Measure all modes; the fastest is taken."""
+    patch(tune, "ENOUGH_ON_CPU", math.inf)
+    patch(tune, "ENOUGH_ON_DEVICE", math.inf)

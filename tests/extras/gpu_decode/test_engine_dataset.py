@@ -1,6 +1,5 @@
 """A dataset whose files the JPEG engines decode; without a GPU, Pillow stands in for them."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from extras.gpu_decode.geometry import engines_support
 from pipeline import decode
 from pipeline.augment import TRANSFORMS, Compose, build_by_name
 from pipeline.dataset import FakeDataset, FolderDataset
-from pipeline.machine import default_cache_dir
-from tests.engine.tune.tuning import compare_always, measure_on_cpu
+from tests.engine.tune.tuning import measure_on_cpu, try_all_modes
 from tests.helpers import small_run
 from tests.pipeline.loaders import (
     CPU,
@@ -45,7 +43,7 @@ ENGINES = "data.on_device=[extras.gpu_decode:engines]"
 class PillowEngines:
     """Decodes as GpuDecoder, after random_resized_crop and horizontal_flip, as the CPU does."""
 
-    broken = False  # whether it refuses every batch with files
+    error: Exception | None = None  # of every batch with files
 
     def __init__(self, device: torch.device, batch_size: int) -> None:
         self.seconds_per_image = 0.0
@@ -54,8 +52,8 @@ class PillowEngines:
     def make_batch(self, *given: Tensor) -> None:
         files, geometry, pixels, out, (scale, shift) = given
         images, encoded = pixels.numpy().copy(), np.flatnonzero(geometry[:, g.LENGTH] > 0)
-        if self.broken and len(encoded):
-            raise JpegEngineError("nvjpegDecodeBatched returned status 6 (execution failed)")
+        if self.error is not None and len(encoded):
+            raise self.error
         for row in encoded:
             images[row] = _crop(files.flatten().numpy(), geometry[row].numpy(), images.shape[1])
         out.copy_((torch.from_numpy(images).float() * scale + shift).permute(0, 3, 1, 2))
@@ -114,14 +112,11 @@ def test_engines_take_the_smallest_share_that_is_enough(
     shared = dataset.shared.array
     dataset.set_decode_mode("hybrid", workers=2, demand=demand)
     assert shared[gpu_decode.SHARE] == gpu_decode.FIRST_SHARE  # until the rates are known
-    dataset.engine = PillowEngines(CPU, 8)
-    assert dataset.device_rate == math.inf
-    dataset.engine.seconds_per_image = 1 / 3000
+    dataset.engine_seconds = 1 / 3000
     shared[gpu_decode.SECONDS] = 2e-3
     for mode, expected in (("hybrid", share), ("gpu", 1), ("cpu", 0), ("hybrid", share)):
         dataset.set_decode_mode(mode, workers=2, demand=demand)
         assert shared[gpu_decode.SHARE] == pytest.approx(expected)
-    assert dataset.device_rate == pytest.approx(3000)
 
 
 @pytest.mark.usefixtures("pillow")
@@ -241,23 +236,30 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root: Path, mode: 
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-# loader.workers=auto compares the engines with the workers, and does without them.
+@pytest.mark.usefixtures("pillow")
+def test_the_cpu_decodes_what_the_engines_refuse(image_root: Path, monkeypatch: Any) -> None:
+    """Bit for bit, in the training process."""
+    with opened(image_root, "data.image_size=48") as plain:
+        expected = training(plain)
+    refused = JpegEngineError("nvjpegDecodeBatched returned status 6")
+    monkeypatch.setattr(PillowEngines, "error", refused)
+    with opened(image_root, "data.image_size=48", ENGINES, modes=("gpu",)) as feed:
+        assert_equal(training(feed), expected)
 
-AUTO = ("loader.workers=auto", "augment=imagenet")
 
-
-@pytest.mark.usefixtures("pillow", "toy_runs", "own_logging", "cache")
-def test_broken_engines(image_root: Path, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    """The weights are those of the CPU."""
+@pytest.mark.usefixtures("pillow", "toy_runs", "own_logging")
+def test_engines_that_fail_are_not_used(
+    image_root: Path, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    """The weights are those of the CPU, which loader.workers=auto takes."""
+    auto = "loader.workers=auto", "augment=imagenet"
     measure_on_cpu(monkeypatch.setattr)
-    compare_always(monkeypatch.setattr)
-    monkeypatch.setattr(PillowEngines, "broken", True)
-    summary = small_run.run(image_root, tmp_path / "run", *AUTO)
-    (answer,) = default_cache_dir().glob("autotune-*.json")
-    assert json.loads(answer.read_text())["mode"] == "cpu"
+    try_all_modes(monkeypatch.setattr)
+    monkeypatch.setattr(PillowEngines, "error", RuntimeError("there is no C compiler"))
+    summary = small_run.run(image_root, tmp_path / "run", *auto)
     stored = checkpoint.load(tmp_path / "run" / "checkpoints" / "step-00000009.pt")
     assert stored["identity"]["decode_mode"] == "cpu"
-    assert "loader.decoder=auto: hybrid is not used: it has decoded no image" in caplog.text
-    assert "nvjpegDecodeBatched returned status 6" in caplog.text
-    plain = small_run.run(image_root, tmp_path / "plain", *AUTO, "data.on_device=[]")
+    for mode in ("gpu", "hybrid"):
+        assert f"loader.decoder=auto: {mode} is not used: RuntimeError: there is" in caplog.text
+    plain = small_run.run(image_root, tmp_path / "plain", *auto, "data.on_device=[]")
     assert summary["params_sha256"] == plain["params_sha256"]
