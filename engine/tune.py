@@ -1,9 +1,8 @@
 """`loader.workers=auto`: choose how images are decoded, and follow the run with the workers.
 
-At the start, the images/s of the step, of all workers and of the device's decoders are measured,
-each in about a second. They give the decode mode, which is part of the run's identity, because its
-pixels differ a little. In the CPU's mode, the number of workers then follows the log rows, which
-changes no result.
+The images/s of the step, of all workers and of the device's decoders, each measured in about a
+second, give the decode mode. It is part of the run's identity: its pixels differ a little. In the
+CPU's mode, the number of workers then follows the log rows, which changes no result.
 """
 
 import logging
@@ -22,7 +21,7 @@ from engine.state import TrainState, restored_on_exit
 from engine.step_graph import FIRST_STEPS, StepGraph
 from pipeline.batch import Batch
 from pipeline.clock import StepTimes, TimedRow, mean_of
-from pipeline.feed import Feed
+from pipeline.feed import Feed, is_measured
 from pipeline.loader import LoaderError
 
 logger = logging.getLogger(__name__)
@@ -31,35 +30,34 @@ MIN_BATCHES = 16  # with fewer left in the run, nothing is measured
 ROUNDS, ROUND_SECONDS, MAX_STEPS = 5, 0.2, 40  # to measure the step
 # A mode is enough if it makes this many times the images of the step. The CPU's is measured while
 # all workers run; the others share the device with the step.
-ENOUGH_ON_CPU, ENOUGH_ON_DEVICE = 1.05, 1.25
+ENOUGH_ON_CPU = 1.05
+ENOUGH_ON_DEVICE = 1.25
 WINDOW_SECONDS = 2.0  # of log rows that are judged together
 WINDOWS = 5  # with the same number of workers are averaged; one is accurate to about 5 %
 WAITS = 0.015  # a larger share of images/s to gain is worth another number of workers
-MARGIN, MAX_CORRECTION = 1.15, 2.0  # supply over demand: batches come unevenly
+MARGIN = 1.15  # supply over demand: batches come unevenly
 SPARE = 1.3  # times enough; workers beyond are given up
+MAX_CORRECTION = 2.0
 DIFFERS = 0.05  # images/s of the step, without waiting, that differ by more are no noise
-# Workers may take the step's cores. Below this share of its rate alone, 1 of 8 fewer is tried.
-SLOWED, TRIED = 0.95, 8
+SLOWED = 0.95  # share of its rate alone; below it, workers may take the step's cores
+TRIED = 8  # then one of so many fewer is tried
 # Two changes come close to the best number. Later ones need a predicted gain of PATIENCE over the
-# windows with the same number, or they would follow noise. After FORGET windows, what slowed the
-# step may have ended.
-PATIENCE, FORGET = 0.4, 100
+# windows with this number, or they would follow noise.
+PATIENCE = 0.4
+FORGET = 100  # windows after which what slowed the step may have ended
 
 
 @dataclass
 class Rule:
     """The number of workers for the next steps, from windows of the last ones."""
 
-    workers: int
     alone: float  # images/s of the step while workers take none of its cores
+    last: StepTimes  # the newest window
     correction: float = 1.0  # images/s by the times of a worker, over those that arrive
     slope: float = 0.0  # seconds per image that each worker adds to the step; 0: not known
     recent: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=WINDOWS))
     kept: int = 0  # windows with this number
     changes: int = 0  # of the number, since the step became faster or slower without one
-
-    def __post_init__(self) -> None:
-        self.last = StepTimes(rate=self.alone, workers=self.workers)  # the newest window
 
     def next_number(self, window: StepTimes, most: int) -> int:
         """Return how many workers the next steps get, at most `most`."""
@@ -67,12 +65,11 @@ class Rule:
         self.last = window
         self.recent.append(window)
         number = self.best_number(mean_of(self.recent), most)
-        if number != self.workers:
-            self.workers = number
+        if number != window.workers:
             self.changes += 1
             self.kept = 0
             self.recent.clear()
-        return self.workers
+        return number
 
     def compare(self, window: StepTimes) -> None:
         """Compare the step with that of the window before: what did other workers change?"""
@@ -135,10 +132,7 @@ class Tuner:
         self.worker = StepTimes()  # times of a worker while all decode
 
     def follow(self, rows: Sequence[TimedRow]) -> None:
-        """Set the number of workers after a log row; called after each step.
-
-        `rows`: all rows of this rank so far; each rank follows its own.
-        """
+        """Set the number of workers after a log row of this rank; called after each step."""
         if self.rule is None or len(rows) == self.seen:
             return
         self.seen = len(rows)
@@ -155,19 +149,18 @@ class Tuner:
         feed = self.feed
         resident = next(feed.train.batches(first_step, first_step + 1)).clone()
         feed.step_rate = self.measure_step(train_on_batch, resident)
-        self.report(f"the step takes {feed.step_rate:,.0f} images/s on a batch that is on the GPU")
+        text = f"the step takes {feed.step_rate:,.0f} images/s on a batch that is on the GPU"
+        self.tracker.print(f"autotune  {text}")
         mode = self.choose_mode(first_step)
         workers = max(1, feed.num_cores - 1)  # a thread of this process waits for the device
         if mode == "cpu":
             enough = math.ceil(MARGIN * feed.step_rate / self.worker.per_worker)
             workers = min(enough, feed.most_workers(self.worker))
-            self.rule = Rule(workers, feed.step_rate)
+            first = StepTimes(rate=feed.step_rate, workers=workers)
+            self.rule = Rule(feed.step_rate, first)
         feed.pool.activate(workers)
         feed.set_decode_mode(mode, demand=ENOUGH_ON_DEVICE * feed.step_rate)
-        self.report(f"decoding with {feed.decoder_name}; workers at first: {workers}")
-
-    def report(self, line: str) -> None:
-        self.tracker.print(f"autotune  {line}")
+        self.tracker.print(f"autotune  decoding with {feed.decoder_name}; at first, {workers=}")
 
     def measure_step(self, train_on_batch: StepGraph, resident: Batch) -> float:
         """Return the images/s of the step on a batch on the device: the median of rounds."""
@@ -196,14 +189,12 @@ class Tuner:
         return max(shares, key=shares.__getitem__)
 
     def measure_cpu(self, first_step: int) -> float:
-        """Return the images/s that all workers decode.
-
-        Waiting for storage is left out: often, only the first epoch waits.
-        """
+        """Return the images/s that all workers decode."""
         self.worker = self.feed.measure(first_step)
         workers = self.feed.num_cores
-        rate = 1000 * workers / (self.worker.cpu_ms + self.worker.core_ms)
-        self.report(f"the workers ({workers}) decode {rate:,.0f} images/s")
+        # As if none waited for storage: often, only the first epoch does.
+        rate = workers * self.worker._replace(storage_ms=0.0).per_worker
+        self.tracker.print(f"autotune  the workers ({workers}) decode {rate:,.0f} images/s")
         return rate
 
     def measure_device(self, first_step: int) -> float:
@@ -216,7 +207,7 @@ class Tuner:
         except Exception as error:  # Triton without a compiler, CUDA, ...
             logger.warning("loader.decoder=auto: %s is not used: %s", mode, describe(error))
             return 0.0
-        self.report(f"loader.decoder={mode} decodes {rate:,.0f} images/s")
+        self.tracker.print(f"autotune  loader.decoder={mode} decodes {rate:,.0f} images/s")
         return rate
 
 
@@ -225,7 +216,8 @@ def tune_loader(
 ) -> Tuner:
     """Measure for loader.workers=auto; return what follows the run. Collective."""
     tuner = Tuner(feed, run.world, tracker)
-    if feed.measured and run.stop_step - state.step >= MIN_BATCHES:
+    measured = is_measured(run.config, run.world.device)
+    if measured and run.stop_step - state.step >= MIN_BATCHES:
         with restored_on_exit(state):
             tuner.start(train_on_batch, state.step)
         train_on_batch.reset()

@@ -17,8 +17,7 @@ import torch
 class StepTimes(NamedTuple):
     """How some steps of a rank spent their time: shares of it, unless a comment says the unit.
 
-    The clock makes it, the log prints it, the verdict judges it, and loader.workers=auto follows
-    it.
+    The clock makes it, the log prints it, the verdict judges it, loader.workers=auto follows it.
     """
 
     steps: int = 0
@@ -70,12 +69,6 @@ class StepTimes(NamedTuple):
     def compute(self) -> float:
         """Share of the time that remains for the step."""
         return max(0.0, 1 - self.idle - self.ranks_wait)
-
-    @property
-    def busy(self) -> float:
-        """Share of the time in which the workers, or the decoder on the device, are busy."""
-        device = self.copy if self.decode_mode != "cpu" else 0.0
-        return max(device, self.rate / (self.workers * self.per_worker) if self.workers else 0.0)
 
 
 class TimedRow(NamedTuple):

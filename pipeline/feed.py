@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -50,7 +50,6 @@ class Feed:
     decode_modes: Sequence[str]  # of the training split; training begins with the first
     num_cores: int  # number of workers for which this rank has cores
     max_workers: int  # number of workers for which the buffers are allocated
-    measured: bool  # whether loader.workers=auto measures
     decode_mode: str = "cpu"  # mode of the training samples, one of `decode_modes`
     step_rate: float = 0.0  # images/s of this rank's step without the loader; 0 if not measured
 
@@ -61,8 +60,7 @@ class Feed:
 
     def console_line(self) -> str:
         """Return the number of active workers and the decoder."""
-        measured = ", to be measured" if self.measured else ""
-        return f"loader    workers={self.pool.active} decoder={self.decoder_name}{measured}"
+        return f"loader    workers={self.pool.active} decoder={self.decoder_name}"
 
     def set_decode_mode(self, mode: str, *, demand: float = math.inf) -> None:
         """Make the training samples of later iterations in one of `decode_modes`.
@@ -166,8 +164,9 @@ def open_feed(
         Loader(pool, 0, train_sampler.samples, in_use=in_use), images, batch_transforms
     )
     val = Prefetcher(Loader(pool, 1, val_samples.__getitem__, in_use=in_use), images)
-    known: dict[str, Any] = dict(num_cores=num_cores, max_workers=max_workers, measured=measured)
-    feed = Feed(config, datasets, pool, train, val, len(val_samples), decode_modes, **known)
+    feed = Feed(
+        config, datasets, pool, train, val, len(val_samples), decode_modes, num_cores, max_workers
+    )
     locked = page_locked([buffer for ring in rings for buffer in ring.buffers])
     with locked if train.cuda else nullcontext(), pool, closing(train), closing(val):
         pool.activate(workers)
@@ -192,10 +191,7 @@ def _batch_transforms(
 
 
 def _mixed_field(fields: Mapping[str, Field]) -> str:
-    """Return the only field that is not an image, which is mixed as the images are.
-
-    Raises UserError if it is no class number and no floating-point numbers.
-    """
+    """Return the only field that is no image: mixup mixes it, too. Raises UserError."""
     others = [name for name, field in fields.items() if not field.image and not field.partial]
     if len(others) == 1:
         field = fields[others[0]]

@@ -23,8 +23,8 @@ def small(*overrides: str) -> Config:
     ("workers", "modes", "measured", "counts", "line"),
     [
         # active workers, the most workers, slots
-        ("auto", ["cpu"], True, (3, 6, 24), "workers=3 decoder=pillow, to be measured"),
-        ("auto", ["cpu", "gpu"], True, (3, 6, 24), "workers=3 decoder=pillow, to be measured"),
+        ("auto", ["cpu"], True, (3, 6, 24), "workers=3 decoder=pillow"),
+        ("auto", ["cpu", "gpu"], True, (3, 6, 24), "workers=3 decoder=pillow"),
         ("auto", ["cpu", "gpu"], False, (3, 3, 15), "workers=3 decoder=pillow"),
         ("auto", ["gpu"], False, (3, 3, 15), "workers=3 decoder=gpu"),
         ("1", ["cpu", "gpu"], False, (1, 1, 9), "workers=1 decoder=pillow"),

@@ -92,14 +92,14 @@ class Simulation:
     def noise(self, share: float) -> float:
         return max(0.7, self.random.gauss(1, share))
 
-    def first_rule(self) -> Rule:
-        """What the measurement before the run gives."""
+    def measured(self) -> StepTimes:
+        """Return the images/s of the step alone and the first number of workers, as at a start."""
         host = self.host
         noise = host.overstated * self.noise(0.05)
         worker = StepTimes(**host.worker_ms(host.num_cores, 0, noise))
         rate = host.step_rate(0, 0) * self.noise(0.01)
         enough = math.ceil(MARGIN * rate / worker.per_worker)
-        return Rule(min(enough, host.most_workers(worker)), rate)
+        return StepTimes(rate=rate, workers=min(enough, host.most_workers(worker)))
 
     def row(self, workers: int, row: int) -> StepTimes:
         """The log row of the next steps."""
@@ -119,9 +119,9 @@ class Simulation:
 
     def numbers(self) -> list[int]:
         """Return the number of workers in each row."""
-        rule, numbers = self.first_rule(), []
-        for row in range(ROWS):
-            numbers.append(rule.workers)
-            times = self.row(rule.workers, row)
-            rule.next_number(times, self.host.most_workers(times))
+        first = self.measured()
+        rule, numbers = Rule(first.rate, first), [first.workers]
+        for row in range(ROWS - 1):
+            times = self.row(numbers[-1], row)
+            numbers.append(rule.next_number(times, self.host.most_workers(times)))
         return numbers

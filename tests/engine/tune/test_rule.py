@@ -72,9 +72,9 @@ def test_recorded_sweeps(line: str) -> None:
     sweep = json.loads(line)
     best = max(row_of(sweep, workers).rate for workers in range(1, MOST + 1))
     enough = math.ceil(MARGIN * sweep["demand"] / sweep["probed"])
-    rule, numbers = Rule(min(MOST, enough), sweep["demand"]), []
-    for _ in range(ROWS):
-        numbers.append(rule.workers)
-        rule.next_number(row_of(sweep, rule.workers), MOST)
+    first = StepTimes(rate=sweep["demand"], workers=min(MOST, enough))
+    rule, numbers = Rule(first.rate, first), [first.workers]
+    for _ in range(ROWS - 1):
+        numbers.append(rule.next_number(row_of(sweep, numbers[-1]), MOST))
     assert min(row_of(sweep, number).rate for number in numbers[BEGIN:]) >= 0.98 * best
     assert num_changes(numbers[BEGIN:]) <= 1

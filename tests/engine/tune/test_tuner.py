@@ -13,7 +13,7 @@ import torch
 from engine.distributed import World
 from engine.tune import Rule, Tuner
 from pipeline import loader
-from pipeline.clock import TimedRow
+from pipeline.clock import StepTimes, TimedRow
 from pipeline.feed import Feed
 from pipeline.loader import Pool, Task
 from pipeline.worker import Reply
@@ -110,10 +110,10 @@ class Followed:
 @pytest.fixture
 def followed(clock: Clock, monkeypatch: pytest.MonkeyPatch, image_root: Path) -> Iterator[Followed]:
     monkeypatch.setattr(Pool, "activate", lambda pool, workers: vars(pool).update(active=workers))
-    with opened(image_root, "loader.batch_size=32", workers=0) as feed:
+    with opened(image_root, "loader.batch_size=32", "data.image_size=16", workers=0) as feed:
         run = Followed(feed, clock, WARM)
         monkeypatch.setattr(loader, "run_task", run.run_task)
-        run.tuner.rule = Rule(workers=3, alone=100)
+        run.tuner.rule = Rule(100, StepTimes(rate=100, workers=3))
         feed.pool.activate(3)
         yield run
 
