@@ -160,7 +160,7 @@ class Tuner:
             self.rule = Rule(feed.step_rate, first)
         feed.pool.activate(workers)
         feed.set_decode_mode(mode, demand=ENOUGH_ON_DEVICE * feed.step_rate)
-        self.tracker.print(f"autotune  decoding with {feed.decoder_name}; at first, {workers=}")
+        self.tracker.print(f"autotune  decoder={feed.decoder_name}, at first {workers=}")
 
     def measure_step(self, train_on_batch: StepGraph, resident: Batch) -> float:
         """Return the images/s of the step on a batch on the device: the median of rounds."""
@@ -179,35 +179,30 @@ class Tuner:
         shares: dict[str, float] = {}
         enough = ENOUGH_ON_CPU  # the first one is the CPU's
         for mode in modes[:count]:
-            self.feed.set_decode_mode(mode)
-            measure = self.measure_cpu if mode == "cpu" else self.measure_device
-            share = measure(first_step) / self.feed.step_rate
+            share = self.measure_mode(mode, first_step) / self.feed.step_rate
             shares[mode] = min(self.world.all_gather(share))
             if shares[mode] >= enough:
                 break
             enough = ENOUGH_ON_DEVICE
         return max(shares, key=shares.__getitem__)
 
-    def measure_cpu(self, first_step: int) -> float:
-        """Return the images/s that all workers decode."""
-        self.worker = self.feed.measure(first_step)
-        workers = self.feed.num_cores
-        # As if none waited for storage: often, only the first epoch does.
-        rate = workers * self.worker._replace(storage_ms=0.0).per_worker
-        self.tracker.print(f"autotune  the workers ({workers}) decode {rate:,.0f} images/s")
-        return rate
-
-    def measure_device(self, first_step: int) -> float:
-        """Return the images/s in the present mode, which uses the device; 0 if it fails here."""
-        mode = self.feed.decode_mode
+    def measure_mode(self, mode: str, first_step: int) -> float:
+        """Return the images/s that all workers make in a mode; 0 if it fails on this rank."""
+        feed = self.feed
+        feed.set_decode_mode(mode)
         try:
-            rate = self.feed.measure(first_step).rate
+            times = feed.measure(first_step)
         except LoaderError:
             raise
         except Exception as error:  # Triton without a compiler, CUDA, ...
             logger.warning("loader.decoder=auto: %s is not used: %s", mode, describe(error))
             return 0.0
-        self.tracker.print(f"autotune  loader.decoder={mode} decodes {rate:,.0f} images/s")
+        rate = times.rate
+        if mode == "cpu":  # as if no worker waited for storage: often, only the first epoch does
+            self.worker = times
+            rate = feed.num_cores * times._replace(storage_ms=0.0).per_worker
+        text = f"{feed.num_cores} workers with decoder={feed.decoder_name}"
+        self.tracker.print(f"autotune  {text} make {rate:,.0f} images/s")
         return rate
 
 

@@ -31,15 +31,12 @@ class Rated(Tuner):
 
     def __init__(self, rates: dict[str, float], step_rate: float, world: World) -> None:
         feed: Any = SimpleNamespace(decode_modes=tuple(rates), step_rate=step_rate)
-        feed.set_decode_mode = lambda mode: setattr(feed, "decode_mode", mode)
         super().__init__(feed, world, NONE)
         self.rates = rates
 
-    def measure_cpu(self, first_step: int) -> float:
-        return self.rates["cpu"]
-
-    def measure_device(self, first_step: int) -> float:
-        return self.rates[self.feed.decode_mode]
+    def measure_mode(self, mode: str, first_step: int) -> float:
+        self.newest = mode
+        return self.rates[mode]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +54,7 @@ def test_the_first_mode_that_is_enough(
 ) -> None:
     """The CPU needs a little more than the step; modes on the device share it with the step."""
     tuner = Rated(dict(zip(MODES, rates, strict=True)), step_rate, ALONE)
-    assert (tuner.choose_mode(0), tuner.feed.decode_mode) == (mode, tried)
+    assert (tuner.choose_mode(0), tuner.newest) == (mode, tried)
 
 
 class OtherRank(World):
@@ -71,7 +68,7 @@ def test_a_mode_that_a_rank_lacks_is_not_tried() -> None:
     """Else this rank would wait for a measurement that the other one does not make."""
     world = OtherRank(0, 2, 2, torch.device("cpu"))
     tuner = Rated({"cpu": 1000.0, "first": 90_000.0}, 20_000, world)
-    assert (tuner.choose_mode(0), tuner.feed.decode_mode) == ("cpu", "cpu")
+    assert (tuner.choose_mode(0), tuner.newest) == ("cpu", "cpu")
 
 
 class Followed:
