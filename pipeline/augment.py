@@ -63,16 +63,13 @@ def parameter(check: Check, default: Any = MISSING) -> Any:
 
 @dataclass(kw_only=True)
 class RandomResizedCrop:
-    """Scale a region of random area and aspect ratio to size x size (Inception, arXiv 1409.4842).
-
-    With the interpolation `random`, each image draws one, as timm's
-    RandomResizedCropAndInterpolation.
-    """
+    """Scale a region of random area and aspect ratio to a square (Inception, arXiv 1409.4842)."""
 
     size: int = parameter(PIXELS)  # side of the result in pixels
     # range of the region's area as a fraction of the image's area
     scale: Sequence[float] = parameter(span(1), (0.08, 1.0))
     ratio: Sequence[float] = parameter(span(1000), (3 / 4, 4 / 3))  # range of width / height
+    # random: each image draws one, as in timm's RandomResizedCropAndInterpolation
     interpolation: str = parameter(one_of(*INTERPOLATIONS, "random"), "bilinear")
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
@@ -290,7 +287,6 @@ def build_by_name(entries: Sequence[Any], table: dict[str, Any], *, key: str) ->
 
 
 def _named(name: str, table: dict[str, Any], key: str) -> Any:
-    """Return the class or function of a name in `table`, or of `module:name`."""
     if is_object_name(name):
         return import_object(name, key)
     if name not in table:

@@ -1,8 +1,4 @@
-"""Named arrays: the fields of a sample, and batches of them on the host and on the device.
-
-The dataset, the buffers that workers write, the copy to the device and the training step have the
-same names.
-"""
+"""Named arrays: the fields of a sample, and batches of them on the host and on the device."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -69,10 +65,9 @@ class Batch:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
-            raise UserError(
-                f"the samples have no field {name}, but {', '.join(self.fields)}",
-                cure="docs/tasks.md has training_loss and validation_values for other fields",
-            )
+            text = f"the samples have no field {name}, but {', '.join(self.fields)}"
+            cure = "docs/tasks.md has training_loss and validation_values for other fields"
+            raise UserError(text, cure=cure)
         return self.fields[name]
 
     @property

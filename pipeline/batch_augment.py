@@ -137,10 +137,7 @@ class MixupOrCutmix:
 
 @dataclass(kw_only=True)
 class RandomErasing:
-    """Set a random box of an image to the mean colour, as torchvision's RandomErasing.
-
-    Source: arXiv 1708.04896.
-    """
+    """Set a random box of an image to the mean colour, as torchvision does (arXiv 1708.04896)."""
 
     p: float = parameter(FRACTION, 0.25)  # probability for an image to lose a box
     # range of the box's area as a fraction of the image's area

@@ -57,11 +57,8 @@ def build_datasets(
     build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")  # only to check
     train, val, classes = build_splits(config, data, train_transform, val_transform)
     if len(classes) < 2 and train.fields.get("label") == LABEL:
-        raise UserError(
-            f"data.root={data.root}",
-            f"all images have the class {classes[0]}",
-            f"give two, or data.root={data.root}/{classes[0]} if its folders are the classes",
-        )
+        cure = f"give two, or data.root={data.root}/{classes[0]} if its folders are the classes"
+        raise UserError(f"data.root={data.root}", f"all images have the class {classes[0]}", cure)
     formats = {(field.highest, field.shape[-1]) for field in val.fields.values() if field.image}
     if len(formats) > 1:
         raise UserError("data.mean: fields with image=True differ in dtype or number of channels")
@@ -90,11 +87,8 @@ def choose_decode_modes(
     modes = tuple(dataset.decode_modes)
     choices = ("auto", *DECODERS, *modes)
     if name not in choices:
-        raise UserError(
-            f"loader.decoder={name}",
-            "there is none here",
-            f"give one of {', '.join(choices)}{did_you_mean(name, choices)}",
-        )
+        cure = f"give one of {', '.join(choices)}{did_you_mean(name, choices)}"
+        raise UserError(f"loader.decoder={name}", "there is none here", cure)
     if name == "auto":
         if stored is None:
             return modes
@@ -108,11 +102,8 @@ def check_channels(data: DataConfig, channels: int) -> None:
     """Refuse data.mean or data.std for another number of channels; one value is for all."""
     for key, values in {"mean": data.mean, "std": data.std}.items():
         if len(values) not in (1, channels):
-            raise UserError(
-                f"data.{key}",
-                f"has {len(values)} values, the images have {channels} channels",
-                "give one value per channel",
-            )
+            wrong = f"has {len(values)} values, the images have {channels} channels"
+            raise UserError(f"data.{key}", wrong, "give one value per channel")
 
 
 def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
@@ -133,16 +124,12 @@ def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
         sizes.add(made.size)
     width, height = made.size
     if sizes != {(width, width)}:
-        raise UserError(
-            key,
-            f"does not end in images of one size, but makes some of {width}x{height} px",
-            "end it with random_resized_crop or center_crop: {size: 224}",
-        )
+        wrong = f"does not end in images of one size, but makes some of {width}x{height} px"
+        raise UserError(key, wrong, "end it with random_resized_crop or center_crop: {size: 224}")
     return Compose(transforms, width)
 
 
-# Training split, validation split, names of the classes.
-Splits = tuple[Dataset, Dataset, tuple[str, ...]]
+Splits = tuple[Dataset, Dataset, tuple[str, ...]]  # training, validation, names of the classes
 Options = dict[str, Any]  # arguments of FolderDataset
 
 
@@ -153,11 +140,9 @@ def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose)
         build = import_object(data.source, "data.source")
         held = held_out(data)
         if held and not hasattr(build, "holds_out"):
-            raise UserError(
-                held.origin,
-                f"data.source={data.source} does not read it",
-                "for images in class folders write data=folder, or omit it",
-            )
+            wrong = f"data.source={data.source} does not read it"
+            cure = "for images in class folders write data=folder, or omit it"
+            raise UserError(held.origin, wrong, cure)
     decoder, seed = config.loader.decoder, config.train.seed
     options = dict(decoder=decoder, seed=seed, exif_orientation=data.exif_orientation)
     return build(data, train, val, options)

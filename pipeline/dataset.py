@@ -164,10 +164,7 @@ class DatasetWrapper:
 
 @dataclass(eq=False)
 class FolderDataset(Dataset):
-    """JPEG and other image files in class folders, containers or lists.
-
-    Raises UserError if the decoder is not installed.
-    """
+    """Image files of folders, tar files or lists. Raises UserError without the named decoder."""
 
     index: Index
     transform: Compose
@@ -258,10 +255,7 @@ class FolderDataset(Dataset):
         ]
 
     def fingerprint(self) -> str:
-        """Hash the names and labels of all files, and the sizes of a sample of them.
-
-        The sizes distinguish copies with the same names, such as smaller ones.
-        """
+        """Hash all names and labels, and some sizes: smaller copies may have the same names."""
         table = f"{self.index.digest} {self._sizes}"
         return f"{len(self):,} images, SHA-256 {hashlib.sha256(table.encode()).hexdigest()[:16]}"
 

@@ -24,7 +24,6 @@ from pipeline import region
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 INTERPOLATIONS = ("bilinear", "bicubic")
-
 DARK_LEVEL = 64  # a 16-bit image of which no level is higher in 8 bits is nearly black
 MAX_PIXELS = 178_956_970  # Pillow refuses a larger image: decoding takes up to 17 bytes for each
 # A truncated file must be an error with its path, not an image whose lower half is grey.
@@ -39,7 +38,6 @@ ORIENTATION = 0x0112  # EXIF tag
 BASELINE, START_OF_SCAN = 0xC0, 0xDA
 FRAMES = (BASELINE, 0xC1)
 SKIPPED = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)
-
 # What training does not see of an image, after "3 of 32 images looked at have ".
 DARK = "16-bit levels that are nearly black in the 8 bits that training keeps; multiply the levels"
 TRANSPARENT = "transparent pixels, and training sees the colours under them; add a background"
@@ -169,8 +167,7 @@ class Picture:
 def open_picture(data: bytes, decoder: str, *, exif_orientation: bool = False) -> Picture:
     """Read the header of a file; decode the file unless it is a plain colour JPEG.
 
-    `decoder`: a name in DECODERS. Raises UnreadableError if Pillow cannot read the file, or it is
-    too large.
+    `decoder`: a name in DECODERS. Raises UnreadableError if the file is no image, or too large.
     """
     try:
         if exif_orientation:
@@ -240,9 +237,8 @@ def reduction(box: Box, size: tuple[int, int]) -> int:
 def open_image(data: bytes) -> ImageFile.ImageFile:
     """Read the header of a file in one of FORMATS; Pillow decodes the pixels at their first use.
 
-    Raises UnreadableError for AVIF, HEIC and an empty file, PIL.UnidentifiedImageError if the
-    content has another format, or is no image; Pillow raises other kinds if the header is damaged,
-    or the image is too large.
+    Raises UnreadableError for AVIF, HEIC and an empty file. Pillow raises UnidentifiedImageError
+    for any other content, and other kinds for a damaged header or an image that is too large.
     """
     if not data:
         raise UnreadableError("empty, 0 bytes")
@@ -267,10 +263,8 @@ def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def colour_size(data: bytes) -> tuple[int, int] | None:
-    """Read (width, height) of a common colour JPEG; None if Pillow has to open the file.
-
-    Opening the file with Pillow takes 50 us, as long as flipping three images.
-    """
+    """Read (width, height) of a common colour JPEG; None if Pillow has to open the file."""
+    # Opening the file with Pillow takes 50 us, as long as flipping three images.
     for marker, at, end in segments(data):
         if marker in FRAMES:
             # Zeros where the file ends: the size is then 0, and Pillow says what is wrong.
@@ -292,10 +286,7 @@ def orientation_of(image: Image.Image) -> int:
 
 
 def lost_in_rgb(data: bytes) -> list[str]:
-    """Return what training does not see of an image: DARK, TRANSPARENT, PAGES.
-
-    An image that cannot be decoded loses nothing.
-    """
+    """Return what training does not see of a readable image: any of DARK, TRANSPARENT, PAGES."""
     lost = []
     with suppress(Exception):
         image = open_image(data)
@@ -325,8 +316,7 @@ def decode_pillow(data: bytes, box: Box, scale: int) -> np.ndarray:
 def rgb_pixels(image: Image.Image) -> np.ndarray:
     """Convert to uint8 [H, W, 3] as torchvision's loader, but keep the high byte of 16-bit grey.
 
-    Raises OSError, ValueError or SyntaxError if the data are damaged or end early, or levels have
-    32 bits.
+    Raises OSError, ValueError or SyntaxError for damaged data and for levels of 32 bits.
     """
     image.load()
     if image.mode.startswith("I;16"):

@@ -107,10 +107,7 @@ def _open_regular(path: str) -> BinaryIO:
 
 @cache
 def _opened(tar: TarFile) -> BinaryIO:
-    """Open a tar file, once in each process.
-
-    Threads and forked processes may share it, because `pread` uses no file position.
-    """
+    """Open a tar file once per process; threads and forks share it: `pread` uses no position."""
     # Set in each process: workers have the limit of the forkserver. macOS allows at most 10,240.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_240)), hard))
@@ -123,10 +120,7 @@ def _opened(tar: TarFile) -> BinaryIO:
 
 @dataclass(frozen=True)
 class Index:
-    """The sample table of one split.
-
-    The order is by class, then by path, wherever the images are stored.
-    """
+    """The sample table of one split: by class, then by path, wherever the images are stored."""
 
     root: str  # the split's folder or file, for messages
     classes: tuple[str, ...]  # class names, sorted; a label is a position in it
@@ -139,10 +133,7 @@ class Index:
 
     @classmethod
     def of_files(cls, source: Storage, files: Mapping[str, Sequence[bytes]]) -> "Index":
-        """Make the table of known files.
-
-        `files`: class name -> sorted paths below the source; the classes are sorted too.
-        """
+        """Make the table of `files`: class name -> paths below the source, both sorted."""
         arrays = map(SharedArray.copy_of, _table(files.values(), {}))
         return cls(source.path, tuple(files), (source,), "", *arrays)
 
@@ -254,16 +245,12 @@ def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
 
 
 def _missing_split(folder: str | os.PathLike[str], key: str) -> UserError:
-    """Return the error for a split that is not there, with what is beside it."""
     path = Path(os.path.abspath(folder))
     names = sorted(other.name for other in path.parent.glob("[!.]*"))
     content = ", ".join([f"{len(names):,} files and folders", *names[:5]])
-    return UserError(
-        f"{key}={folder}",
-        f"there is no such folder, .tar or .csv file; {path.parent} holds {content}",
-        "give the splits with data.train and data.val, or hold out data.val_fraction=0.2"
-        f"{did_you_mean(path.name, names)}",
-    )
+    wrong = f"there is no such folder, .tar or .csv file; {path.parent} holds {content}"
+    cure = "give the splits with data.train and data.val, or hold out data.val_fraction=0.2"
+    return UserError(f"{key}={folder}", wrong, cure + did_you_mean(path.name, names))
 
 
 def _cached_scan(files: Sequence[str], origin: str) -> Scan:

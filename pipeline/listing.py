@@ -1,7 +1,4 @@
-"""What a split holds: the images in a folder, in tar files or in a list, and what is left out.
-
-One rule for all programs tells images from other files.
-"""
+"""What a split holds: the images in a folder, in tar files or in a list, and what is left out."""
 
 import csv
 import os
@@ -153,11 +150,8 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
     """
     top = next(walk(base, others))
     if not top.folders:
-        raise UserError(
-            origin,
-            f"holds {len(top.files):,} files, and no folder for each class",
-            "put each image into <class>/, a folder in it",
-        )
+        wrong = f"holds {len(top.files):,} files, and no folder for each class"
+        raise UserError(origin, wrong, "put each image into <class>/, a folder in it")
     classes: Classes = {}
     listed = [base]
     with ThreadPoolExecutor(THREADS) as pool:
@@ -165,17 +159,12 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
         for name, content in zip(top.folders, contents, strict=True):
             folder = os.fsdecode(name)
             if not content.images:
-                raise UserError(
-                    origin,
-                    f"class folder {folder} holds no images (.jpg, .png, ...)",
-                    f"fill it or remove it. {count_left_out(content.left_out)}".rstrip(". "),
-                )
+                wrong = f"class folder {folder} holds no images (.jpg, .png, ...)"
+                cure = f"fill it or remove it. {count_left_out(content.left_out)}".rstrip(". ")
+                raise UserError(origin, wrong, cure)
             if len(content.folders) > 1 and folder.lower() in SPLITS:
-                raise UserError(
-                    origin,
-                    f"class folder {folder} holds folders, as a split does",
-                    "give data.train and data.val",
-                )
+                wrong = f"class folder {folder} holds folders, as a split does"
+                raise UserError(origin, wrong, "give data.train and data.val")
             classes[name] = content.images
             listed += content.folders
             others |= content.left_out
@@ -185,7 +174,6 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
 
 
 def _list_class(base: bytes, name: bytes) -> ClassFolder:
-    """List the class folder `name` in the folder `base` of a split."""
     content = ClassFolder([], [], {})
     for folder, _, files in walk(os.path.join(base, name), content.left_out):
         content.folders.append(folder)
@@ -209,11 +197,8 @@ def list_tars(files: Sequence[str], origin: str, others: LeftOut) -> tuple[Class
         for number, members in enumerate(pool.map(tar_members, files, files)):
             _add_images(images, members, number, others)
     if not images:
-        raise UserError(
-            origin,
-            "holds no <class>/<name> with the suffix of an image",
-            "python scripts/prepare.py SOURCE --to DIR converts other tar files",
-        )
+        cure = "python scripts/prepare.py SOURCE --to DIR converts other tar files"
+        raise UserError(origin, "holds no <class>/<name> with the suffix of an image", cure)
     # Folders around all class folders, such as train/, are no part of the names.
     folders = set(map(os.path.dirname, images))
     outer = os.path.commonpath(set(map(os.path.dirname, folders)))
@@ -237,9 +222,8 @@ def _add_images(images: Places, members: Members, number: int, others: LeftOut) 
         elif reason:
             others[name] = reason
         elif name in images:
-            raise UserError(
-                os.fsdecode(name), "two of the tar files hold it", "rename or remove one of them"
-            )
+            wrong = "two of the tar files hold it"
+            raise UserError(os.fsdecode(name), wrong, "rename or remove one of them")
         else:
             images[name] = (number, *place)
 
@@ -247,13 +231,9 @@ def _add_images(images: Places, members: Members, number: int, others: LeftOut) 
 def tar_members(path: str, shown: str, start: int = 0, length: int = sys.maxsize) -> Members:
     """List the files in a tar file: name -> offset in `path` and length, in bytes.
 
-    Args:
-        path: the tar file, or a file that contains it.
-        shown: the path for messages.
-        start: offset of the tar file in `path`, in bytes.
-        length: bytes of the tar file, at most; it also ends where `path` ends.
-
-    Raises UserError if it is damaged or holds a link; OSError if it cannot be read.
+    It begins at byte `start` of `path` and has `length` bytes, or fewer if `path` ends. `shown`:
+    the path for messages. Raises UserError if the tar file is damaged or holds a link; OSError if
+    it cannot be read.
     """
     members: Members = {}
     at = start
@@ -270,12 +250,9 @@ def tar_members(path: str, shown: str, start: int = 0, length: int = sys.maxsize
             end = os.fstat(file.fileno()).st_size
             _check_end(file, at, min(end, start + length))
     except DAMAGED as error:
-        raise UserError(
-            shown,
-            f"cannot be read at byte {at:,}: {error}",
-            "it may be damaged or compressed: download or copy it again, or pack it again "
-            "without compression and links (tar --dereference --hard-dereference)",
-        ) from None
+        cure = "it may be damaged or compressed: download or copy it again, or pack it again "
+        cure += "without compression and links (tar --dereference --hard-dereference)"
+        raise UserError(shown, f"cannot be read at byte {at:,}: {error}", cure) from None
     return members
 
 
@@ -338,26 +315,20 @@ def read_list(path: str, origin: str) -> Classes:
     for line, row in csv_rows(path):
         cells = list(filter(None, row))
         if len(cells) != 2:
-            raise UserError(
-                origin, f"line {line} is not path,label", "write one image per line, as path,label"
-            )
+            cure = "write one image per line, as path,label"
+            raise UserError(origin, f"line {line} is not path,label", cure)
         image, label = cells
         names_file = is_image(os.fsencode(image)) or os.path.exists(beside(image))
         if line == 1 and not names_file:
             continue
         known = labels.setdefault(os.path.normpath(image), label)
         if known != label:
-            raise UserError(
-                origin,
-                f"line {line}: {image} is {label}, but {known} in an earlier line",
-                "give each image one label",
-            )
+            wrong = f"line {line}: {image} is {label}, but {known} in an earlier line"
+            raise UserError(origin, wrong, "give each image one label")
         classes.setdefault(os.fsencode(label), []).append(os.fsencode(image))
     first = list(labels)[:100]
     if not any(map(os.path.exists, map(beside, first))):
-        raise UserError(
-            origin,
-            f"holds no images, or no file is at their paths, such as {', '.join(first[:1])}",
-            f"write lines path,label; a path is absolute, or relative to {beside('')}",
-        )
+        wrong = f"holds no images, or no file is at their paths, such as {', '.join(first[:1])}"
+        cure = f"write lines path,label; a path is absolute, or relative to {beside('')}"
+        raise UserError(origin, wrong, cure)
     return {label: sorted(classes[label]) for label in sorted(classes)}

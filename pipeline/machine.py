@@ -37,25 +37,20 @@ def cpu_quota() -> float:
 
 
 def cores_for_workers(local_size: int = 1) -> int:
-    """Return the number of workers for which a rank has cores, at least 1.
-
-    The ranks of a node share its cores; each training process keeps one.
-    """
+    """Return for how many workers a rank has cores, at least 1; each training process keeps one."""
     available = min(cores(), cpu_quota()) / local_size
     return max(1, math.floor(available) - 1)
 
 
 def default_cache_dir() -> Path:
-    """Return the folder of this program in XDG_CACHE_HOME, or in ~/.cache.
-
-    If this user cannot write there, as in a container without a home: in the temporary folder.
-    """
+    """Return the cache folder: in XDG_CACHE_HOME or ~/.cache, else in the temporary folder."""
     with contextlib.suppress(OSError, RuntimeError):  # no home folder, or that of another user
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         folder = Path(base, "imagenet-trainer").expanduser()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
+    # This user cannot write there, as in a container without a home.
     folder = Path(tempfile.gettempdir()) / f"imagenet-trainer-{os.geteuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -127,7 +127,6 @@ class Prefetcher:
     def _transform(
         self, transforms: BatchTransforms, fields: dict[str, Tensor], step: int, slot: DeviceSlot
     ) -> None:
-        """Apply the batch transforms to all images, and add their targets."""
         targets = unmixed = transforms.targets(fields)
         for name, field in self.loader.dataset.fields.items():
             if field.image:

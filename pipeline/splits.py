@@ -48,11 +48,8 @@ def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str)
     for split in splits:
         folder = split.resolve()
         if inner.is_relative_to(folder):
-            raise UserError(
-                origin,
-                f"is inside {folder}, where every folder is a class of images",
-                "give a folder outside it",
-            )
+            wrong = f"is inside {folder}, where every folder is a class of images"
+            raise UserError(origin, wrong, "give a folder outside it")
 
 
 def load_splits(data: DataConfig) -> tuple[Index, Index]:
@@ -64,11 +61,8 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     assert data.root is not None, "compose refuses it"
     root = Path(data.root).expanduser()
     if root.is_file() and not find_storage(root):
-        raise UserError(
-            f"data.root={data.root}",
-            "is not a folder, .tar or .csv file",
-            "unpack a .zip or .tar.gz file first, and give the folder",
-        )
+        cure = "unpack a .zip or .tar.gz file first, and give the folder"
+        raise UserError(f"data.root={data.root}", "is not a folder, .tar or .csv file", cure)
     held = held_out(data)
     if held is not None:
         index = _load_undivided(root, data, held)
@@ -89,11 +83,8 @@ def _other_classes(train: Index, val: Index) -> UserError:
     only_here = sorted(here - there)[:5]
     only_there = sorted(there - here)[:5]
     differences = f"only there: {only_there}; only here: {only_here}"
-    return UserError(
-        f"data.val={val.root}",
-        f"its classes are not those of {train.root} ({differences})",
-        "give both the same classes",
-    )
+    wrong = f"its classes are not those of {train.root} ({differences})"
+    return UserError(f"data.val={val.root}", wrong, "give both the same classes")
 
 
 def _load_undivided(root: Path, data: DataConfig, held: HeldOut) -> Index:
@@ -122,22 +113,15 @@ def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
     is_val = np.zeros(len(labels), bool)
     for name, count, stop in zip(index.classes, counts, stops, strict=True):
         if count < held.fewest:
-            raise UserError(
-                held.origin,
-                f"class {name} has {count} of the {held.fewest} images that it needs",
-                "add images, or remove the class",
-            )
+            wrong = f"class {name} has {count} of the {held.fewest} images that it needs"
+            raise UserError(held.origin, wrong, "add images, or remove the class")
         low = round(held.start * count)
         high = round(held.stop * count)
         if low == 0:
             high = min(max(1, high), count - 1)
-        rows = by_class[stop - count : stop]
-        ordered = _by_hash(index, rows)
-        chosen = ordered[low:high]
-        is_val[chosen] = True
-    train_rows = np.flatnonzero(~is_val)
-    val_rows = np.flatnonzero(is_val)
-    return train_rows, val_rows
+        ordered = _by_hash(index, by_class[stop - count : stop])
+        is_val[ordered[low:high]] = True
+    return np.flatnonzero(~is_val), np.flatnonzero(is_val)
 
 
 def _by_hash(index: Index, rows: np.ndarray) -> list[int]:

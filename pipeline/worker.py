@@ -170,7 +170,6 @@ def _fill_row(
 
 
 def _write(ring: Ring, batch: Rows, row: int, sample: Mapping[str, Any]) -> None:
-    """Write the fields of a sample into a row of a batch."""
     for name, rows in batch.items():
         if name in sample:
             rows[row] = _fitting(name, sample[name], rows)
