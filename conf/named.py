@@ -48,8 +48,7 @@ def require_module(value: str, key: str) -> None:
 def import_object(value: str, key: str) -> Any:
     """Import the module of `module:name`, and return the object.
 
-    Raises UserError if the module is not inside this checkout, or has no such object. `key`: the
-    config key, for messages.
+    Raises UserError, which names the config key, if this checkout has no such module or object.
     """
     require_module(value, key)
     module, _, name = value.partition(":")

@@ -137,10 +137,7 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU, without executing code from it.
-
-    Raises UserError if it cannot be read, is damaged or something else.
-    """
+    """Read a checkpoint to the CPU. Raises UserError if it is absent, damaged or something else."""
     content: dict[str, Any] = read_file(path, origin=str(path), give=GIVE)
     _require_ours(path, content)
     return content
@@ -172,8 +169,5 @@ def provenance() -> dict[str, str]:
     with suppress(OSError, subprocess.SubprocessError):
         text = subprocess.check_output(command, cwd=folder, stderr=subprocess.DEVNULL, timeout=5)
         commit = text.decode().strip()
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "git_commit": commit,
-    }
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    return {**versions, "git_commit": commit}

@@ -106,12 +106,9 @@ def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False)
 def choose_compute(
     config: Config, datasets: Datasets, schedule: Schedule, device: torch.device
 ) -> Compute:
-    """Choose what the config leaves open. Raises UserError if the model does not take the images.
-
-    The model is on the meta device, where it takes no memory.
-    """
+    """Choose what the config leaves open. Raises UserError if the model cannot take the images."""
     shape = datasets.train.fields[IMAGE].device_shape
-    with torch.device("meta"):
+    with torch.device("meta"):  # where the model takes no memory
         model = build_model(config, datasets)
     models.freeze(model, config.model.freeze)  # refuses a wrong name before weights are read
     flops = count_flops(model, shape)
@@ -191,10 +188,9 @@ def autocast(device_type: str, precision: str) -> torch.autocast:
 
 
 def resolve_compile(config: Config, device: torch.device, steps: int, operations: int) -> str:
-    """Resolve model.compile=auto.
+    """Resolve model.compile=auto, from all steps and operations of a rank in the whole run.
 
-    `steps` and `operations`: those of a rank in the whole run, not only those that are left. So a
-    resumed run keeps its mode, unless train.max_steps changes; another mode rounds differently.
+    So a resumed run keeps its mode, unless train.max_steps changes; other modes round differently.
     """
     if config.model.compile != "auto":
         return config.model.compile

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # a later import would store the group in default arguments
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import models
 from conf.errors import RunError, UserError, with_advice
 from conf.schema import show
 
 T = TypeVar("T")
-
 # A rank may need this many times loader.timeout_seconds for its part of a collective: it compiles,
 # or it waits for the disk.
 TIMEOUT_FACTOR = 10
@@ -117,9 +117,7 @@ class World:
                 _copy_from_rank_0([*model.parameters(), *model.buffers()])
             return model
         devices = [self.device.index] if self.device.type == "cuda" else None
-        network = nn.parallel.DistributedDataParallel(
-            model, device_ids=devices, gradient_as_bucket_view=True
-        )
+        network = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
         # `World.broadcast_buffers` does it before a validation. torch 2.13 deprecates the argument.
         network.broadcast_buffers = False
         network.eval()
@@ -163,7 +161,7 @@ def average_gradients(network: nn.Module) -> None:
     102 MB in 0.5 ms of a step of 35.5 ms, and the copy takes 0.1 ms. In `on_this_rank_alone`, a
     rank uses the same memory on its own.
     """
-    if not dist.is_initialized() or isinstance(network, nn.parallel.DistributedDataParallel):
+    if not dist.is_initialized() or isinstance(network, DistributedDataParallel):
         return
     parameters = [p for p in network.parameters() if p.requires_grad]
     # A parameter without a gradient here may have one on another rank, and asking would wait for
@@ -182,7 +180,6 @@ def average_gradients(network: nn.Module) -> None:
 
 
 def _average(values: Tensor) -> None:
-    """Average a tensor over all ranks, in place."""
     if values.is_cuda:
         dist.all_reduce(values, op=dist.ReduceOp.AVG)
     else:  # gloo has no average

@@ -30,8 +30,7 @@ def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) ->
     no such loss, or if it does not take a key of another loss that is set.
     """
     if config.loss not in LOSSES:
-        names = ", ".join(LOSSES)
-        raise UserError(f"train.loss={config.loss}", "not allowed", f"give {names}")
+        raise UserError(f"train.loss={config.loss}", "not allowed", f"give {', '.join(LOSSES)}")
     loss_function = LOSSES[config.loss]
     keys = keys_of(loss_function)
     values = {**vars(config), "class_weights": class_weights}
@@ -41,16 +40,14 @@ def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) ->
             given = f"train.{name}={show(getattr(config, name))}"
             cure = f"give train.{name}={show(defaults[name])}, or another loss"
             raise UserError(given, f"train.loss={config.loss} does not take it", cure)
-    arguments = {name: values[name] for name in keys}
-    return partial(loss_function, **arguments)
+    return partial(loss_function, **{name: values[name] for name in keys})
 
 
 def keys_of(*loss_functions: Callable[..., Tensor]) -> set[str]:
     """Return the names of the keys of `train` that some losses take."""
     parameters: set[str] = set()
     for loss_function in loss_functions:
-        signature = inspect.signature(loss_function)
-        parameters |= signature.parameters.keys()
+        parameters |= inspect.signature(loss_function).parameters.keys()
     return parameters & vars(TrainConfig()).keys()
 
 
@@ -75,8 +72,7 @@ def class_weights(
 def balanced_weights(counts: Sequence[int]) -> Tensor:
     """Return scikit-learn's images / (classes * images of the class), float32 [classes]."""
     images = torch.tensor(counts, dtype=torch.float64)
-    present = images.clamp(min=1)
-    weights = images.sum() / (len(counts) * present)
+    weights = images.sum() / (len(counts) * images.clamp(min=1))
     return weights.float()
 
 
@@ -88,8 +84,7 @@ def named_weights(weights: Mapping[Any, float], classes: Sequence[str]) -> Tenso
         if name not in classes:
             near = did_you_mean(name, classes, least=0.0)
             raise UserError("train.class_weights", f"there is no class {name}{near}")
-        label = classes.index(name)
-        result[label] = weight
+        result[classes.index(name)] = weight
     return result
 
 
@@ -97,8 +92,7 @@ def as_shares(targets: Tensor, logits: Tensor) -> Tensor:
     """Return targets as shares of the classes, [B, classes], with the dtype of the logits."""
     if targets.ndim == 2:
         return targets
-    classes = logits.shape[1]
-    return F.one_hot(targets, classes).to(logits.dtype)
+    return F.one_hot(targets, logits.shape[1]).to(logits.dtype)
 
 
 def cross_entropy(
@@ -111,9 +105,8 @@ def cross_entropy(
     sum of the weights: the loss of a batch is not the mean of those of its micro-batches or ranks.
     """
     if class_weights is not None:
-        classes = logits.shape[1]
         targets = as_shares(targets, logits) * class_weights
-        smoothed = targets.sum(1, keepdim=True) / classes
+        smoothed = targets.sum(1, keepdim=True) / logits.shape[1]
         targets = targets * (1 - label_smoothing) + smoothed * label_smoothing
         label_smoothing = 0.0
     return F.cross_entropy(logits, targets, label_smoothing=label_smoothing)

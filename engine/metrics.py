@@ -75,12 +75,9 @@ class BestBy:
         """Refuse a value that is not among those of a validation."""
         known = list(names)
         if self.name not in known:
-            raise UserError(
-                f"train.best_by: {self.name}",
-                "a validation has no such value",
-                f"give one of {', '.join(known)}, with - in front if lower is better"
-                f"{did_you_mean(self.name, known)}",
-            )
+            near = did_you_mean(self.name, known)
+            cure = f"give one of {', '.join(known)}, with - in front if lower is better{near}"
+            raise UserError(f"train.best_by: {self.name}", "a validation has no such value", cure)
 
     def prefers(self, row: Mapping[str, float], best: Mapping[str, float]) -> bool:
         """Whether a validation replaces the best one so far, which may be empty or NaN."""

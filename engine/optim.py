@@ -1,7 +1,6 @@
-"""The optimisers.
+"""The optimisers: functions of (model, config.optim, **config.optim.args).
 
-An optimiser is a function of (model, config.optim, **config.optim.args). To add one, name it
-as optim.name=module:function. The classes of torch.optim and timm have names already.
+To add one, name it as optim.name=module:function. The classes of torch.optim and timm have names.
 """
 
 import inspect
@@ -76,12 +75,9 @@ def decay_groups(model: nn.Module, config: OptimConfig) -> Groups:
 
 def sgd(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     """Create torch's SGD, fused on a GPU, where a CUDA graph captures it."""
-    keys: dict[str, Any] = {
-        "lr": config.lr,
-        "momentum": config.momentum,
-        "nesterov": config.nesterov and config.momentum > 0,
-        "weight_decay": config.weight_decay,
-    }
+    keys: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    keys["momentum"] = config.momentum
+    keys["nesterov"] = config.nesterov and config.momentum > 0
     flags = {"fused": _is_on_gpu(model)}
     optimizer = torch.optim.SGD(decay_groups(model, config), **keys, **(flags | args))
     if optimizer.defaults["fused"]:
@@ -93,12 +89,8 @@ def sgd(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
 
 def adamw(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     """Create torch's AdamW, fused on a GPU, where a CUDA graph captures it."""
-    keys: dict[str, Any] = {
-        "lr": config.lr,
-        "betas": tuple(config.betas),
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-    }
+    keys: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    keys |= {"betas": tuple(config.betas), "eps": config.eps}
     flags = dict.fromkeys(("fused", "capturable"), _is_on_gpu(model))
     return torch.optim.AdamW(decay_groups(model, config), **keys, **(flags | args))
 

@@ -120,9 +120,8 @@ class Run(AbstractContextManager["Run"]):
 
     def note_measured(self, fitted_micro_batch: int | None, decode_mode: str) -> None:
         """Add to the identity what is measured at the start; later starts keep it."""
-        identity = self.checkpoint_metadata["identity"]
-        identity["fitted_micro_batch"] = fitted_micro_batch
-        identity["decode_mode"] = decode_mode
+        measured = {"fitted_micro_batch": fitted_micro_batch, "decode_mode": decode_mode}
+        self.checkpoint_metadata["identity"] |= measured
 
     def _continue(self, state: TrainState, path: Path, identity: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint, unless it is of another training."""
@@ -160,11 +159,9 @@ class Run(AbstractContextManager["Run"]):
 
     def _summary_of_finished(self, state: TrainState) -> dict[str, Any] | None:
         """Return the summary of an earlier start if it has finished the run with this state."""
-        best_by = self.config.train.best_by
-        expected = {"status": "finished", "step": state.step, "best_by": best_by}
+        expected = {"status": "finished", "step": state.step, "best_by": self.config.train.best_by}
         with suppress(OSError, ValueError, AttributeError):  # none, or cut off by a full disk
-            text = (self.path / "summary.json").read_bytes()
-            summary: dict[str, Any] = json.loads(text)
+            summary: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
             if state.step >= self.stop_step and expected.items() <= summary.items():
                 return summary
         return None
@@ -262,8 +259,7 @@ def _identity_of_weights(weights: str | None) -> str | None:
 def changed_keys(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, str]:
     """Return how a checkpoint's identity differs from that of this start, name -> both values.
 
-    Keys of FIXED come first. Of a key that only the checkpoint has, the one that disables it is
-    listed.
+    Keys of FIXED come first. For a key that only the checkpoint has, what disables it is listed.
     """
     changes = {}
     for name in sorted(identity, key=lambda name: name not in FIXED):

@@ -1,7 +1,6 @@
 """The steps of a run: how many there are, their learning rates, and what is due after each.
 
-To add a schedule of the learning rate, add a function to SCHEDULES and a file
-conf/schedule/NAME.yaml.
+To add a learning rate, add a function to SCHEDULES and a file conf/schedule/NAME.yaml.
 """
 
 import math
@@ -130,8 +129,7 @@ def cosine(schedule: Schedule, step: int) -> float:
 
 
 def linear(schedule: Schedule, step: int) -> float:
-    share = 1 - schedule.progress(step)
-    return _above_final(schedule, share)
+    return _above_final(schedule, 1 - schedule.progress(step))
 
 
 def _above_final(schedule: Schedule, share: float) -> float:
@@ -163,9 +161,8 @@ def make_schedule(
         multiple = max(1, size // world.size) * world.size
         raise UserError(given, wrong, f"set it to {multiple}")
     if config.model.sync_bn and world.size > 1 and world.device.type == "cpu":
-        raise UserError(
-            "model.sync_bn=true", "torch has SyncBatchNorm for GPUs only", "leave it out"
-        )
+        wrong = "torch has SyncBatchNorm for GPUs only"
+        raise UserError("model.sync_bn=true", wrong, "leave it out")
     return Schedule(config, images, world.size, identity.get("fitted_micro_batch"))
 
 

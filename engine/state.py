@@ -100,8 +100,7 @@ class TrainState:
     # Moving average of the weights if train.ema_decay is set; then it is what is validated
     ema: MovingAverage | None = None
     step: int = 0
-    # The best validation row so far, by train.best_by
-    best_validation: dict[str, float] = field(default_factory=dict)
+    best_validation: dict[str, float] = field(default_factory=dict)  # best row by train.best_by
     last_validation: dict[str, float] = field(default_factory=dict)  # the newest validation row
     # Differences from a run with this config: its first checkpoint, and changes accepted at a step
     history: list[str] = field(default_factory=list)

@@ -30,8 +30,7 @@ class Validation(NamedTuple):
 
     def values(self, metrics: Metrics) -> dict[str, float]:
         """Return the means of the rows, and what `Metric.compute` gives for them."""
-        functions = metrics.functions(self.rows)
-        return {name: float(compute()) for name, compute in functions.items()}
+        return {name: float(compute()) for name, compute in metrics.functions(self.rows).items()}
 
 
 @torch.no_grad()
@@ -69,8 +68,7 @@ def collect(columns: Columns, masks: list[Tensor], world: World) -> Validation:
     """Gather the rows in `masks` of all ranks, in the order of the split. Collective."""
     own: Rows = {}
     for name, values in columns.items():
-        valid = torch.cat(masks)
-        own[name] = torch.cat(values)[valid].cpu()
+        own[name] = torch.cat(values)[torch.cat(masks)].cpu()
     shares = world.all_gather(own)
     counts = [max(map(len, share.values()), default=0) for share in shares]
     images = sum(counts)

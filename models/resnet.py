@@ -54,8 +54,7 @@ def small_resnet(
     stride = 1
     for stage, (width, depth) in enumerate(zip(widths, depths, strict=True), start=1):
         blocks = [BasicBlock(width_in, width, stride)]
-        for _ in range(depth - 1):
-            blocks.append(BasicBlock(width, width, 1))
+        blocks += [BasicBlock(width, width, 1) for _ in range(depth - 1)]
         layers[f"layer{stage}"] = nn.Sequential(*blocks)
         width_in = width
         stride = 2
@@ -103,8 +102,7 @@ def init_convolutions(model: nn.Sequential) -> nn.Sequential:
 def resnet_tiny(num_classes: int, image_size: int, **options: Any) -> nn.Sequential:
     """A ResNet with 0.3 M parameters, for 64 px images."""
     widths = (32, 64, 128)
-    depths = (1, 1, 1)
-    return small_resnet(num_classes, widths, depths, stem_stride=2, **options)
+    return small_resnet(num_classes, widths, depths=(1, 1, 1), stem_stride=2, **options)
 
 
 def resnet11_cifar(num_classes: int, image_size: int, in_channels: int = 3) -> nn.Sequential:
@@ -116,8 +114,7 @@ def resnet11_cifar(num_classes: int, image_size: int, in_channels: int = 3) -> n
     """
     widths = (32, 128, 384, 512)
     layers = stem(in_channels, widths[0], stride=1)
-    stages = [pooling_stage(*pair) for pair in pairwise(widths)]
-    layers["layers"] = nn.Sequential(*stages)
+    layers["layers"] = nn.Sequential(*[pooling_stage(*pair) for pair in pairwise(widths)])
     layers["maxpool"] = nn.AdaptiveMaxPool2d(1)
     layers["flatten"] = nn.Flatten()
     layers["fc"] = nn.Linear(widths[-1], num_classes)
@@ -127,5 +124,4 @@ def resnet11_cifar(num_classes: int, image_size: int, in_channels: int = 3) -> n
 def resnet18_cifar(num_classes: int, image_size: int, **options: Any) -> nn.Sequential:
     """ResNet-18 with a 3x3 stem and 11 M parameters, for 32 px images."""
     widths = (64, 128, 256, 512)
-    depths = (2, 2, 2, 2)
-    return small_resnet(num_classes, widths, depths, stem_stride=1, **options)
+    return small_resnet(num_classes, widths, depths=(2, 2, 2, 2), stem_stride=1, **options)

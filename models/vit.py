@@ -1,7 +1,6 @@
 """The vision transformer of "Better plain ViT baselines for ImageNet-1k" (arXiv 2205.01580).
 
-Details that the paper omits (initialisation, GELU, epsilon) follow its code,
-google-research/big_vision.
+What the paper omits (initialisation, GELU, epsilon) follows its code, google-research/big_vision.
 """
 
 import math
@@ -23,8 +22,7 @@ def positions(rows: int, columns: int, width: int, device: torch.device | None =
     y, x = torch.meshgrid(row, column, indexing="ij")
     y = y.reshape(-1, 1) * frequency
     x = x.reshape(-1, 1) * frequency
-    quarters = [x.sin(), x.cos(), y.sin(), y.cos()]
-    return torch.cat(quarters, dim=1)
+    return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
 
 
 class Attention(nn.Module):
@@ -43,8 +41,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """float [B, N, width] -> the same shape."""
-        qkv = self.qkv(x)
-        qkv = qkv.unflatten(2, (3, self.heads, -1))
+        qkv = self.qkv(x).unflatten(2, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, N, width / heads]
         x = F.scaled_dot_product_attention(q, k, v)
         x = x.transpose(1, 2).flatten(2)
@@ -111,8 +108,7 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.patch = patch
         self.proj = nn.Conv2d(in_channels, width, patch, patch)
-        # lecun_normal of JAX: truncated at two standard deviations, which scales the standard
-        # deviation by 0.8796.
+        # lecun_normal of JAX: truncation at two standard deviations scales them by 0.8796.
         inputs = self.proj.weight[0].numel()
         deviation = math.sqrt(1 / inputs) / 0.87962566
         limit = 2 * deviation
@@ -159,11 +155,8 @@ class VisionTransformer(nn.Module):
         width = patch_embed.proj.out_channels
         self.grid = image_size // patch_embed.patch
         self.patch_embed = patch_embed
-        fixed = positions(self.grid, self.grid, width)
-        self.register_buffer("positions", fixed, persistent=False)
-        self.blocks = nn.ModuleList()
-        for _ in range(depth):
-            self.blocks.append(Block(width, heads, hidden))
+        self.register_buffer("positions", positions(self.grid, self.grid, width), persistent=False)
+        self.blocks = nn.ModuleList(Block(width, heads, hidden) for _ in range(depth))
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, num_classes)
         nn.init.zeros_(self.head.weight)
@@ -175,8 +168,7 @@ class VisionTransformer(nn.Module):
         _, rows, columns, width = patches.shape
         embeddings = self.positions
         if (rows, columns) != (self.grid, self.grid):
-            computed = positions(rows, columns, width, x.device)
-            embeddings = computed.to(embeddings.dtype)
+            embeddings = positions(rows, columns, width, x.device).to(embeddings.dtype)
         branch = patches.flatten(1, 2)
         # bf16 + float32 under autocast: the residual stream is float32.
         stream = embeddings.expand(branch.shape)

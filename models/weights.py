@@ -28,13 +28,8 @@ Weights = dict[str, Tensor]
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 ANY_FILE = "a checkpoint, the folder of a run, or a file with weights (.pth, .pt, .safetensors)"
 UNREADABLE = "damaged, not by torch.save, or it would run code"
-OTHERS = {
-    ".pt2": "an exported program, for other software",
-    ".onnx": "an exported program, for other software",
-    ".jpg": "an image: the model comes first",
-    ".jpeg": "an image: the model comes first",
-    ".png": "an image: the model comes first",
-}
+OTHERS = dict.fromkeys((".pt2", ".onnx"), "an exported program, for other software")
+OTHERS |= dict.fromkeys((".jpg", ".jpeg", ".png"), "an image: the model comes first")
 LIGHTNING = "pytorch-lightning_version"  # a key in its checkpoints
 FORMER_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")  # in torchvision's files
 
@@ -147,7 +142,6 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     """Load weights by name. The model does not change if they do not fit.
 
     Raises UserError if keys are missing, unknown or of another shape: another model's weights.
-
     `origin`: the beginning of messages; `new_head`: allow weights without a head for these classes,
     see `_first_head`.
     """
@@ -202,8 +196,7 @@ def _first_head(own: Weights, head: Sequence[str]) -> Weights:
 def head_of(model: nn.Module) -> list[str]:
     """Return the names of the tensors of the classifier: timm states it, else the last layer."""
     parameters = dict(model.named_parameters())
-    config = getattr(model, "pretrained_cfg", {})
-    layers = config.get("classifier")
+    layers = getattr(model, "pretrained_cfg", {}).get("classifier")
     if not layers:
         matrices = [name for name in parameters if parameters[name].ndim > 1]
         layers = matrices[-1].rpartition(".")[0]

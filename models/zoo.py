@@ -136,11 +136,9 @@ def _download(instead: str) -> Iterator[None]:
         yield
     except Exception as error:  # libraries raise many kinds, some with many lines
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(
-            "model.weights=pretrained",
-            f"the weights cannot be loaded ({reason})",
-            f"give {instead}; see Without internet in docs/quickstart.md",
-        ) from None
+        wrong = f"the weights cannot be loaded ({reason})"
+        cure = f"give {instead}; see Without internet in docs/quickstart.md"
+        raise UserError("model.weights=pretrained", wrong, cure) from None
 
 
 def import_timm(origin: str) -> ModuleType:
@@ -212,7 +210,6 @@ def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
 
 
 def _gradients_of(module: nn.Module) -> set[bool]:
-    """Return the values of `requires_grad` among its parameters."""
     return {parameter.requires_grad for parameter in module.parameters()}
 
 

@@ -184,10 +184,8 @@ class RunLog:
         skip = max(0, self._first_step + first_steps - before)
         times = self.feed.step_times(interval.steps, skip=skip)
         assert times is not None, "every step of an interval has been ended"
-        times = times._replace(
-            graph_refused=self.train_on_batch.disabled_reason,
-            slowdowns=self.monitor.slowdowns(),
-        )
+        reason = self.train_on_batch.disabled_reason
+        times = times._replace(graph_refused=reason, slowdowns=self.monitor.slowdowns())
         first_epoch = before * self.schedule.batch_size < self.schedule.images
         self.timed_rows.append(TimedRow(times, skip >= interval.steps, first_epoch))
         return times
@@ -254,10 +252,7 @@ class RunLog:
         return values
 
     def _speed(self) -> dict[str, Any]:
-        """Return images/s and the verdict, of rows like the newest: later ones tell more.
-
-        Collective: the ranks judge together.
-        """
+        """Return images/s and the verdict of rows like the newest, which tell more. Collective."""
         settled: list[StepTimes] = []
         rate = 0.0
         if self.timed_rows:
@@ -275,7 +270,6 @@ def train_row(
 ) -> dict[str, Any]:
     """Return the log row up to a step, without the figures of the GPU and the memory."""
     rate = times.rate * schedule.ranks
-    left = (schedule.stop_step - step) * schedule.batch_size / rate
     row = {
         "step": step,
         "epoch": schedule.epoch(step),
@@ -287,7 +281,7 @@ def train_row(
     }
     for name in TIME:
         row[name] = getattr(times, name.removesuffix("_fraction"))
-    row["seconds_left"] = left
+    row["seconds_left"] = (schedule.stop_step - step) * schedule.batch_size / rate
     if schedule.ranks == 1:  # it would be the time of the observers
         del row["ranks_wait_fraction"]
     peak = compute.peak_rate()
