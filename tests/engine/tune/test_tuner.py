@@ -43,10 +43,11 @@ class Rated(Tuner):
     ("step_rate", "rates", "mode", "tried"),
     [
         (6500, (6900, 13_000, 20_000), "cpu", "cpu"),  # enough: its pixels are exact
-        (7200, (6900, 13_000, 20_000), "first", "first"),
+        (10_000, (6900, 13_000, 20_000), "first", "first"),
+        (7200, (6900, 13_000, 20_000), "second", "second"),  # the device only helps
         (12_000, (6900, 13_000, 20_000), "second", "second"),
         (12_000, (6900, 0, 0), "cpu", "second"),  # the device fails
-        (6700, (6900, 7000, 6000), "first", "second"),
+        (6700, (6900, 7000, 6000), "first", "first"),
     ],
 )
 def test_the_first_mode_that_is_enough(
