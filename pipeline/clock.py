@@ -61,6 +61,16 @@ class StepTimes(NamedTuple):
         return self.decode_mode != "cpu" and self.decoder == "none"
 
     @property
+    def busy(self) -> float:
+        """Share of the time in which the workers, or the decoder on the device, are busy."""
+        device = 0.0
+        if self.decode_mode != "cpu":
+            device = self.copy
+        if self.workers == 0:
+            return device
+        return max(device, self.rate / (self.workers * self.per_worker))
+
+    @property
     def idle(self) -> float:
         """Share of the time between the steps, in which the device did not compute."""
         return self.data_wait + self.late + (0.0 if self.on_gpu else self.copy)
