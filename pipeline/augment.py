@@ -86,8 +86,7 @@ class RandomResizedCrop:
         for _ in range(10):
             area = width * height * rng.uniform(*self.scale)
             aspect = math.exp(rng.uniform(low, high))
-            w = round(math.sqrt(area * aspect))
-            h = round(math.sqrt(area / aspect))
+            w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < w <= width and 0 < h <= height:
                 left = int(rng.random() * (width - w + 1))
                 top = int(rng.random() * (height - h + 1))
@@ -95,8 +94,7 @@ class RandomResizedCrop:
         aspect = min(max(width / height, narrowest), widest)
         w = min(width, max(1, round(height * aspect)))
         h = min(height, max(1, round(width / aspect)))
-        left = (width - w) // 2
-        top = (height - h) // 2
+        left, top = (width - w) // 2, (height - h) // 2
         return left, top, left + w, top + h
 
 
@@ -133,8 +131,7 @@ class CenterCrop:
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         width, height = picture.size
-        left = round((width - self.size) / 2)
-        top = round((height - self.size) / 2)
+        left, top = round((width - self.size) / 2), round((height - self.size) / 2)
         return picture.cropped((left, top, left + self.size, top + self.size))
 
 

@@ -192,8 +192,7 @@ class BatchTransforms:
     def targets(self, fields: Mapping[str, Tensor]) -> Tensor:
         """What is mixed: one-hot float32 [B, classes], or the numbers, float32 [B, ...]."""
         if self.label is None:
-            rows = next(iter(fields.values()))
-            return torch.zeros(len(rows), 0)
+            return torch.zeros(len(next(iter(fields.values()))), 0)
         label = fields[self.label]
         if label.is_floating_point():
             return label.float()
@@ -220,8 +219,7 @@ class BatchTransforms:
 
 def to_device(values: np.ndarray, like: Tensor) -> Tensor:
     """Copy a few host numbers to the device of `like` as float32, without synchronising."""
-    array = np.ascontiguousarray(values, np.float32)
-    tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(np.ascontiguousarray(values, np.float32))
     if like.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(like.device, non_blocking=like.is_cuda)
@@ -237,10 +235,8 @@ def _pasted_boxes(
     """
     half = np.floor(np.sqrt(areas) * size / 2)
     centre = np.floor(rng.random((2, len(areas))) * size)
-    low = np.clip(centre - half, 0, size)
-    high = np.clip(centre + half, 0, size)
-    inside = (high - low).prod(0) / size**2
-    return np.concatenate([low, high]).T, inside
+    low, high = np.clip(centre - half, 0, size), np.clip(centre + half, 0, size)
+    return np.concatenate([low, high]).T, (high - low).prod(0) / size**2
 
 
 def _outside(boxes: np.ndarray, images: Tensor) -> Tensor:

@@ -152,14 +152,12 @@ class Index:
 
     def path(self, i: int) -> str:
         """Return the path of a file; of an image in a tar file, for messages, `tar: name`."""
-        source = self.sources[self.places.array[i, 0]]
-        return source.where(self.name(i))
+        return self.sources[self.places.array[i, 0]].where(self.name(i))
 
     def read(self, i: int) -> bytes:
         """Return the content of a file; after a transient error of the storage, try again."""
-        number, start, length = self.places.array[i].tolist()
-        source = self.sources[number]
-        read = partial(source.read, self.name(i), start, length)
+        source, start, length = self.places.array[i].tolist()
+        read = partial(self.sources[source].read, self.name(i), start, length)
         for pause in PAUSES:
             try:
                 return read()
@@ -174,8 +172,7 @@ class Index:
         """The SHA-256 of class names, relative paths and labels, but not of the storage."""
         paths = self.paths.array.tolist()
         starts = np.cumsum([0, *map(len, paths)])
-        classes = "\0".join(self.classes)
-        digest = hashlib.sha256(classes.encode("utf-8", "surrogateescape"))
+        digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogateescape"))
         digest.update(b"".join(paths))
         digest.update(starts.tobytes())
         digest.update(self.labels.array.tobytes())

@@ -3,7 +3,7 @@
 import os
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -78,10 +78,8 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
 
 def _other_classes(train: Index, val: Index) -> UserError:
     """Return the error for splits of other classes: a label would mean two classes."""
-    here = set(val.classes)
-    there = set(train.classes)
-    only_here = sorted(here - there)[:5]
-    only_there = sorted(there - here)[:5]
+    only_here = sorted(set(val.classes) - set(train.classes))[:5]
+    only_there = sorted(set(train.classes) - set(val.classes))[:5]
     differences = f"only there: {only_there}; only here: {only_here}"
     wrong = f"its classes are not those of {train.root} ({differences})"
     return UserError(f"data.val={val.root}", wrong, "give both the same classes")
@@ -107,6 +105,7 @@ def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
     Returns: two int64 [n], sorted, which together are all samples.
     """
     labels = index.labels.array
+    paths: Any = index.paths.array  # bytes [n]
     by_class = labels.argsort(kind="stable")
     counts = np.bincount(labels, minlength=len(index.classes))
     stops = counts.cumsum()
@@ -119,16 +118,7 @@ def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
         high = round(held.stop * count)
         if low == 0:
             high = min(max(1, high), count - 1)
-        ordered = _by_hash(index, by_class[stop - count : stop])
-        is_val[ordered[low:high]] = True
+        rows = by_class[stop - count : stop]
+        by_hash = sorted(rows, key=lambda row: blake2b(paths[row], digest_size=8).digest())
+        is_val[by_hash[low:high]] = True
     return np.flatnonzero(~is_val), np.flatnonzero(is_val)
-
-
-def _by_hash(index: Index, rows: np.ndarray) -> list[int]:
-    """Sort samples by the hash of their paths; `rows`: int64 [n], their numbers."""
-    paths = index.paths.array
-
-    def digest(row: int) -> bytes:
-        return blake2b(paths[row], digest_size=8).digest()
-
-    return sorted(rows, key=digest)

@@ -168,9 +168,9 @@ def test_all_images_and_the_numbers_are_mixed_alike(names: tuple[str, ...], entr
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        (only("image"), "augment.batch: .* a sample has nothing; leave them out"),
-        (only("image", "mask"), "augment.batch: .* a sample has mask; "),
-        (only("image", "number", "mask"), "augment.batch: .* a sample has number, mask; "),
+        (only("image"), "augment.batch: .* a sample has image; leave them out"),
+        (only("image", "mask"), "augment.batch: .* a sample has image, mask; "),
+        (only("image", "number", "mask"), "augment.batch: .* a sample has image, number, mask; "),
         (lambda side: everything(side) | {"view": deep(side)["image"]}, "data.mean: .* differ in"),
     ],
 )
