@@ -58,6 +58,11 @@ def test_the_first_mode_that_is_enough(
     assert (tuner.choose_mode(0), tuner.newest) == (mode, tried)
 
 
+def test_a_resumed_run_keeps_its_mode() -> None:
+    """Even if it fails now: the training then says why."""
+    assert Rated({"first": 0.0}, 1000, ALONE).choose_mode(0) == "first"
+
+
 class OtherRank(World):
     """Beside a rank that has the CPU's mode only, and is twice as fast."""
 
