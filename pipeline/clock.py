@@ -80,12 +80,6 @@ class StepTimes(NamedTuple):
         """Share of the time that remains for the step."""
         return max(0.0, 1 - self.idle - self.ranks_wait)
 
-    @property
-    def busy(self) -> float:
-        """Share of the time in which the workers, or the decoder on the device, are busy."""
-        device = self.copy if self.decode_mode != "cpu" else 0.0
-        return max(device, self.rate / (self.workers * self.per_worker) if self.workers else 0.0)
-
 
 class TimedRow(NamedTuple):
     """The times of a log row, and what makes them unusual."""
