@@ -119,11 +119,10 @@ def measure_steps(parts: train.Parts, world: World, seconds: float) -> list[Stag
         feed.step_times()
         fed = windows(sizes, seconds, finish)
         feed.step_rate = median(alone) if world.device.type != "cpu" else 0.0  # for the verdict
-        times = feed.step_times()
-        verdict = judge([times] if times else [], 0.0, world, feed)
+        verdict = judge([feed.step_times()], 0.0, world, feed)
     note = f"{config.model.name}, batch {parts.schedule.batch_size}, {compute.precision}, "
     note += f"compile {compute.compile_mode}, batch already on the device"
-    lines = ["the step, fed by the loader", *(f"verdict   {line}" for line in verdict)]
+    lines = ["the step, fed by the loader", *(f"verdict   {line}" for line in verdict.sentences)]
     return [("step", alone, note), ("train", fed, "\n".join(lines))]
 
 

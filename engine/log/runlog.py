@@ -100,7 +100,7 @@ class RunLog:
         self.feed.train.clock.ranks_ready()
 
     def end_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
-        """Add the values of a step, float [] on the device; return the newest log row.
+        """Add the values of a step, float [] on the device; return the newest log row. Collective.
 
         One step after a row was due, waits for the step of that row, while the device runs this
         one. If an epoch ends or a checkpoint follows, a row that is due waits for its own step.
@@ -120,7 +120,7 @@ class RunLog:
         return self.row
 
     def end_interval(self) -> dict[str, Any]:
-        """Wait for the row that is due, unless a signal came before it; return the newest one."""
+        """Wait for the row that is due, unless a signal came before it; return the newest."""
         self.feed.train.clock.end_step()
         self._report()
         return self.row
@@ -132,16 +132,15 @@ class RunLog:
             self._judged = len(self.timed_rows)
             rows = [row.times for row in newest if not row.starting]
             verdict = judge(rows, SHORT_EPOCH, self.world, self.feed)
-            if not verdict:
+            if not verdict.cause:
                 return
             # A killed run leaves this file instead of the verdict in summary.json.
             epoch = round(self.schedule.epoch(self.state.step), 4)
-            self.tracker.write_json("verdict.json", {"epoch": epoch, "verdict": verdict})
-            cause = verdict[0].partition(":")[0]
+            self.tracker.write_json("verdict.json", {"epoch": epoch, "verdict": verdict.sentences})
             is_last = self.state.step == self.schedule.stop_step
-            if cause != self._cause and not is_last:
-                self.tracker.print(*console.verdict_lines(verdict))
-            self._cause = cause
+            if verdict.cause != self._cause and not is_last:
+                self.tracker.print(*console.verdict_lines(verdict.sentences))
+            self._cause = verdict.cause
 
     @contextmanager
     def pause(self, doing: str = "epoch") -> Iterator[None]:
@@ -183,7 +182,6 @@ class RunLog:
         first_steps = FIRST_STEPS if self.world.device.type == "cuda" else 1
         skip = max(0, self._first_step + first_steps - before)
         times = self.feed.step_times(interval.steps, skip=skip)
-        assert times is not None, "every step of an interval has been ended"
         reason = self.train_on_batch.disabled_reason
         times = times._replace(graph_refused=reason, slowdowns=self.monitor.slowdowns())
         first_epoch = before * self.schedule.batch_size < self.schedule.images
@@ -195,7 +193,7 @@ class RunLog:
         self._notify(lambda observer: observer.logged(row))
 
     def finish(self, stop: StopSignal, started: float) -> dict[str, Any]:
-        """Report the end of the run, once its last checkpoint is on disk; return the summary.
+        """Report the end once the last checkpoint is on disk; return the summary. Collective.
 
         `started`: time.monotonic() when `train` was called. A signal may still arrive during that
         checkpoint. Raises CheckpointError if it could not be written.
@@ -262,7 +260,7 @@ class RunLog:
             if newest.starting:
                 settled = []
         verdict = judge(settled, SHORT_RUN, self.world, self.feed)
-        return {"images_per_second": rate, "verdict": verdict}
+        return {"images_per_second": rate, "verdict": list(verdict.sentences)}
 
 
 def train_row(

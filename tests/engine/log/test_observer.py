@@ -10,6 +10,7 @@ import pytest
 
 from conf.errors import UserError
 from engine.log.observer import ObservedRun, Observer
+from engine.log.verdict import Verdict
 from pipeline.batch import Batch
 from tests.helpers.results import rows
 from tests.helpers.small_run import run
@@ -111,7 +112,8 @@ def test_an_epoch_with_the_same_bottleneck_prints_no_verdict(
     capsys: Any,
 ) -> None:
     # Five epochs, and the run: its verdict is printed after the last epoch.
-    verdicts = iter([["a: 1."], ["a: 2."], [], ["b: 3."], ["c: 4."], ["c: 5."]])
+    words = ["a: 1.", "a: 2.", "", "b: 3.", "c: 4.", "c: 5."]
+    verdicts = iter([Verdict(word[:1], (word,)) for word in words])
     monkeypatch.setattr("engine.log.runlog.judge", lambda *_: next(verdicts))
     run(image_root, tmp_path / "run", "train.epochs=5")
     assert re.findall(r"verdict +(.*)", capsys.readouterr().out) == ["a: 1.", "b: 3.", "c: 5."]

@@ -15,7 +15,7 @@ import torch
 from conf.compose import from_overrides
 from conf.schema import NAMES
 from engine.distributed import World
-from engine.log.verdict import REMEDIES, judge, remedy_for, verdict
+from engine.log.verdict import REMEDIES, Verdict, judge, remedy_for, verdict
 from pipeline.clock import StepTimes
 from pipeline.feed import Feed
 from tests.engine.plans import ALONE, WAITED
@@ -101,7 +101,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[StepTimes]:
     return found
 
 
-SENTENCES = ["a sentence.", "Remedy: use more PCIe lanes."]
+SENTENCES = ("a sentence.", "Remedy: use more PCIe lanes.")
 
 
 def lasting(seconds: float, **values: Any) -> StepTimes:
@@ -119,8 +119,8 @@ def test_a_short_time_has_no_verdict(feed: Feed, judged: list[StepTimes]) -> Non
     for seconds in (1.0, 18.0, 1.0):
         says.append(judge(rows, 20.0, ALONE, feed))
         rows.append(lasting(seconds))
-    assert says == [[]] * 3 and not judged
-    assert judge(rows, 20.0, ALONE, feed) == SENTENCES
+    assert says == [Verdict()] * 3 and not judged
+    assert judge(rows, 20.0, ALONE, feed).sentences == SENTENCES
     assert judged[-1].rate == pytest.approx(9.6)
 
 
@@ -183,6 +183,6 @@ class TwoRanks(World):
 def test_all_ranks_have_the_same_verdict(feed: Feed, judged: list[StepTimes]) -> None:
     world = TwoRanks(rank=0, size=2, local_size=2, device=torch.device("cpu"))
     row = lasting(22.0, data_wait=0.1)
-    assert judge([row], 20.0, world, feed) == SENTENCES
+    assert judge([row], 20.0, world, feed).sentences == SENTENCES
     assert [rank.data_wait for rank in judged] == pytest.approx([0.1, 0.4])
-    assert judge([row], 21.0, world, feed) == []
+    assert judge([row], 21.0, world, feed) == Verdict()
