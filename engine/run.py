@@ -80,9 +80,10 @@ class Run(AbstractContextManager["Run"]):
         if paths:
             self.is_first_start = False
             self.resumed, self._stored = checkpoint.load_newest(paths)
-            # The same command again resumes: the history names the checkpoint of the first start.
-            history = ["began with auto", *self._stored["state"].get("history", []), ""]
-            if f" with {given}\n" not in "\n".join(history):
+            # The same command again resumes: `_continue` notes with what the first start began.
+            history = self._stored["state"].get("history", [])
+            began = any(line.endswith(f" with {given}") for line in history)
+            if given != "auto" and not began:
                 wrong = f"{self.path} holds a run that began without it"
                 cure = f"leave the key out to resume from {self.resumed.name}, or give a run.name"
                 raise UserError(f"checkpoint.resume={given}", wrong, cure)
@@ -106,8 +107,8 @@ class Run(AbstractContextManager["Run"]):
         """Load what `read_checkpoint` has read, claim the folder and write config.yaml. Collective.
 
         `metadata`: of `checkpoint_metadata`. Raises UserError, before anything is created, if the
-        checkpoint is of another training, or another process uses the folder. If the run is
-        finished, nothing is written.
+        checkpoint is of another training, or another process uses the folder. A finished run
+        keeps its config and its summary.
         """
         self.world.require_same({"checkpoint": str(self.resumed), **metadata["identity"]})
         if self.resumed is not None:
@@ -138,7 +139,10 @@ class Run(AbstractContextManager["Run"]):
             state.history.append(f"accepted at step {state.step:,}: {change}")
 
     def _claim(self, state: TrainState) -> dict[str, Any] | None:
-        """Lock the folder; return its summary if the run is finished, else write the config."""
+        """Lock the folder and tidy it up after a kill; return the summary of a finished run.
+
+        checkpoint.resume=never moves an earlier run aside. Without a summary, writes the config.
+        """
         if self.config.checkpoint.resume == "never" and self.path.exists():
             os.close(_lock(self.path))  # fails if another process trains in it
             _move_aside(self.path)
