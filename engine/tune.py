@@ -34,20 +34,20 @@ ENOUGH_ON_CPU = 1.05
 ENOUGH_ON_DEVICE = 1.25
 # If the CPU makes this share of them or more, the device helps (the last mode) rather than decodes
 # alone: its decoders slow the step (ResNet-50 at 160 px on an H100 by 1.5 %).
-MOST = 0.75
+HELPED_SHARE = 0.75
 WINDOW_SECONDS = 2.0  # of log rows that are judged together
-WINDOWS = 5  # with the same number of workers are averaged; one is accurate to about 5 %
-WAITS = 0.015  # a larger share of images/s to gain is worth another number of workers
+AVERAGED_WINDOWS = 5  # windows with the same number of workers; one is accurate to about 5 %
+MIN_GAIN = 0.015  # a gain of images/s, or a wait, that is worth another number of workers
 MARGIN = 1.15  # supply over demand: batches come unevenly
-SPARE = 1.3  # times enough; workers beyond are given up
+SPARE_SUPPLY = 1.3  # workers beyond this many times the demand with its margin are given up
 MAX_CORRECTION = 2.0
-DIFFERS = 0.05  # images/s of the step, without waiting, that differ by more are no noise
-SLOWED = 0.95  # share of its rate alone; below it, workers may take the step's cores
-TRIED = 8  # then one of so many fewer is tried
+NOISE = 0.05  # two windows of an equal step differ by less
+SLOW_STEP = 0.95  # share of its rate alone; below it, workers may take the step's cores
+TRIED_PART = 8  # then one of eight workers is taken away to see whether the step gets faster
 # Two changes come close to the best number. Later ones need a predicted gain of PATIENCE over the
 # windows with this number, or they would follow noise.
 PATIENCE = 0.4
-FORGET = 100  # windows after which what slowed the step may have ended
+FORGET_WINDOWS = 100  # then, the cause of a slow step may have ended: it is looked for anew
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Rule:
     last: StepTimes  # the newest window
     correction: float = 1.0  # images/s by the times of a worker, over those that arrive
     slope: float = 0.0  # seconds per image that each worker adds to the step; 0: not known
-    recent: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=WINDOWS))
+    recent: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=AVERAGED_WINDOWS))
     kept: int = 0  # windows with this number
     changes: int = 0  # of the number, since the step became faster or slower without one
 
@@ -78,9 +78,9 @@ class Rule:
         """Compare the step with that of the window before: what did other workers change?"""
         self.kept += 1
         added = window.workers - self.last.workers
-        differs = abs(window.demand / self.last.demand - 1) > DIFFERS
+        differs = abs(window.demand / self.last.demand - 1) > NOISE
         if added == 0:
-            if differs or self.kept > FORGET:  # other programs have begun or ended
+            if differs or self.kept > FORGET_WINDOWS:  # other programs have begun or ended
                 self.slope, self.correction = 0.0, 1.0
                 self.changes = 0
                 self.kept = 1
@@ -95,21 +95,21 @@ class Rule:
         """Return the number of workers that promises the most images/s."""
         now = times.workers
         supply = now * times.per_worker
-        if times.data_wait > WAITS:
+        if times.data_wait > MIN_GAIN:
             self.correction = min(MAX_CORRECTION, max(1.0, supply / times.rate))
-        elif times.demand < SLOWED * self.alone and self.slope == 0:
+        elif times.demand < SLOW_STEP * self.alone and self.slope == 0:
             without_core = supply * times.core_ms / 1000
-            fewer = max(now / TRIED, without_core)
+            fewer = max(now / TRIED_PART, without_core)
             return max(1, now - math.ceil(fewer))
         demand = max(times.demand, self.alone)
         wanted = MARGIN * self.correction * demand
         enough = min(most, math.ceil(wanted / times.per_worker))
         rate = partial(self.predicted_rate, times)
         best = max(range(enough, 0, -1), key=rate)  # the largest of those that are as good
-        gain = WAITS if self.changes < 2 else max(WAITS, PATIENCE / self.kept)
+        gain = MIN_GAIN if self.changes < 2 else max(MIN_GAIN, PATIENCE / self.kept)
         if rate(best) > (1 + gain) * rate(now):
             return best
-        if now > SPARE * enough and len(self.recent) == WINDOWS:
+        if now > SPARE_SUPPLY * enough and len(self.recent) == AVERAGED_WINDOWS:
             return enough
         return now
 
@@ -186,7 +186,7 @@ class Tuner:
         shares = {first: self.share_of(first, first_step)}
         if shares[first] >= ENOUGH_ON_CPU:
             return first
-        if shares[first] >= MOST:
+        if shares[first] >= HELPED_SHARE:
             others.reverse()
         for mode in others:
             shares[mode] = self.share_of(mode, first_step)
