@@ -95,9 +95,9 @@ def train(config: Config) -> dict[str, Any]:
         tracker.print(feed.console_line())
         train_on_batch = enter(build_step(schedule, compute, parts.loss_fn, state, world))
         stop = enter(StopSignal(world))
-        first_batch = stop.interruptible(feed.train.batches(state.step, state.step + 1))
+        first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         # May reduce the micro-batch, in the schedule and in train_on_batch.
-        schedule = fit_memory(schedule, train_on_batch, state, world, first_batch)
+        schedule = fit_memory(schedule, train_on_batch, state, world, first_batches)
         tuner = tune_loader(feed, train_on_batch, state, run, tracker)
         run.note_measured(schedule.fitted_micro_batch, feed.decode_mode)
         log = RunLog(feed, schedule, compute, train_on_batch, state=state, run=run, tracker=tracker)
@@ -128,16 +128,14 @@ def train(config: Config) -> dict[str, Any]:
 def build_step(
     schedule: Schedule, compute: Compute, loss_fn: Loss, state: TrainState, world: World
 ) -> StepGraph:
-    """Return the function that trains on one batch: `train_step`, on a GPU as a CUDA graph."""
+    """Return `train_step` for one batch, on a GPU as a CUDA graph. Collective."""
     config = schedule.config
     network = world.wrap(state.model, compute.image_shape)
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
     lr = torch.zeros((), dtype=dtype, device=world.device)
-    clip_norm, count = config.optim.clip_norm, schedule.micro_batches
-    step_function = partial(
-        train_step, state, network, loss_fn, lr=lr, clip_norm=clip_norm, micro_batches=count
-    )
+    options: Any = {"clip_norm": config.optim.clip_norm, "micro_batches": schedule.micro_batches}
+    step_function = partial(train_step, state, network, loss_fn, lr=lr, **options)
 
     def before_step(step: int) -> None:
         seed_step(config.train.seed, step, world.rank)
@@ -193,6 +191,7 @@ def train_step(
     for name in logged[0]:
         means[name] = torch.stack([row[name].float() for row in logged]).mean()
     if state.scaler.is_enabled():
+        # `get_scale` would wait for the device.
         means["loss_scale"] = state.scaler.scale(torch.ones_like(means["loss"]))
     return means
 
@@ -248,7 +247,7 @@ def predictions(outputs: Tensor) -> Values:
 
 
 def validate(log: RunLog, stop: StopSignal) -> None:
-    """Validate each image once, and note in the state whether the model is the best so far.
+    """Validate each image once, and note in the state if the model is the best. Collective.
 
     With train.ema_decay, the moving average is validated, and the raw model alongside it
     (`loss_raw`, `top1_raw`, ...). A signal ends the validation early and nothing is recorded: the
@@ -279,13 +278,13 @@ def validate(log: RunLog, stop: StopSignal) -> None:
 
 
 def is_validation_missing(schedule: Schedule, state: TrainState) -> bool:
-    """Whether a signal or other keys have prevented a validation, or its images have changed."""
+    """Whether the validation that is due at this step has no result in the state."""
     validated = state.last_validation.get("step") == state.step
     return schedule.due(state.step).validate and not validated
 
 
 def save(log: RunLog) -> None:
-    """Start to write a checkpoint; a thread writes it while training continues."""
+    """Start to write a checkpoint; a thread writes it while training continues. Collective."""
     with log.pause():
         log.tracker.flush()  # so that a kill leaves no gap in the curves
         log.run.save(log.state)
@@ -302,8 +301,10 @@ def resolve_config(config: Config, world: World) -> Config:
         name, parameters = split_entry(config.train.prepare, "train.prepare")
         config = import_object(name, "train.prepare")(config, world, **parameters)
     config = replace(config, run=world.on_rank_0(lambda: config.run))
-    same = {key: value for key, value in config_values(config).items() if key not in CHOOSE_SAMPLES}
-    world.require_same({**same, "train.device": world.device.type})
+    shared = {
+        key: value for key, value in config_values(config).items() if key not in CHOOSE_SAMPLES
+    }
+    world.require_same({**shared, "train.device": world.device.type})
     return config
 
 

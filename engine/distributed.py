@@ -95,16 +95,16 @@ class World:
         return int(values)
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Copy rank 0's buffers to all ranks: they validate with the same BatchNorm statistics."""
+        """Copy rank 0's buffers, such as BatchNorm's statistics, to all ranks. Collective."""
         if self.size > 1:
             _copy_from_rank_0(model.buffers())
 
     def wrap(self, model: nn.Module, image_shape: Sequence[int]) -> nn.Module:
         """Return the module to call in training: the model; with several nodes, DDP around it.
 
-        DDP averages gradients during the backward pass, which hides the time that the network
-        between nodes takes. On one node, it costs more than it saves: it splits the compiled step
-        into several graphs and copies each gradient. There, `average_gradients` does.
+        Collective. DDP averages gradients during the backward pass, which hides the time that the
+        network between nodes takes. On one node, it costs more than it saves: it splits the
+        compiled step into several graphs and copies each gradient; `average_gradients` does it.
 
         DDP rebuilds its gradient buckets after the first backward pass, at the next forward pass;
         with three or more ranks, the sums then round differently. So that the first step after a

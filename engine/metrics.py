@@ -20,7 +20,7 @@ from conf.named import import_object
 from conf.schema import Config
 
 Values = dict[str, Tensor]  # name -> tensor on the device; those of a step, float [], are logged
-Compute = Callable[[], float | Tensor]
+Computation = Callable[[], float | Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ METRICS: dict[str, Metric] = {
         ".2f", " %", console=False, compute=macro_recall, inputs=("label", "prediction")
     ),
 }
+# Of each image; read by observers or by entries of log.values.
+NOT_AVERAGED = ("confidence", "score")
 
 
 @dataclass(frozen=True)
@@ -124,20 +126,20 @@ class Metrics:
         metric = self[name]
         return f"{name} {number:{metric.form}}{metric.unit}"
 
-    def functions(self, rows: Mapping[str, Tensor]) -> dict[str, Compute]:
+    def functions(self, rows: Mapping[str, Tensor]) -> dict[str, Computation]:
         """Return what computes each value of a validation, by name: its `compute`, or a mean.
 
         A `compute` needs all of its inputs. An input is not averaged, unless it has an entry.
         """
-        inputs = {"confidence", "score"}
-        computed: dict[str, Compute] = {}
+        inputs = set(NOT_AVERAGED)
+        computed: dict[str, Computation] = {}
         for name, metric in self.entries.items():
             inputs.update(metric.inputs)
             if metric.compute and rows.keys() >= set(metric.inputs):
                 arguments = map(rows.__getitem__, metric.inputs)
                 computed[name] = partial(metric.compute, *arguments)
         inputs -= self.entries.keys()
-        values: dict[str, Compute] = {}
+        values: dict[str, Computation] = {}
         for name, row in rows.items():
             is_number = row.ndim == 1 and row.is_floating_point()
             if is_number and name not in inputs:
