@@ -106,14 +106,12 @@ def test_a_mistake_of_a_method_is_one_warning(
 
 
 def test_an_epoch_with_the_same_bottleneck_prints_no_verdict(
-    image_root: Path,
-    tmp_path: Path,
-    monkeypatch: Any,
-    capsys: Any,
+    image_root: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     # Five epochs, and the run: its verdict is printed after the last epoch.
-    words = ["a: 1.", "a: 2.", "", "b: 3.", "c: 4.", "c: 5."]
-    verdicts = iter([Verdict(word[:1], (word,)) for word in words])
+    causes = ["a", "a", "", "b", "c", "c"]
+    sentences = [("a: 1.",), ("a: 2.",), (), ("b: 3.",), ("c: 4.",), ("c: 5.",)]
+    verdicts = map(Verdict, causes, sentences)
     monkeypatch.setattr("engine.log.runlog.judge", lambda *_: next(verdicts))
     run(image_root, tmp_path / "run", "train.epochs=5")
     assert re.findall(r"verdict +(.*)", capsys.readouterr().out) == ["a: 1.", "b: 3.", "c: 5."]
