@@ -49,7 +49,7 @@ from engine.compute import (
     set_up_kernels,
 )
 from engine.distributed import World, average_gradients, join_world, set_ddp_sync
-from engine.log.observer import named_observers
+from engine.log.observer import check_observers
 from engine.log.plan import print_plan
 from engine.log.runlog import RunLog
 from engine.log.tracker import Tracker
@@ -96,11 +96,11 @@ def train(config: Config) -> dict[str, Any]:
         train_on_batch = enter(build_step(schedule, compute, parts.loss_fn, state, world))
         stop = enter(StopSignal(world))
         first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
-        # May reduce the micro-batch, in the schedule and in train_on_batch.
+        # If it reduces the micro-batch, it also calls train_on_batch.set_micro_batches.
         schedule = fit_memory(schedule, train_on_batch, state, world, first_batches)
         tuner = tune_loader(feed, train_on_batch, state, run, tracker)
         run.note_measured(schedule.fitted_micro_batch, feed.decode_mode)
-        log = RunLog(feed, schedule, compute, train_on_batch, state=state, run=run, tracker=tracker)
+        log = RunLog(feed, schedule, compute, train_on_batch, state, run, tracker, parts.metrics)
         enter(garbage_collection_paused())
         if is_validation_missing(schedule, state):
             validate(log, stop)
@@ -134,14 +134,16 @@ def build_step(
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
     lr = torch.zeros((), dtype=dtype, device=world.device)
-    options: Any = {"clip_norm": config.optim.clip_norm, "micro_batches": schedule.micro_batches}
-    step_function = partial(train_step, state, network, loss_fn, lr=lr, **options)
+    clip_norm = config.optim.clip_norm
+    step_function = partial(train_step, state, network, loss_fn, lr=lr, clip_norm=clip_norm)
 
     def before_step(step: int) -> None:
         seed_step(config.train.seed, step, world.rank)
         lr.fill_(schedule.lr(step))
 
-    return StepGraph(step_function, before_step, state.clear_gradients, network)
+    train_on_batch = StepGraph(step_function, before_step, state.clear_gradients, network)
+    train_on_batch.set_micro_batches(schedule.num_micro_batches)
+    return train_on_batch
 
 
 def train_step(
@@ -152,7 +154,7 @@ def train_step(
     *,
     lr: float | Tensor,
     clip_norm: float | None = None,
-    micro_batches: int = 1,
+    num_micro_batches: int = 1,
 ) -> Values:
     """Forward, loss, backward, all-reduce, clip, update, moving average.
 
@@ -164,7 +166,7 @@ def train_step(
         lr: learning rate of the optimiser step, a number or float [] on the device; a parameter
             group with an `lr_scale` uses lr * lr_scale.
         clip_norm: maximum global gradient norm; None disables clipping.
-        micro_batches: number of equal parts of the batch, whose gradients are averaged.
+        num_micro_batches: number of equal parts of the batch, whose gradients are averaged.
 
     Returns:
         Named values to log, "loss" among them. One that you add appears in all logs and the report.
@@ -172,10 +174,10 @@ def train_step(
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
     logged: list[Values] = []
-    for number, micro_batch in enumerate(batch.split(micro_batches), start=1):
-        set_ddp_sync(network, enabled=number == micro_batches)
+    for number, micro_batch in enumerate(batch.split(num_micro_batches), start=1):
+        set_ddp_sync(network, enabled=number == num_micro_batches)
         loss, values = loss_fn(network, micro_batch)
-        state.scaler.scale(loss / micro_batches).backward()  # DDP averages here, if enabled
+        state.scaler.scale(loss / num_micro_batches).backward()  # DDP averages here, if enabled
         logged.append({"loss": loss.detach(), **values})
     average_gradients(network)
     # Without fp16, the scaler is disabled: `step` calls the optimiser, the others do nothing.
@@ -258,7 +260,7 @@ def validate(log: RunLog, stop: StopSignal) -> None:
     with log.pause(f"validating {len(feed.datasets.val):,} images"):
         for network in networks:
             log.world.broadcast_buffers(network)
-        batches = validation_batches(feed, stop, log.schedule.micro_batches)
+        batches = validation_batches(feed, stop, log.schedule.num_micro_batches)
         with log.compute.autocast(), feed.for_validation():
             result, *raw_results = evaluate(networks, validation_values, batches, log.world)
         if result.images < len(feed.datasets.val):
@@ -316,6 +318,7 @@ class Parts:
     schedule: Schedule
     compute: Compute
     loss_fn: Loss
+    metrics: Metrics
     state: TrainState
 
     def checkpoint_metadata(self) -> dict[str, Any]:
@@ -339,7 +342,7 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
         set_up_kernels(config.train.deterministic, compute.precision)
         loss_fn = build_loss(config, datasets, compute)
         state = build_state(config, datasets, compute, world)
-    world.on_rank_0(lambda: bool(named_observers(config)))  # other ranks need not import them
+    world.on_rank_0(partial(check_observers, config))  # other ranks need not import them
     # Validate on zeros, so that a wrong train.best_by is refused before the training.
     with compute.autocast():
         example = Batch.zeros(datasets.train.fields, world.device)
@@ -347,7 +350,7 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
     metrics.best_by.check(metrics.functions(dry_run.rows))
     with world.shared_errors():
         datasets.create_files()  # such as synthetic images, which a dataset draws
-    return Parts(datasets, schedule, compute, loss_fn, state)
+    return Parts(datasets, schedule, compute, loss_fn, metrics, state)
 
 
 def build_state(config: Config, datasets: Datasets, compute: Compute, world: World) -> TrainState:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -39,10 +38,10 @@ def fit_memory(
     nothing is tried, because the forward pass waits for the other ranks.
 
     Args:
-        train_on_batch: its `step_function` is set to the new number of micro-batches.
+        train_on_batch: its number of micro-batches is set to that of the schedule.
         batches: the first batch, which is read only if the step is tried.
     """
-    count, images = schedule.micro_batches, schedule.local_batch_size
+    count, images = schedule.num_micro_batches, schedule.local_batch_size
     fixed = schedule.config.train.micro_batch or state.step > 0
     waits = schedule.config.model.sync_bn and world.size > 1
     if world.device.type not in TRIED_ON or fixed or waits:
@@ -54,11 +53,10 @@ def fit_memory(
                 wrong = f"out of memory on {world.device} with micro-batches of 1"
                 raise TrainingError(f"{key}: {wrong}; use a smaller model.name or data.image_size")
             count = count_micro_batches(images, images // count // 2)
-    if world.device.type == "cuda":  # StepGraph reads the peak: leave out the trials
-        torch.cuda.reset_peak_memory_stats()
-    if count == schedule.micro_batches:
+    torch.accelerator.reset_peak_memory_stats()  # StepGraph reads the peak: leave out the trials
+    if count == schedule.num_micro_batches:
         return schedule
-    train_on_batch.step_function = partial(train_on_batch.step_function, micro_batches=count)
+    train_on_batch.set_micro_batches(count)
     size = images // count
     more = f"training in {count} micro-batches of {size}, as with train.micro_batch={size}"
     logger.warning("out of memory with %d images at a time: %s", images, more)
@@ -71,10 +69,10 @@ def _fits(train_on_batch: StepGraph, state: TrainState, batch: Batch, count: int
     alone = on_this_rank_alone(train_on_batch.network)
     with alone, suppress(torch.OutOfMemoryError), restored_on_exit(state):
         train_on_batch.before_step(batch.step)
-        train_on_batch.step_function(batch, micro_batches=count)
+        train_on_batch.step_function(batch, num_micro_batches=count)
         fits = True
     if not fits:
-        torch.cuda.empty_cache()  # blocks of the sizes that were too large
+        torch.accelerator.empty_cache()  # blocks of the sizes that were too large
     return fits
 
 

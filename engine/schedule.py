@@ -46,7 +46,7 @@ class Schedule:
         return self.batch_size // self.ranks
 
     @property
-    def micro_batches(self) -> int:
+    def num_micro_batches(self) -> int:
         """The number of equal parts in which a rank trains on its images of a step."""
         max_images = self.config.train.micro_batch or self.fitted_micro_batch
         return count_micro_batches(self.local_batch_size, max_images)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -85,6 +86,10 @@ class StepGraph(AbstractContextManager["StepGraph"]):
         static.copy_(batch)
         graph.replay()
         return values
+
+    def set_micro_batches(self, number: int) -> None:
+        """Split the batch of each later step into `number` parts."""
+        self.step_function = partial(self.step_function, num_micro_batches=number)
 
     def reset(self) -> None:
         """Drop the graph after tensors of the step have moved; later steps capture another one."""

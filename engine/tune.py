@@ -67,7 +67,11 @@ class Rule:
         self.compare(window)
         self.last = window
         self.recent.append(window)
-        number = self.best_number(mean_of(self.recent), most)
+        times = mean_of(self.recent)
+        if times.data_wait > MIN_GAIN:
+            supply = times.workers * times.per_worker
+            self.correction = min(MAX_CORRECTION, max(1.0, supply / times.rate))
+        number = self.best_number(times, most)
         if number != window.workers:
             self.changes += 1
             self.kept = 0
@@ -94,12 +98,11 @@ class Rule:
     def best_number(self, times: StepTimes, most: int) -> int:
         """Return the number of workers that promises the most images/s."""
         now = times.workers
-        supply = now * times.per_worker
-        if times.data_wait > MIN_GAIN:
-            self.correction = min(MAX_CORRECTION, max(1.0, supply / times.rate))
-        elif times.demand < SLOW_STEP * self.alone and self.slope == 0:
-            without_core = supply * times.core_ms / 1000
-            fewer = max(now / TRIED_PART, without_core)
+        never_waits = times.data_wait <= MIN_GAIN
+        is_slow = times.demand < SLOW_STEP * self.alone
+        if never_waits and is_slow and self.slope == 0:
+            waiting = now * times.per_worker * times.core_ms / 1000  # workers that wait for a core
+            fewer = max(now / TRIED_PART, waiting)
             return max(1, now - math.ceil(fewer))
         demand = max(times.demand, self.alone)
         wanted = MARGIN * self.correction * demand
@@ -132,7 +135,6 @@ class Tuner:
         self.rule: Rule | None = None
         self.first_row = 0  # of the present window
         self.seen = 0  # rows so far
-        self.worker = StepTimes()  # times of a worker while all decode
 
     def follow(self, rows: Sequence[TimedRow]) -> None:
         """Set the number of workers after a log row of this rank; called after each step."""
@@ -154,14 +156,14 @@ class Tuner:
         feed.step_rate = self.measure_step(train_on_batch, resident)
         text = f"the step takes {feed.step_rate:,.0f} images/s on a batch that is on the GPU"
         self.tracker.print(f"autotune  {text}")
-        mode = self.choose_mode(first_step)
+        first = self.measure_mode(feed.decode_modes[0], first_step)
+        mode = self.choose_mode(first.rate, first_step)
         feed.set_decode_mode(mode)
         workers = feed.num_cores
         if mode == "cpu":
-            enough = math.ceil(MARGIN * feed.step_rate / self.worker.per_worker)
-            workers = min(enough, feed.most_workers(self.worker))
-            first = StepTimes(rate=feed.step_rate, workers=workers)
-            self.rule = Rule(feed.step_rate, first)
+            enough = math.ceil(MARGIN * feed.step_rate / first.per_worker)
+            workers = min(enough, feed.most_workers(first))
+            self.rule = Rule(feed.step_rate, StepTimes(rate=feed.step_rate, workers=workers))
         elif feed.datasets.train.decoder != "none":  # both decode
             workers = max(1, workers - 1)  # a thread of this process waits for the device
         feed.pool.activate(workers)
@@ -178,29 +180,35 @@ class Tuner:
         seconds = median(seconds_of(step, count) for _ in range(ROUNDS))
         return len(resident.samples) / seconds
 
-    def choose_mode(self, first_step: int) -> str:
-        """Return the first mode that is enough on all ranks, else the fastest. Collective."""
+    def choose_mode(self, first_rate: float, first_step: int) -> str:
+        """Return the first mode that is enough on all ranks, else the fastest. Collective.
+
+        first_rate: images/s of the first mode, which is the CPU's, or that of the run so far.
+        """
         modes = self.feed.decode_modes
-        count = min(self.world.all_gather(len(modes)))  # a rank may lack engines
-        first, *others = modes[:count]  # the first one is the CPU's
-        shares = {first: self.share_of(first, first_step)}
+        num_modes = min(self.world.all_gather(len(modes)))  # a rank may lack engines
+        first, *others = modes[:num_modes]
+        shares = {first: self.smallest_share(first_rate)}
         if shares[first] >= ENOUGH_ON_CPU:
             return first
         if shares[first] >= HELPED_SHARE:
             others.reverse()
         for mode in others:
-            shares[mode] = self.share_of(mode, first_step)
+            times = self.measure_mode(mode, first_step)
+            shares[mode] = self.smallest_share(times.rate)
             if shares[mode] >= ENOUGH_ON_DEVICE:
                 return mode
         return max(shares, key=shares.__getitem__)
 
-    def share_of(self, mode: str, first_step: int) -> float:
-        """Return the images of a mode over those of the step, on the slowest rank. Collective."""
-        share = self.measure_mode(mode, first_step) / self.feed.step_rate
-        return min(self.world.all_gather(share))
+    def smallest_share(self, rate: float) -> float:
+        """Return images/s over those of the step, on the rank where it is smallest. Collective."""
+        return min(self.world.all_gather(rate / self.feed.step_rate))
 
-    def measure_mode(self, mode: str, first_step: int) -> float:
-        """Return the images/s that all workers make in a mode; 0 if it fails on this rank."""
+    def measure_mode(self, mode: str, first_step: int) -> StepTimes:
+        """Return the images/s of all workers in a mode, and the times of one; 0 if it fails here.
+
+        In the CPU's mode, as if no worker waited for storage: often, only the first epoch does.
+        """
         feed = self.feed
         feed.set_decode_mode(mode)
         try:
@@ -209,14 +217,13 @@ class Tuner:
             raise
         except Exception as error:  # Triton without a compiler, CUDA, ...
             logger.warning("loader.decoder=auto: %s is not used: %s", mode, describe(error))
-            return 0.0
-        rate = times.rate
-        if mode == "cpu":  # as if no worker waited for storage: often, only the first epoch does
-            self.worker = times
-            rate = feed.num_cores * times._replace(storage_ms=0.0).per_worker
+            return StepTimes(rate=0.0)
+        if mode == "cpu":
+            per_worker = times._replace(storage_ms=0.0).per_worker
+            times = times._replace(rate=feed.num_cores * per_worker)
         text = f"{feed.num_cores} workers with decoder={feed.decoder_name}"
-        self.tracker.print(f"autotune  {text} make {rate:,.0f} images/s")
-        return rate
+        self.tracker.print(f"autotune  {text} make {times.rate:,.0f} images/s")
+        return times
 
 
 def tune_loader(

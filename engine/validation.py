@@ -81,7 +81,7 @@ def collect(columns: Columns, masks: list[Tensor], world: World) -> Validation:
     return Validation(images, rows)
 
 
-def validation_batches(feed: Feed, stop: StopSignal, micro_batches: int) -> Iterator[Batch]:
+def validation_batches(feed: Feed, stop: StopSignal, num_micro_batches: int) -> Iterator[Batch]:
     """Yield this rank's batches of the validation split until its end or a signal. Collective.
 
     They are split as in training, because a whole batch may not fit into the GPU's memory.
@@ -92,4 +92,4 @@ def validation_batches(feed: Feed, stop: StopSignal, micro_batches: int) -> Iter
             return
         batch = next(batches, None)
         if batch is not None:  # a rank may have one batch less
-            yield from batch.split(micro_batches)
+            yield from batch.split(num_micro_batches)

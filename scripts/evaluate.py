@@ -123,7 +123,7 @@ def evaluate_checkpoint(
     """
     config, device, loader = trained.config, world.device, trained.config.loader
     metrics = Metrics.of(config)
-    micro_batches = make_schedule(config, loader.batch_size, world).micro_batches
+    micro_batches = make_schedule(config, loader.batch_size, world).num_micro_batches
     precision = choose_precision(config.train.precision, device)
     set_up_kernels(deterministic=config.train.deterministic, precision=precision)
     datasets = build_val(config)

@@ -134,7 +134,7 @@ def classifier() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *layers)
 
 
-def after_five_steps(micro_batches: int) -> tuple[list[Tensor], list[dict[str, float]]]:
+def after_five_steps(num_micro_batches: int) -> tuple[list[Tensor], list[dict[str, float]]]:
     """Return the weights, and what each step logs."""
     model = classifier().double()
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=1, momentum=MOMENTUM))
@@ -142,15 +142,15 @@ def after_five_steps(micro_batches: int) -> tuple[list[Tensor], list[dict[str, f
     for step, lr in enumerate(LEARNING_RATES):
         batch = drawn(step)
         batch.fields["image"] = batch["image"].double()
-        options = {"lr": lr, "clip_norm": CLIP_NORM, "micro_batches": micro_batches}
+        options = {"lr": lr, "clip_norm": CLIP_NORM, "num_micro_batches": num_micro_batches}
         values = train.train_step(state, model, toy_loss, batch, **options)
         logged.append({name: value.item() for name, value in values.items()})
     return [parameter.detach() for parameter in model.parameters()], logged
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4])
-def test_micro_batches_train_as_the_whole_batch(micro_batches: int) -> None:
-    weights, logged = after_five_steps(micro_batches)
+@pytest.mark.parametrize("num_micro_batches", [2, 4])
+def test_micro_batches_train_as_the_whole_batch(num_micro_batches: int) -> None:
+    weights, logged = after_five_steps(num_micro_batches)
     expected, rows = after_five_steps(1)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
     for found, row in zip(logged, rows, strict=True):
@@ -160,7 +160,7 @@ def test_micro_batches_train_as_the_whole_batch(micro_batches: int) -> None:
 def test_batchnorm_sees_micro_batches() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(FEATURES, CLASSES))
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    train.train_step(state, model, toy_loss, drawn(0), lr=0.1, micro_batches=2)
+    train.train_step(state, model, toy_loss, drawn(0), lr=0.1, num_micro_batches=2)
     assert model[0].num_batches_tracked == 2
 
 

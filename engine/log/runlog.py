@@ -51,11 +51,11 @@ class RunLog:
     state: TrainState
     run: Run
     tracker: Tracker
+    metrics: Metrics
 
     def __post_init__(self) -> None:
         self.world, self.config = self.run.world, self.run.config
         self.path, self.datasets = self.run.path, self.feed.datasets
-        self.metrics = Metrics.of(self.config)
         self.meter = Meter(self.world)
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self.timed_rows: list[TimedRow] = []  # of all log rows of this start

@@ -78,7 +78,7 @@ def test_micro_batches_halve_until_they_fit(
         assert fitted == schedule and not caplog.messages
         return
     parts = images // found
-    assert (fitted.micro_batches, fitted.fitted_micro_batch) == (parts, found)
+    assert (fitted.num_micro_batches, fitted.fitted_micro_batch) == (parts, found)
     line = f"{parts} micro-batches of {found}, as with train.micro_batch={found}"
     assert caplog.messages == [f"out of memory with {images} images at a time: training in {line}"]
     train_on_batch(batch)
@@ -150,10 +150,10 @@ def train_on_a_full_gpu(mode: str) -> None:
         with train_on_batch:
             before = params_sha256(state.model)
             fitted = fit_memory(schedule, train_on_batch, state, world, [batch])
-            assert 1 < fitted.micro_batches < 512 and params_sha256(state.model) == before
+            assert 1 < fitted.num_micro_batches < 512 and params_sha256(state.model) == before
             for _ in range(6):
                 loss: Tensor = train_on_batch(batch)["loss"]
-            print(fitted.micro_batches, train_on_batch.disabled_reason, float(loss))
+            print(fitted.num_micro_batches, train_on_batch.disabled_reason, float(loss))
 
 
 @pytest.mark.gpu

@@ -109,7 +109,7 @@ def test_batches(batch: int, micro_batch: int | None, ranks: int, found: str | i
     """Equal parts of at most train.micro_batch images, for any number of ranks."""
     given = dataclasses.replace(config(batch), train=TrainConfig(micro_batch=micro_batch))
     with pytest.raises(UserError, match=f"^{found}") if isinstance(found, str) else nullcontext():
-        assert make_schedule(given, 100, World(0, ranks, ranks, CPU)).micro_batches == found
+        assert make_schedule(given, 100, World(0, ranks, ranks, CPU)).num_micro_batches == found
 
 
 def test_sync_bn_on_cpus_is_refused() -> None:

@@ -112,7 +112,7 @@ def check_accumulation(world: World) -> None:
         network.register_comm_hook(None, in_bucket)
     for step in range(3):
         batch = batch_of(step, image=images[rows], label=labels[rows])
-        train_step(state, network, toy_loss, batch, lr=0.5, micro_batches=2)
+        train_step(state, network, toy_loss, batch, lr=0.5, num_micro_batches=2)
     assert len(exchanged) == (0 if network is state.model else 3)
     alone = replace(world, size=1, local_size=1)
     with pytest.MonkeyPatch.context() as patch:
@@ -144,7 +144,7 @@ def check_memory(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "TRIED_ON", ("cpu",))
         fitted = memory.fit_memory(schedule(batch=16, ranks=2), graph, state, world, [batch])
-    assert (fitted.micro_batches, fitted.fitted_micro_batch) == (4, 2)
+    assert (fitted.num_micro_batches, fitted.fitted_micro_batch) == (4, 2)
     assert params_sha256(state.model) == before and not state.optimizer.state
     graph(batch)
     after = params_sha256(state.model)
@@ -184,7 +184,7 @@ def check_validation_stops(world: World) -> None:
 
             split, count = SimpleNamespace(batches=val), len(batches)
             feed: Any = SimpleNamespace(val=split, num_val_batches=count)
-            assert len([*validation_batches(feed, stop, micro_batches=2)]) == 2 * found
+            assert len([*validation_batches(feed, stop, num_micro_batches=2)]) == 2 * found
 
 
 def main() -> None:

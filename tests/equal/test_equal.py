@@ -48,4 +48,4 @@ def test_verdicts() -> None:
 
 def test_every_cause_but_two_has_a_remedy() -> None:
     causes = {case["cause"] for case in stored("verdicts")[1:]}
-    assert causes - REMEDIES.keys() == {"input-bound by the hand-off", "compute-bound"}
+    assert causes - REMEDIES.keys() == {"input-bound by transfer from the workers", "compute-bound"}

@@ -34,9 +34,13 @@ class Rated(Tuner):
         super().__init__(feed, world, NONE)
         self.rates = rates
 
-    def measure_mode(self, mode: str, first_step: int) -> float:
+    def measure_mode(self, mode: str, first_step: int) -> StepTimes:
         self.newest = mode
-        return self.rates[mode]
+        return StepTimes(rate=self.rates[mode])
+
+    def choose(self) -> str:
+        first = self.measure_mode(next(iter(self.rates)), 0)
+        return self.choose_mode(first.rate, 0)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +59,12 @@ def test_the_first_mode_that_is_enough(
 ) -> None:
     """The CPU needs a little more than the step; modes on the device share it with the step."""
     tuner = Rated(dict(zip(MODES, rates, strict=True)), step_rate, ALONE)
-    assert (tuner.choose_mode(0), tuner.newest) == (mode, tried)
+    assert (tuner.choose(), tuner.newest) == (mode, tried)
 
 
 def test_a_resumed_run_keeps_its_mode() -> None:
     """Even if it fails now: the training then says why."""
-    assert Rated({"first": 0.0}, 1000, ALONE).choose_mode(0) == "first"
+    assert Rated({"first": 0.0}, 1000, ALONE).choose() == "first"
 
 
 class OtherRank(World):
@@ -74,7 +78,7 @@ def test_a_mode_that_a_rank_lacks_is_not_tried() -> None:
     """Else this rank would wait for a measurement that the other one does not make."""
     world = OtherRank(0, 2, 2, torch.device("cpu"))
     tuner = Rated({"cpu": 1000.0, "first": 90_000.0}, 20_000, world)
-    assert (tuner.choose_mode(0), tuner.newest) == ("cpu", "cpu")
+    assert (tuner.choose(), tuner.newest) == ("cpu", "cpu")
 
 
 class Followed:
