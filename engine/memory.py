@@ -53,7 +53,8 @@ def fit_memory(
                 wrong = f"out of memory on {world.device} with micro-batches of 1"
                 raise TrainingError(f"{key}: {wrong}; use a smaller model.name or data.image_size")
             count = count_micro_batches(images, images // count // 2)
-    torch.accelerator.reset_peak_memory_stats()  # StepGraph reads the peak: leave out the trials
+    if world.device.type == "cuda":  # StepGraph reads the peak: leave out the trials
+        torch.cuda.reset_peak_memory_stats()
     if count == schedule.num_micro_batches:
         return schedule
     train_on_batch.set_micro_batches(count)
@@ -71,8 +72,7 @@ def _fits(train_on_batch: StepGraph, state: TrainState, batch: Batch, count: int
         train_on_batch.before_step(batch.step)
         train_on_batch.step_function(batch, num_micro_batches=count)
         fits = True
-    if not fits:
-        torch.accelerator.empty_cache()  # blocks of the sizes that were too large
+    torch.cuda.empty_cache()  # blocks of sizes that were too large
     return fits
 
 
