@@ -47,9 +47,14 @@ def inline_of(page: Path) -> list[str]:
 def commands_of(page: Path) -> list[str]:
     """Return the commands of the blocks, also those in a loop or a pipe, and of the text."""
     blocks = re.findall(r"^ *```sh\n(.*?)^ *```$", page.read_text(), re.M | re.S)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    lines += [code for code in inline_of(page) if re.match(r"(python|torchrun) \S+ \S", code)]
-    found = [COMMAND.search(line) for line in lines]
+    inline = [code for code in inline_of(page) if re.match(r"(python|torchrun) \S+ \S", code)]
+    return commands_in("\n".join([*blocks, *inline]))
+
+
+def commands_in(text: str) -> list[str]:
+    """Return the commands in lines of a shell, each once."""
+    lines = text.replace("\\\n", " ").splitlines()
+    found = [COMMAND.search(line) for line in lines if not line.startswith("#")]
     return list(dict.fromkeys(match.group().strip() for match in found if match))
 
 
@@ -63,6 +68,7 @@ def commands_of_the_notebook() -> list[str]:
 
 COMMANDS = {page.name: commands_of(page) for page in PAGES if page.name not in OF_FORKS}
 COMMANDS["colab.ipynb"] = commands_of_the_notebook()
+COMMANDS |= {path.name: commands_in(path.read_text()) for path in (ROOT / "benchmarks").glob("*")}
 
 
 @pytest.fixture
@@ -74,7 +80,8 @@ def desk(tmp_path: Path, image_root: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     checkpoints = [f"runs/{run}/checkpoints/step-00112590.pt" for run in RUNS]
-    for name in [*checkpoints, "resnet50-0676ba61.pth", "names.txt", ".venv/bin/activate"]:
+    weights = ("resnet50-0676ba61.pth", "lite0.pth")
+    for name in [*checkpoints, *weights, "names.txt", ".venv/bin/activate"]:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
     for name in ("imagenet", "downloads", "cifar10", "images", "photos/val"):
@@ -136,6 +143,8 @@ def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
             check_install(rest)
         case ["python", "-", *_] | ["python"] | ["uv", "sync"]:
             pass
+        case ["python", "1/timm/train.py" | "1/examples/imagenet/main.py", *_]:
+            pass  # of others
         case _:
             pytest.fail(f"no check for the command: {line}")
 
@@ -179,6 +188,18 @@ def test_links_files_keys_and_overrides_exist(page: Path) -> None:
         words = shlex.split(code) if "=" in code else []
         for word in words if all(each.partition("=")[0] in NAMES for each in words) else ():
             read_overrides([word])
+
+
+def test_the_python_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It trains, evaluates and predicts; the notebook of docs/ calls the same functions."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("train.epochs=2", "train.max_steps=2"), {})
+    out = capfd.readouterr().out
+    assert "status    finished after step 2" in out
+    assert "'top1': " in out and "'probability': " in out
 
 
 def test_the_version_is_the_same_everywhere() -> None:

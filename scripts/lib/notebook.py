@@ -1,0 +1,34 @@
+"""Train, evaluate and predict from Python, as in a notebook (README.md shows how)."""
+
+from pathlib import Path
+from typing import Any
+
+import train as training
+from conf.compose import from_overrides
+from engine.distributed import join_world, resolve_device
+from scripts.evaluate import evaluate_checkpoint, with_config
+from scripts.lib.trained import open_trained
+from scripts.predict import Predictor, Result, find_files
+
+
+def train(*overrides: str) -> dict[str, Any]:
+    """Train with the overrides of a command; return what summary.json holds."""
+    return training.train(from_overrides(overrides))
+
+
+def evaluate(checkpoint: str, *overrides: str) -> dict[str, float]:
+    """Evaluate a run or a checkpoint on its validation images, or those of data.val=PATH."""
+    trained = open_trained(Path(checkpoint), overrides)
+    config = trained.config
+    with join_world(config.train.device, config.loader.timeout_seconds) as world:
+        return evaluate_checkpoint(with_config(trained, overrides, world), world).values
+
+
+def predict(checkpoint: str, *paths: str, top: int = 5) -> list[Result]:
+    """Predict the `top` most probable classes of images, given as files or folders."""
+    trained = open_trained(Path(checkpoint))
+    predictor = Predictor(trained, resolve_device(trained.config.train.device), top=top)
+    results = list[Result]()
+    for batch in predictor.predict_files(find_files(paths)):
+        results += batch
+    return results
