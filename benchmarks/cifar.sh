@@ -27,11 +27,12 @@ for seed in 1 2; do
     python train.py recipe=cifar100 data.root="$data/cifar100" train.seed=$seed 'augment.batch=[{cutmix: {alpha: 0.2}}]'
 done
 
-# WRN-28-10 is a file of docs/fork.md, which must be added first.
+# WRN-28-10 is a model of docs/fork.md, which must be added first.
 if [ -e models/wide_resnet.py ]; then
+    model=models.wide_resnet:wide_resnet
     # The erased square of 16 px lies within the image: 25 % of it, the source's 19 on average.
     for set in cifar100 cifar10; do
-        python train.py recipe=cifar100 data.root="$data/$set" model.name=models.wide_resnet:wide_resnet 'model.args={}' \
+        python train.py recipe=cifar100 data.root="$data/$set" model.name=$model 'model.args={}' \
             loader.batch_size=128 optim.nesterov=true optim.weight_decay=5e-4 optim.clip_norm=5 \
             'augment.train=[extras.rand_augment:TrivialAugment, {random_crop: {size: 32, padding: 4}}, horizontal_flip]' \
             'augment.batch=[{random_erasing: {p: 1, scale: [0.25, 0.25], ratio: [1, 1]}}]' train.seed=1 run.name="wrn_$set"

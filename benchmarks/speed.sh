@@ -7,17 +7,17 @@ cd "$(dirname "$0")/.."
 data=${1:?give the folder with the images}
 
 for cores in 0-15 0-7 0-3 0-1; do
-    for model in resnet50 resnet18; do
-        taskset -c $cores python train.py data.root="$data" model=$model model.compile=default train.max_steps=350 \
+    for name in resnet50 resnet18; do
+        taskset -c $cores python train.py data.root="$data" model.name=$name model.compile=default train.max_steps=350 \
             log.every_steps=25 schedule.name=constant optim.lr=0.01 train.validate_every_epochs=1000 \
-            run.name=speed-$model-$cores
+            run.name=speed-$name-$cores
     done
 done
 
-for recipe in imagenet_rn50_a3 imagenet_rn50_modern imagenet_vit_s16; do
-    python train.py recipe=$recipe data.root="$data" model.compile=default train.max_steps=520 log.every_steps=40 \
-        train.validate_every_epochs=90
-done
+python train.py recipe=imagenet_rn50_a3 data.root="$data" model.compile=default train.max_steps=520 log.every_steps=40
+python train.py recipe=imagenet_rn50_modern data.root="$data" model.compile=default train.max_steps=520 log.every_steps=40
+python train.py recipe=imagenet_vit_s16 data.root="$data" model.compile=default train.max_steps=520 log.every_steps=40
+python train.py recipe=imagenet_convnext_t data.root="$data" model.compile=default train.max_steps=520 log.every_steps=40
 
 torchrun --nproc-per-node 2 train.py data.root="$data" model=resnet18 loader.batch_size=512 \
     model.compile=default train.max_steps=700 train.validate_every_epochs=1000
