@@ -326,8 +326,7 @@ def decode_region(data: bytes, box: Box, scale: int) -> np.ndarray:
     left, top, right, bottom = box
     pixels = np.empty((bottom - top, right - left, 3), np.uint8)
     decoder = region.load()
-    # The region may be there, but a truncated file is an error.
-    if has_end(data) and decoder(data, box, scale, pixels.ctypes.data):
+    if decoder(data, box, scale, pixels.ctypes.data):
         return pixels
     return decode_pillow(data, box, scale)  # reads more files, and its errors are clearer
 

@@ -9,21 +9,27 @@ libjpeg reports errors through a function that must not return, so this cannot b
 #include <stdlib.h>
 #include <string.h>
 
-enum { OK, FAILED };
+enum { OK, FAILED, DAMAGED };
 enum { RGB = 2 };       /* J_COLOR_SPACE */
 enum { HEADER_OK = 1 }; /* of jpeg_read_header */
+enum { TEXT = 200 };    /* bytes of a message, JMSG_LENGTH_MAX */
+enum { PADDING = 64 };  /* bytes before a marker that do no harm: some cameras write a few */
+enum { TAIL = 64 };     /* bytes at the end, of which two are the end marker */
 enum { NARROW = 16 };   /* columns; the library does not interpolate chroma of two or less */
 
 struct errors { /* jpeg_error_mgr */
     void (*error_exit)(void *);
     void (*emit_message)(void *, int);
-    void *other_functions[3];
+    void (*output_message)(void *);
+    void (*format_message)(void *, char *);
+    void (*reset)(void *);
     int msg_code;
-    int msg_parm[20]; /* a union with 80 bytes of text */
+    int msg_parm[20]; /* numbers of the message; a union with 80 bytes of text */
     int trace_level;
     long num_warnings;
     void *tables[8]; /* larger than the message tables that follow */
-    jmp_buf failure; /* of this file */
+    jmp_buf failure; /* this and what follows is of this file */
+    int damaged;
 };
 
 /* The versions 62, 70 and 80 of libjpeg's binary interface have the same first fields in
@@ -63,6 +69,7 @@ static struct { /* in the order of FUNCTIONS in region.py */
     void (*crop)(struct decoder *, unsigned *left, unsigned *width);
     unsigned (*skip)(struct decoder *, unsigned lines);
     unsigned (*read)(struct decoder *, unsigned char **rows, unsigned lines);
+    int (*finish)(struct decoder *);
     void (*destroy)(struct decoder *);
 } jpeg;
 static int version;        /* of the binary interface */
@@ -76,15 +83,23 @@ static void fail(void *decoder) {
     longjmp(((struct decoder *)decoder)->err->failure, 1);
 }
 
-/* A warning means that the pixels are a guess. The caller lets Pillow decide about the file. */
+/* After a warning of corrupt data or a premature end, the pixels are a guess. The caller lets Pillow
+decide about a file with any other warning. */
 static void fail_on_warning(void *decoder, int level) {
-    if (level < 0) fail(decoder);
+    struct errors *errors = ((struct decoder *)decoder)->err;
+    char text[TEXT];
+    if (level >= 0) return;
+    errors->format_message(decoder, text);
+    if (strstr(text, "extraneous bytes") && errors->msg_parm[0] <= PADDING) return;
+    errors->damaged = strstr(text, "Corrupt JPEG data") || strstr(text, "Premature end");
+    fail(decoder);
 }
 
 static void catch_errors(struct decoder *decoder, struct errors *errors) {
     decoder->err = jpeg.std_error(errors);
     errors->error_exit = fail;
     errors->emit_message = fail_on_warning;
+    errors->damaged = 0;
 }
 
 /* Return what `create` expects: the version if `given` is wrong, otherwise the size. */
@@ -144,6 +159,26 @@ static void read_lines(struct decoder *decoder, const struct region *region,
     }
 }
 
+/* Whether a file has its end marker; a few bytes may follow. */
+static int has_end(const unsigned char *data, unsigned long length) {
+    unsigned long i = length > TAIL ? length - TAIL : 0;
+    for (; i + 1 < length; i++)
+        if (data[i] == 0xFF && data[i + 1] == 0xD9) return 1;
+    return 0;
+}
+
+/* Look for damage behind the region. That of most files is not read: it takes as long as decoding.
+But a truncated file must be an error, even if the region is there. */
+static void finish(struct decoder *decoder, unsigned char *line, int has_its_end) {
+    const unsigned last = decoder->output_height - 1;
+    if (decoder->output_scanline <= last) {
+        if (has_its_end) return;
+        jpeg.skip(decoder, last - decoder->output_scanline);
+        jpeg.read(decoder, &line, 1); /* `skip` to the end would not read the data */
+    }
+    jpeg.finish(decoder);
+}
+
 /* Decode a region of a colour JPEG into `out`, uint8 [bottom - top, right - left, 3]. */
 int region_decode(const unsigned char *data, unsigned long length, const struct region *region,
                   unsigned char *out) {
@@ -167,8 +202,10 @@ int region_decode(const unsigned char *data, unsigned long length, const struct 
         decoder->scale_denom = region->scale;
         if (!jpeg.start(decoder) || !exact(decoder)) fail(decoder);
         read_lines(decoder, region, &line, out);
+        finish(decoder, line, has_end(data, length));
         status = OK;
     }
+    if (errors.damaged) status = DAMAGED;
     jpeg.destroy(decoder); /* also frees the memory of an unfinished image */
     free(line);
     return status;

@@ -19,21 +19,23 @@ from pathlib import Path
 
 from PIL import Image
 
-from conf.errors import UserError
+from conf.errors import UnreadableError, UserError
 from pipeline import machine
 
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILERS = ("cc", "gcc", "clang")
+OK, DAMAGED = 0, 2  # what region.c returns
 # Functions that region.c calls, in its order. Before version 3, libjpeg-turbo decodes some regions
 # incorrectly; it does not tell its version, but only version 3 has the last function.
 FUNCTIONS = tuple(
     "jpeg_std_error jpeg_CreateDecompress jpeg_mem_src jpeg_read_header jpeg_start_decompress "
-    "jpeg_crop_scanline jpeg_skip_scanlines jpeg_read_scanlines jpeg_destroy_decompress "
-    "jpeg12_crop_scanline".split()
+    "jpeg_crop_scanline jpeg_skip_scanlines jpeg_read_scanlines jpeg_finish_decompress "
+    "jpeg_destroy_decompress jpeg12_crop_scanline".split()
 )
 
 # (file, left, top, right, bottom, scale, address of the result) -> whether it was decoded. The
-# result is uint8 [bottom - top, right - left, 3]: a region of the image at 1 / scale.
+# result is uint8 [bottom - top, right - left, 3]: a region of the image at 1 / scale. Raises
+# UnreadableError for a truncated file, and for damage that is found up to the end of the region.
 DecodeRegion = Callable[[bytes, tuple[int, int, int, int], int, int], bool]
 
 
@@ -58,7 +60,10 @@ def load() -> DecodeRegion:
 
     def decode(data: bytes, box: tuple[int, int, int, int], scale: int, result: int) -> bool:
         region = (ctypes.c_uint * 5)(*box, scale)  # not shared: threads may decode
-        return call(data, len(data), region, result) == 0
+        status = call(data, len(data), region, result)
+        if status == DAMAGED:
+            raise UnreadableError("the JPEG data is damaged or truncated")
+        return bool(status == OK)
 
     return decode
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from conf.errors import UserError
+from conf.errors import UnreadableError, UserError
 from pipeline import decode, region
+from tests.helpers.drawings import draw_image
 from tests.helpers.processes import run_command, run_python
-from tests.reliability.odd_images import FILES, encoded
+from tests.reliability.odd_images import DAMAGED, FILES, encoded
 
 needs_compiler = pytest.mark.skipif(
     decode.resolve("auto") != "region", reason="no C compiler, or no libjpeg-turbo 3 in Pillow"
@@ -33,6 +34,36 @@ def test_every_region_of_a_small_file() -> None:
             box = left, 3, right, 8
             made = picture.resized((right - left, 5), box).pixels()
             np.testing.assert_array_equal(made, whole[3:8, left:right], f"{box}")
+
+
+JPEG = encoded(draw_image("plaid", np.random.default_rng(0)).resize((320, 240)))
+MIDDLE = len(JPEG) // 2
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "data",
+    [
+        JPEG[:MIDDLE] + b"\xff\xd9",  # an interrupted download
+        JPEG[:MIDDLE] + bytes(len(JPEG) - MIDDLE),
+        JPEG[:MIDDLE] + bytes(len(JPEG) - MIDDLE - 2) + b"\xff\xd9",
+        JPEG[:MIDDLE] + JPEG[MIDDLE + 200 :],
+        JPEG[:-2],
+    ],
+)
+def test_damaged_data_is_refused(data: bytes) -> None:
+    """Pillow would give grey or wrong pixels for most of them."""
+    with pytest.raises(UnreadableError, match=DAMAGED):
+        decode.open_picture(data, "region").pixels()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "data", [JPEG[:-2] + bytes(9) + JPEG[-2:], JPEG + bytes(9), JPEG + bytes(999)]
+)
+def test_bytes_before_and_after_the_end_marker_do_no_harm(data: bytes) -> None:
+    found = decode.open_picture(data, "region").pixels()
+    np.testing.assert_array_equal(found, decode.open_picture(JPEG, "pillow").pixels())
 
 
 @needs_compiler

@@ -19,6 +19,8 @@ from PIL import Image
 from pipeline import decode
 from tests.helpers.drawings import draw_image
 
+# The region decoder's error. Pillow gives grey or wrong pixels instead.
+DAMAGED = "the JPEG data is damaged or truncated"
 WIDTH, HEIGHT = SIZE = (90, 70)  # of an image that is trained, in pixels
 
 
@@ -44,12 +46,6 @@ def place(data: bytes, *markers: int) -> int:
 
 def ended_before(marker: int) -> bytes:
     return jpeg()[: place(jpeg(), marker)]
-
-
-def half_scan() -> bytes:
-    """Half of the data, and an end marker."""
-    *_, (_, _, start) = decode.segments(jpeg())  # of the header of the scan
-    return jpeg()[: (start + len(jpeg())) // 2] + b"\xff\xd9"
 
 
 def png(mode: str = "RGB", **options: Any) -> bytes:
@@ -104,7 +100,6 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
     "jpeg ends before its scan": (lambda: ended_before(0xDA), ""),
     "jpeg ends in its scan": (lambda: jpeg()[:-300], "truncated"),
     "jpeg lacks its end marker": (lambda: jpeg()[:-2], "truncated"),
-    "jpeg has half of its data and an end marker": (half_scan, SIZE),
     "png": (png, SIZE),
     "png palette with transparency": (lambda: png("P", transparency=bytes(range(256))), SIZE),
     "png alpha": (lambda: encoded(with_alpha(), "PNG"), SIZE),
@@ -207,7 +202,8 @@ def load_mutated(numbers: range) -> Counter[str]:
         made, pillows = (outcome(data, name, draws, scale) for name in ("region", "pillow"))
         what = f"random.Random({number})"
         if isinstance(made, str):
-            assert isinstance(pillows, str) and "\n" not in made + pillows, f"{what}: {made}"
+            assert isinstance(pillows, str) or made == DAMAGED, f"{what}: {made}"
+            assert "\n" not in made, what
         elif not isinstance(pillows, str):  # an error, if the damage is below the region
             np.testing.assert_array_equal(made, pillows, what)
         counts["named" if isinstance(made, str) else "trained"] += 1
