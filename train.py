@@ -94,7 +94,7 @@ def train(config: Config) -> dict[str, Any]:
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
         tracker.print(feed.console_line())
         train_on_batch = enter(build_step(schedule, compute, parts.loss_fn, state, world))
-        stop = enter(StopSignal(world))
+        stop = enter(StopSignal(world, feed.pool))
         first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         # If it reduces the micro-batch, it also calls train_on_batch.set_micro_batches.
         schedule = fit_memory(schedule, train_on_batch, state, world, first_batches)

@@ -3,11 +3,12 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 from conf.start import handle_stops
 from engine.distributed import World
+from pipeline.loader import Pool, StalledError
 
 T = TypeVar("T")
 
@@ -21,10 +22,14 @@ class StopSignal(ExitStack):
 
     In a single process, a second Ctrl-C interrupts anything. Several ranks get one Ctrl-C twice,
     from the terminal and from torchrun.
+
+    Args:
+        pool: gives up its wait for stalled workers after a signal.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, pool: Pool) -> None:
         super().__init__()
+        pool.stop_requested = self.requested
         self.world = world
         self.received = 0  # number of the signal that this process received
         self.number = 0  # number of the signal that stops all ranks; set by `poll`
@@ -36,6 +41,10 @@ class StopSignal(ExitStack):
     def __bool__(self) -> bool:
         """Whether training stops now: the same on every rank."""
         return self.number != 0
+
+    def requested(self) -> bool:
+        """Whether this process has received a signal."""
+        return self.received != 0
 
     def _receive(self, number: int, _: object) -> None:
         if number == signal.SIGINT == self.received and self.world.size == 1:
@@ -52,7 +61,9 @@ class StopSignal(ExitStack):
     def interruptible(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield batches while all ranks have one and no rank has to stop. Collective."""
         while not self:
-            batch = next(batches, None)
+            batch = None
+            with suppress(StalledError):
+                batch = next(batches, None)
             if self.poll() or batch is None:
                 return
             yield batch

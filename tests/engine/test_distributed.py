@@ -21,6 +21,7 @@ from engine.schedule import Schedule
 from engine.state import params_sha256
 from engine.stop_signal import StopSignal
 from pipeline.build import build_datasets
+from pipeline.loader import Pool
 from tests.engine.plans import ALONE
 from tests.helpers.ranks import Ranks
 from train import build_state
@@ -88,7 +89,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 @pytest.mark.parametrize("number", STOPS)
 def test_signal_is_received_and_the_handlers_restored(number: signal.Signals) -> None:
     before = [signal.getsignal(n) for n in STOPS]
-    with StopSignal(ALONE) as stop:
+    with StopSignal(ALONE, Pool([])) as stop:
         assert not stop.poll() and stop.number == stop.received == 0
         os.kill(os.getpid(), number)
         for _ in range(2):
@@ -100,7 +101,7 @@ def test_repeated_and_ignored_signals(capfd: pytest.CaptureFixture[str]) -> None
     """A scheduler may send SIGTERM twice; a second Ctrl-C interrupts anything in one process."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopSignal(ALONE) as stop:
+        with StopSignal(ALONE, Pool([])) as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not stop.poll()  # as under nohup
             for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
@@ -111,6 +112,6 @@ def test_repeated_and_ignored_signals(capfd: pytest.CaptureFixture[str]) -> None
                 os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGHUP, before)
-    with StopSignal(replace(ALONE, size=2)):  # torchrun and the terminal send it
+    with StopSignal(replace(ALONE, size=2), Pool([])):  # torchrun and the terminal send it
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)

@@ -28,6 +28,7 @@ from engine.step_graph import StepGraph
 from engine.stop_signal import StopSignal
 from engine.validation import validation_batches
 from pipeline.batch import Batch
+from pipeline.loader import Pool
 from tests.engine.plans import schedule
 from tests.helpers.batches import batch_of, toy_loss
 from train import train_step
@@ -159,7 +160,7 @@ def check_stops(world: World) -> None:
         ({0: (3, interrupt), 1: (3, term)}, term, 3),  # the higher number
         ({0: (0, term)}, term, 0),
     ):
-        with StopSignal(world) as stop:
+        with StopSignal(world, Pool([])) as stop:
             for step in range(1000):
                 if world.rank in signals and signals[world.rank][0] == step:
                     os.kill(os.getpid(), signals[world.rank][1])
@@ -174,7 +175,7 @@ def check_validation_stops(world: World) -> None:
     """Rank 1 has a batch less. A signal to one rank ends the validation of both."""
     batches = [batch_of(step, label=torch.zeros(2)) for step in range(3 - world.rank)]
     for stopped_after, found in ((None, len(batches)), (1, 1)):
-        with StopSignal(world) as stop:
+        with StopSignal(world, Pool([])) as stop:
 
             def val(first: int, last: int, after: int | None = stopped_after) -> Iterator[Batch]:
                 for number, batch in enumerate(batches[first:last], 1):

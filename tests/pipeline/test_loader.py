@@ -186,7 +186,7 @@ def test_a_worker_that_died_or_hangs_is_named_with_its_sample(
             os.kill(pid, signal.SIGKILL)
             message = rf"^loader worker {pid} died \(SIGKILL: .*made {path}; the same command"
         else:
-            loader.pool.timeout_seconds = 0.5
+            loader.pool.timeout_seconds = loader.pool.patience = 0.5
         with pytest.raises(LoaderError, match=message):
             list(batches)
     assert not is_running(pid)

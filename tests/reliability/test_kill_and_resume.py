@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.processes import is_running, wait_for
+from tests.helpers.processes import descendants, is_running, wait_for
 from tests.helpers.ranks import Job, Ranks
 from tests.helpers.results import logged_steps, rows, same, stored
 from tests.helpers.small_run import command
@@ -119,6 +120,25 @@ def test_ends_at_random_instants(
     first: int, count: int, size: int, roots: list[Path], tmp_path: Path, ranks: Ranks
 ) -> None:
     assert not check(range(first, first + count), size, roots, tmp_path, ranks)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+def test_sigterm_while_all_workers_are_stalled(
+    image_root: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    """As on storage that does not answer: there is a checkpoint before the scheduler kills."""
+    start = command(image_root, tmp_path / "run", "train.epochs=2000", "loader.workers=2")
+    with ranks.running(start, 1) as job:
+        wait_for("three steps", lambda: logged_steps(tmp_path / "run") >= 3)
+        rank = job.pids[-1]
+        for pid in descendants(rank) - {rank}:
+            os.kill(pid, signal.SIGSTOP)
+        os.kill(rank, TERM)
+        done = job.wait()
+    assert done.returncode == 128 + TERM, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["signal"]) == ("interrupted", TERM)
+    assert stored(tmp_path / "run")["step"] == summary["step"]
 
 
 # Several ranks.
