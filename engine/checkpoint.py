@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 # Increased whenever the content of a checkpoint or the result of the same config changes: a run
 # resumes from this format only. 3: mixup and random operations are as in the recipes' sources.
 FORMAT = 3
+BEST = "best.pt"
 READABLE = (2, 3)  # formats whose weights, config and model_input have the same meaning
 GIVE = "the folder of a run, a step-*.pt, never (start over) or auto (the default)"
 # Parts of every checkpoint -> type.
@@ -65,7 +66,7 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
         with replacing(path) as temporary, open(temporary, "wb") as file:
             torch.save({"format": FORMAT, **content}, file)
         if best_step is None:
-            (folder / "best.pt").unlink(missing_ok=True)  # it is no longer comparable
+            (folder / BEST).unlink(missing_ok=True)  # it is no longer comparable
         else:
             kept.add(folder / file_name(best_step))
         if best_step == step:
@@ -85,7 +86,7 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
 def link_best(folder: Path, step: int) -> None:
     """Let `best.pt` be the checkpoint of a step, unless that one is gone."""
     source = folder / file_name(step)
-    best = folder / "best.pt"
+    best = folder / BEST
     if source.exists() and not (best.exists() and best.samefile(source)):
         with replacing(best) as temporary:
             try:
@@ -114,9 +115,13 @@ def find_checkpoint(path: str | Path) -> Path:
     if not path.is_dir():
         return path
     paths = files(path) + files(path / "checkpoints")
-    paths += [*path.glob("best.pt"), *path.glob("checkpoints/best.pt")]
+    paths += [*path.glob(BEST), *path.glob(f"checkpoints/{BEST}")]
     if not paths:
         raise UserError(str(path), "holds no checkpoints", "give the folder of a run with some")
+    if paths[-1].name != BEST:
+        logger.warning(
+            "%s has no %s: the newest checkpoint is used, %s", path, BEST, paths[-1].name
+        )
     return paths[-1]
 
 

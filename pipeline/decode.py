@@ -31,11 +31,20 @@ ImageFile.LOAD_TRUNCATED_IMAGES = False
 # The accepted file contents, whatever the name. Pillow reads many other formats: for EPS it starts
 # Ghostscript, which runs programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+# Content that is often named .jpg: a mark in its first 32 bytes -> what it is, and what to do.
+OTHER_CONTENTS = {
+    b"jP  ": "JPEG 2000 is not supported; convert it to JPEG or PNG",
+    b"JXL ": "JPEG XL is not supported; convert it to JPEG or PNG",
+    b"ftyp": "AVIF and HEIC are not supported; convert it to JPEG or PNG",  # also in those before
+    b"version https://git-lfs": "a pointer of Git LFS; run `git lfs pull`",
+    b"<!DOCTYPE": "a web page; download the image again",
+    b"<html": "a web page; download the image again",
+}
 JPEG_START = b"\xff\xd8"  # first bytes of a JPEG
 ORIENTATION = 0x0112  # EXIF tag
 # Second bytes of JPEG markers: a Huffman-coded frame in one pass (baseline, extended); segments
 # that can precede it (tables, restart interval, application data, comment).
-BASELINE, START_OF_SCAN = 0xC0, 0xDA
+BASELINE, LOSSLESS, START_OF_SCAN = 0xC0, 0xC3, 0xDA
 FRAMES = (BASELINE, 0xC1)
 SKIPPED = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)
 # What training does not see of an image, after "3 of 32 images looked at have ".
@@ -176,7 +185,10 @@ def open_picture(data: bytes, decoder: str, *, exif_orientation: bool = False) -
             image = open_image(data)
             if image.format == "TIFF":  # Pillow would turn it upright while it decodes it
                 image.getexif()[ORIENTATION] = 1
-            if (image.format, image.mode) != ("JPEG", "RGB"):
+            # libjpeg decodes neither a region nor a smaller image of a lossless file.
+            markers = {marker for marker, _, _ in segments(data)}
+            kind = image.format, image.mode, LOSSLESS in markers
+            if kind != ("JPEG", "RGB", False):
                 return Picture(rgb_pixels(image))
             size = image.size
         return Picture(JpegFile(data, size, DECODERS[decoder]))
@@ -233,14 +245,14 @@ def reduction(box: Box, size: tuple[int, int]) -> int:
 def open_image(data: bytes) -> ImageFile.ImageFile:
     """Read the header of a file in one of FORMATS; Pillow decodes the pixels at their first use.
 
-    Raises UnreadableError for AVIF, HEIC and an empty file. Pillow raises UnidentifiedImageError
+    Raises UnreadableError for OTHER_CONTENTS and an empty file. Pillow has UnidentifiedImageError
     for any other content, and other kinds for a damaged header or an image that is too large.
     """
     if not data:
         raise UnreadableError("empty, 0 bytes")
-    if data[4:8] == b"ftyp":
-        kind = data[8:12].decode("latin-1").upper()
-        raise UnreadableError(f"{kind}: AVIF and HEIC are not supported; convert it to JPEG or PNG")
+    for mark, advice in OTHER_CONTENTS.items():
+        if mark in data[:32]:
+            raise UnreadableError(advice)
     return Image.open(io.BytesIO(data), formats=FORMATS)
 
 

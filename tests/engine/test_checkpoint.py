@@ -37,7 +37,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_keep_and_best(tmp_path: Path) -> None:
+def test_keep_and_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept = {}
     for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3), (6, 3)):
         save(tmp_path, content(step, best), keep=2)
@@ -49,7 +49,9 @@ def test_keep_and_best(tmp_path: Path) -> None:
     os.umask(umask := os.umask(0))
     assert stat.S_IMODE((tmp_path / "best.pt").stat().st_mode) == 0o666 & ~umask
     save(tmp_path, content(7), keep=2)  # validated on other images: no best so far
+    assert not caplog.messages
     assert checkpoint.find_checkpoint(tmp_path) == tmp_path / "step-00000007.pt"
+    assert "has no best.pt: the newest checkpoint is used, step-00000007.pt" in caplog.text
     assert names(tmp_path) == {"step-00000006.pt", "step-00000007.pt"}
     with pytest.raises(UserError, match="holds no checkpoints; give the folder"):
         checkpoint.find_checkpoint(tmp_path.parent)

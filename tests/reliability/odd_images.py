@@ -48,6 +48,30 @@ def ended_before(marker: int) -> bytes:
     return jpeg()[: place(jpeg(), marker)]
 
 
+def lossless() -> bytes:
+    """A lossless JPEG (ITU-T T.81, process 14): the difference of each level to the one before it."""
+    levels = np.asarray(drawn()).astype(int)
+    before = np.full_like(levels, 128)
+    before[:, 1:], before[1:, 0] = levels[:, :-1], levels[:-1, 0]
+    bits = ""
+    for difference in (levels - before).reshape(-1).tolist():
+        length = abs(difference).bit_length()
+        code = difference + (difference < 0) * (2**length - 1)  # as in T.81, table H.2
+        bits += f"{length:04b}" + f"{code:0{length}b}"[:length]
+    bits += "1" * (-len(bits) % 8)
+    data = int(bits, 2).to_bytes(len(bits) // 8, "big").replace(b"\xff", b"\xff\0")
+    tables = segment(0xC4, bytes([0, 0, 0, 0, 9, *[0] * 12, *range(9)]))
+    parts = b"".join(bytes([number, 0x11, 0]) for number in (1, 2, 3))
+    frame = segment(0xC3, struct.pack(">BHHB", 8, HEIGHT, WIDTH, 3) + parts)
+    scan = segment(0xDA, bytes([3, 1, 0, 2, 0, 3, 0, 1, 0, 0]))
+    adobe = segment(0xEE, b"Adobe\0d" + bytes(5))
+    return b"\xff\xd8" + adobe + frame + tables + scan + data + b"\xff\xd9"
+
+
+def segment(marker: int, content: bytes) -> bytes:
+    return struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
+
+
 def png(mode: str = "RGB", **options: Any) -> bytes:
     return encoded(drawn(mode), "PNG", **options)
 
@@ -116,7 +140,13 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
     "tiff of 32-bit floats": (lambda: encoded(drawn("F"), "TIFF"), "32-bit levels"),
     "webp": (lambda: encoded(drawn(), "WEBP"), SIZE),
     "avif": (lambda: b"\0\0\0\x1cftypavif" + bytes(50), "AVIF and HEIC are not supported"),
-    "html": (lambda: b"<!DOCTYPE html><html><body>404 Not Found</body></html>", NO_IMAGE),
+    "html": (lambda: b"<!DOCTYPE html><html><body>404 Not Found</body></html>", "a web page"),
+    "jpeg 2000": (lambda: encoded(drawn(), "JPEG2000"), "JPEG 2000 is not supported"),
+    "pointer": (
+        lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:0",
+        "git lfs pull",
+    ),
+    "jpeg lossless": (lossless, SIZE),
     "eps": (lambda: encoded(drawn(), "EPS"), NO_IMAGE),
 }
 
