@@ -119,9 +119,7 @@ def find_checkpoint(path: str | Path) -> Path:
     if not paths:
         raise UserError(str(path), "holds no checkpoints", "give the folder of a run with some")
     if paths[-1].name != BEST:
-        logger.warning(
-            "%s has no %s: the newest checkpoint is used, %s", path, BEST, paths[-1].name
-        )
+        logger.warning("%s has no best.pt: the newest checkpoint is used, %s", path, paths[-1].name)
     return paths[-1]
 
 

@@ -49,7 +49,7 @@ def ended_before(marker: int) -> bytes:
 
 
 def lossless() -> bytes:
-    """A lossless JPEG (ITU-T T.81, process 14): the difference of each level to the one before it."""
+    """A lossless JPEG (ITU-T T.81, process 14): differences of each level to the one before it."""
     levels = np.asarray(drawn()).astype(int)
     before = np.full_like(levels, 128)
     before[:, 1:], before[1:, 0] = levels[:, :-1], levels[:-1, 0]
