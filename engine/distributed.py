@@ -203,28 +203,23 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
     return device
 
 
-def _number_in(variable: str) -> int:
-    try:
-        return int(os.environ[variable])
-    except KeyError:
-        wrong = f"is set without {variable}"
-        raise UserError("WORLD_SIZE", wrong, "unset it, or start the ranks with torchrun") from None
-
-
 @contextmanager
 def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[World]:
     """Join the process group that torchrun describes in its environment variables, until exit.
 
     `timeout_seconds`: loader.timeout_seconds. A rank that waits TIMEOUT_FACTOR times as long for
-    another one ends with an error of torch. Raises UserError if this rank has no usable device, or
-    torchrun's variables are incomplete.
+    another one ends with an error of torch. Raises UserError if this rank has no usable device.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank, local_rank, local_size = 0, 0, 1
     if size > 1:
-        rank = _number_in("RANK")
-        local_rank = _number_in("LOCAL_RANK")
-        local_size = _number_in("LOCAL_WORLD_SIZE")
+        try:
+            rank = int(os.environ["RANK"])
+            local_rank = int(os.environ["LOCAL_RANK"])
+            local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        except KeyError as error:
+            wrong = f"is set without {error}"
+            raise UserError("WORLD_SIZE", wrong, "unset it, or start with torchrun") from None
     device = resolve_device(device_choice, local_rank, local_size)
     with ExitStack() as stack:
         if device.type == "cuda":

@@ -22,14 +22,11 @@ class StopSignal(ExitStack):
 
     In a single process, a second Ctrl-C interrupts anything. Several ranks get one Ctrl-C twice,
     from the terminal and from torchrun.
-
-    Args:
-        pool: gives up its wait for stalled workers after a signal.
     """
 
     def __init__(self, world: World, pool: Pool) -> None:
         super().__init__()
-        pool.stop_requested = self.requested
+        pool.stop_requested = self.requested  # it gives up its wait for stalled workers
         self.world = world
         self.received = 0  # number of the signal that this process received
         self.number = 0  # number of the signal that stops all ranks; set by `poll`
