@@ -2,7 +2,7 @@
 
 The commands in blocks (```sh), in the text and in benchmarks/ are read by the parsers of the
 programs, in a folder with stand-ins for the reader's files. Those of other programs begin with
-python3. Those of docs/fork.md, tasks.md and samples.md are run by tests/test_guides.py.
+python3. Those of docs/fork.md and tasks.md are run by tests/test_examples.py.
 """
 
 import ast
@@ -26,7 +26,7 @@ from conf.schema import FIELDS, NAMES
 from tests.helpers.processes import ROOT, needs_extras
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OF_FORKS = ("fork.md", "tasks.md", "samples.md")  # their commands run after their changes
+OF_FORKS = ("fork.md", "tasks.md")  # their commands run after their changes
 COMMAND = re.compile(r"(?<![\w/.-])(?:python|torchrun|make|pip|sbatch) [^|;>#]*")
 IN_A_ROOT = re.compile(r"""(?<=[\s="])/(?=(?:imagenet\w*|cifar10|photos|images)\b)""")
 RUNS = ("NAME", "pets", "A", "B", "cifar10,optim.lr=0.1", "demo,train.seed=1", "imagenet_rn50_fast")
@@ -172,11 +172,11 @@ def test_links_files_keys_and_overrides_exist(page: Path) -> None:
         assert path.is_file(), f"{page.name}: {name}"
         assert not anchor or anchor in anchors(path), f"{page.name}: {name}#{anchor}"
 
-    text = re.sub(r"^```diff.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    text = page.read_text()
     sections = "|".join(dict.fromkeys(key.partition(".")[0] for key in FIELDS))
-    folders = "conf|pipeline|models|engine|scripts|tests|docs"
+    folders = "conf|pipeline|models|engine|scripts|tests|docs|examples"
     for code in re.findall(r"`([^`\n]+)`", text):
-        for name in re.findall(rf"\b(?:{folders})/[\w/]+\.(?:py|md|yaml|c)\b", code):
+        for name in re.findall(rf"\b(?:{folders})/[\w/]+\.(?:py|md|yaml|c|patch)\b", code):
             known = (ROOT / name).exists() or name == "conf/recipe/mine.yaml"
             assert known, f"{page.name}: there is no {name}"
         for key in re.findall(rf"(?<![\w/.])((?:{sections})\.[a-z]\w*)(?![\w.(])", code):

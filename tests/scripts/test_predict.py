@@ -78,7 +78,7 @@ five_channels = partial(build.folder, dataset=FiveChannels)
 
 
 def test_images_of_other_channels(image_root: Path, tmp_path: Path) -> None:
-    """They are opened by the dataset of the run, as docs/samples.md makes one."""
+    """They are opened by the dataset of the run, as docs/tasks.md makes one."""
     words = "data.source=tests.scripts.test_predict:five_channels", "data.mean=[0.5]"
     small_run.run(image_root, tmp_path / "run", *words, "data.std=[0.5]", "train.max_steps=2")
     trained = open_trained(tmp_path / "run", HERE)

@@ -1,0 +1,210 @@
+"""Draw the images of an example into data/: `python examples/draw.py clips`."""
+
+import argparse
+import sqlite3
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+ANY_COLOUR = (120, 256)  # of what is drawn on a dark ground
+Rng = np.random.Generator
+
+
+def draw_patterns(root: Path) -> None:
+    """Grey checks, columns and rows of any contrast; 151 images to train with."""
+    rng = np.random.default_rng(0)
+    y, x = np.mgrid[:32, :32] / 32
+    for split, images in (("train", 50), ("val", 20)):
+        for label, name in enumerate(("checks", "columns", "rows")):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for number in range(images + (split == "train" and label == 0)):
+                first, second = (
+                    np.sin(2 * np.pi * (rng.uniform(3, 6) * axis + rng.random())) for axis in (x, y)
+                )
+                value = (first * second, first, second)[label] / 2 + 0.5
+                pixels = rng.uniform(20, 110) + rng.uniform(50, 120) * value
+                pixels += rng.normal(0, 8, (32, 32))
+                Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).convert("RGB").save(
+                    folder / f"{number:03d}.jpg", quality=95
+                )
+
+
+def draw_grades(root: Path) -> None:
+    """Discs of five sizes, which overlap a little."""
+    rng = np.random.default_rng(0)
+    for split, images in (("train", 50), ("val", 20)):
+        for grade in range(5):
+            folder = root / split / f"grade{grade}"
+            folder.mkdir(parents=True)
+            for number in range(images):
+                pixels, centre = rng.integers(0, 80, (32, 32, 3)), rng.uniform(12, 20, (2, 1, 1))
+                radius = np.hypot(*(np.mgrid[:32, :32] - centre))
+                pixels[radius < 3 + 2 * grade + rng.normal(0, 0.5)] = rng.integers(120, 256, 3)
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
+
+
+def draw_clips(root: Path) -> None:
+    """Folders of 8 to 11 frames in which a square moves; one frame does not tell the class."""
+    rng = np.random.default_rng(0)
+    moves = {"down": (1, 0), "left": (0, -1), "right": (0, 1), "up": (-1, 0)}
+    for split, clips in (("train", 40), ("val", 15)):
+        for (name, move), clip in ((each, clip) for each in moves.items() for clip in range(clips)):
+            folder = root / split / name / f"{clip:03d}"
+            folder.mkdir(parents=True)
+            place, colour = rng.integers(0, 32, 2), rng.integers(120, 196, 3)
+            ground = rng.integers(0, 60, (32, 32, 3))
+            for frame in range(rng.integers(8, 12)):
+                pixels = ground.copy()
+                pixels[np.ix_(*((side + np.arange(8)) % 32 for side in place))] += colour
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{frame:02d}.png")
+                place = place + 3 * np.array(move)
+
+
+def draw_channels(root: Path) -> None:
+    """Five channels; in one of the last two, a square is 100 of 65535 levels higher."""
+    rng = np.random.default_rng(0)
+    for split, images in (("train", 60), ("val", 30)):
+        for label, name in enumerate(("infrared", "thermal")):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for number in range(images):
+                levels = 78 * 256 + rng.integers(0, 80, (5, 32, 32))
+                top, left = rng.integers(0, 24, 2)
+                levels[3 + label, top : top + 8, left : left + 8] += 100
+                first, *others = (Image.fromarray(page.astype(np.uint16)) for page in levels)
+                first.save(folder / f"{number:03d}.tif", save_all=True, append_images=others)
+
+
+def draw_rows(root: Path) -> None:
+    """The patterns as rows in any order."""
+    datasets = import_module("datasets")
+    draw_patterns(root / "files")
+    for split in ("train", "val"):
+        files = sorted((root / "files" / split).glob("*/*"))
+        names = sorted({file.parent.name for file in files})
+        features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
+        table = [
+            {"image": {"bytes": files[i].read_bytes(), "path": None}, "label": files[i].parent.name}
+            for i in np.random.default_rng(0).permutation(len(files))
+        ]
+        made = datasets.Dataset.from_list(table, features=datasets.Features(features))
+        made.save_to_disk(root / split)
+
+
+def draw_table(
+    root: Path, header: str, draw: Callable[[Rng], tuple[Image.Image, list[str]]]
+) -> None:
+    """Images with numbers: train.csv and val.csv. `draw` returns an image and its row."""
+    rng = np.random.default_rng(0)
+    for split, images in (("train", 240), ("val", 60)):
+        (root / split).mkdir(parents=True)
+        lines = [header]
+        for number in range(images):
+            image, row = draw(rng)
+            image.save(root / split / f"{number}.png")
+            lines.append(",".join([f"{split}/{number}.png", *row]))
+        (root / f"{split}.csv").write_text("\n".join(lines))
+
+
+def draw_shapes(root: Path) -> None:
+    """None to three shapes on an image; its labels say which ones."""
+
+    def draw_one(rng: Rng) -> tuple[Image.Image, list[str]]:
+        image = Image.fromarray(rng.integers(0, 80, (32, 32, 3), np.uint8))
+        draw = ImageDraw.Draw(image)
+        labels = rng.integers(0, 2, 3).tolist()
+        for shape in np.flatnonzero(labels).tolist():
+            x, y = rng.integers(0, 20, 2).tolist()
+            colour = tuple(rng.integers(*ANY_COLOUR, 3).tolist())
+            function = (draw.ellipse, draw.line, draw.rectangle)[shape]
+            function((x, y, x + 11, y + 11), colour, width=2)
+        return image, [str(label) for label in labels]
+
+    draw_table(root, "path,circle,line,square", draw_one)
+
+
+def draw_discs(root: Path) -> None:
+    """A disc on an image, whose number is the radius divided by 16."""
+
+    def draw_one(rng: Rng) -> tuple[Image.Image, list[str]]:
+        image = Image.fromarray(rng.integers(0, 80, (32, 32, 3), np.uint8))
+        radius = rng.uniform(3, 12)
+        x, y = rng.uniform(12, 20, 2)
+        box = (x - radius, y - radius, x + radius, y + radius)
+        ImageDraw.Draw(image).ellipse(box, tuple(rng.integers(*ANY_COLOUR, 3).tolist()))
+        return image, [f"{radius / 16:.4f}"]
+
+    draw_table(root, "path,radius", draw_one)
+
+
+def draw_points(root: Path) -> None:
+    """A red, a green and a blue point on an image, with their places in pixels."""
+
+    def draw_one(rng: Rng) -> tuple[Image.Image, list[str]]:
+        image = Image.fromarray(rng.integers(0, 120, (32, 32, 3), np.uint8))
+        points = rng.uniform(4, 28, (3, 2))
+        for (x, y), colour in zip(points, ("red", "lime", "blue"), strict=True):
+            ImageDraw.Draw(image).ellipse((x - 3, y - 3, x + 2, y + 2), colour)
+        return image, [f"{value:.2f}" for value in points.flat]
+
+    draw_table(root, "path,x1,y1,x2,y2,x3,y3", draw_one)
+
+
+def draw_masks(root: Path) -> None:
+    """A disc and a square on an image; masks have 1 and 2 in their pixels."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 240), ("val", 60)):
+        images, masks = root / split / "images", root / split / "masks"
+        images.mkdir(parents=True)
+        masks.mkdir()
+        for number in range(count):
+            image = Image.fromarray(rng.integers(0, 80, (32, 32, 3), np.uint8))
+            mask = Image.new("L", image.size)
+            for label in (1, 2):
+                x, y = rng.integers(0, 20, 2).tolist()
+                colour = tuple(rng.integers(*ANY_COLOUR, 3).tolist())
+                for canvas, fill in ((image, colour), (mask, label)):
+                    draw = ImageDraw.Draw(canvas)
+                    function = draw.ellipse if label == 1 else draw.rectangle
+                    function((x, y, x + 11, y + 11), fill)
+            image.save(images / f"{number}.png")
+            mask.save(masks / f"{number}.png")
+
+
+def draw_database(root: Path) -> None:
+    """The images of `make demo` in SQLite, a database for each split."""
+    root.mkdir()
+    for split in ("train", "val"):
+        files = (root.parent / "demo" / split).glob("*/*.jpg")
+        rows = [(file.parent.name, file.name, file.read_bytes()) for file in files]
+        with sqlite3.connect(root / f"{split}.sqlite") as database:
+            database.execute("CREATE TABLE images (class, name, data, PRIMARY KEY (class, name))")
+            database.executemany("INSERT INTO images VALUES (?, ?, ?)", rows)
+
+
+DRAWN = {
+    "channels": draw_channels,
+    "clips": draw_clips,
+    "database": draw_database,
+    "discs": draw_discs,
+    "grades": draw_grades,
+    "masks": draw_masks,
+    "patterns": draw_patterns,
+    "points": draw_points,
+    "rows": draw_rows,
+    "shapes": draw_shapes,
+}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=DRAWN)
+    name = parser.parse_args().name
+    folder = Path("data", name)
+    if folder.exists():
+        print(f"{folder} exists: nothing is drawn")
+    else:
+        DRAWN[name](folder)

@@ -1,0 +1,18 @@
+"""Run a script of the current folder, a checkout, in a process that has imported this one.
+
+For `tests.helpers.ranks.Ranks`, whose processes have imported torch already.
+"""
+
+import os
+import runpy
+import sys
+
+from tests.helpers.sources import PARTS, ROOT
+
+for name in list(sys.modules):
+    if name.split(".")[0] in PARTS:
+        del sys.modules[name]
+folders = [folder for folder in sys.path if folder not in ("", str(ROOT))]
+sys.path[:] = [os.getcwd(), *folders]
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")

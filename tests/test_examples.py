@@ -1,0 +1,340 @@
+"""examples/*.patch: each applies, trains, is killed and resumed, and has its effect.
+
+The commands are those of docs/fork.md and docs/tasks.md, in a copy of the tracked files. `make
+test` trains two steps of each; what takes longer is slow.
+"""
+
+import json
+import math
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from subprocess import DEVNULL
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.helpers.processes import ROOT, Started, needs_extras, run_command, wait_for
+from tests.helpers.ranks import Ranks
+from tests.helpers.results import rows
+
+pytestmark = needs_extras
+OTHER_TREE = ROOT / "tests" / "helpers" / "other_tree.py"
+TRAINS_SECONDS = 600  # a training that takes longer hangs
+Words = list[str]
+ON_CPU = ["train.device=cpu", "loader.workers=0", "log.every_steps=1"]
+SMALL_BATCH = "loader.batch_size=8"
+FEW_IMAGES = [SMALL_BATCH, "data=folder", "data.root=data/demo"]  # not those of the demo
+
+
+class Example(NamedTuple):
+    """The commands of a patch in docs/, without `git apply` and `python`."""
+
+    before: list[Words]  # draw images, or train a teacher
+    training: Words
+    after: list[Words]  # what reads the run
+
+
+def read_page(page: str) -> dict[str, Example]:
+    """Return the examples of a page of docs/ by the names of their patches."""
+    examples = {}
+    text = (ROOT / "docs" / page).read_text().replace("\\\n", " ")
+    for block in re.findall(r"^```sh\n(git apply .*?)^```$", text, re.M | re.S):
+        patch, *lines = block.splitlines()
+        commands = [shlex.split(line)[1:] for line in lines]
+        last = max(i for i, words in enumerate(commands) if words[0] == "train.py")
+        example = Example(commands[:last], commands[last], commands[last + 1 :])
+        examples[Path(patch).stem] = example
+    return examples
+
+
+CHANGES, TASKS = read_page("fork.md"), read_page("tasks.md")
+EXAMPLES = CHANGES | TASKS
+
+
+class Fork:
+    """A copy of the tracked files with a patch."""
+
+    def __init__(self, tree: Path, root: Path, name: str) -> None:
+        self.root, self.example = root, EXAMPLES[name]
+        self.patch = root / "examples" / f"{name}.patch"
+        shutil.copytree(tree, root, symlinks=True)
+        variables = {"GIT_CEILING_DIRECTORIES": str(root.parent)}
+        done = run_command(["git", "apply", self.patch], variables, cwd=root)
+        assert done.returncode == 0, f"{done.stderr}update {self.patch.name}"
+
+    def run(self, words: Words, *, status: int = 0) -> str:
+        done = run_command([sys.executable, *words], cwd=self.root, seconds=TRAINS_SECONDS)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def check_sources(self, *tool: str) -> None:
+        """Run a tool on the files that the patch changes."""
+        sources = re.findall(r"^\+\+\+ b/(.*\.py)$", self.patch.read_text(), re.M)
+        self.run(["-m", *tool, *sources])
+
+    def training(self, *overrides: str) -> Words:
+        """Return the words of the training; that of the demo gets a few images."""
+        words = [*self.example.training, *overrides]
+        if self.patch.stem in TASKS:
+            return words
+        if "data=folder" in words:
+            return [*words, SMALL_BATCH]
+        return [*words, *FEW_IMAGES]
+
+    def train(self, *overrides: str) -> Path:
+        """Run the training; return its folder."""
+        self.run(self.training(*ON_CPU, *overrides))
+        return self.newest_run
+
+    @property
+    def newest_run(self) -> Path:
+        summaries = self.root.glob("runs/*/summary.json")
+        return max(summaries, key=lambda path: path.stat().st_mtime_ns).parent
+
+
+def prepared(tree: Path, root: Path, name: str) -> Fork:
+    """Apply a patch and run the commands before its training."""
+    skip_without_datasets(name)
+    fork = Fork(tree, root, name)
+    for words in fork.example.before:
+        fork.run(words)
+    return fork
+
+
+def skip_without_datasets(name: str) -> None:
+    if name == "hugging_face":
+        pytest.importorskip("datasets", reason="needs `pip install datasets`")
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return content
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory, image_root: Path) -> Path:
+    """The tracked files, with few images in data/demo."""
+    root = tmp_path_factory.mktemp("examples") / "tree"
+    for name in filter(None, run_command(["git", "ls-files", "-z"]).stdout.split("\0")):
+        if (ROOT / name).is_file():  # not deleted since
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, root / name)
+    (root / "data").mkdir()
+    (root / "data" / "demo").symlink_to(image_root)
+    return root
+
+
+def test_each_patch_has_its_commands() -> None:
+    assert {path.stem for path in (ROOT / "examples").glob("*.patch")} == set(EXAMPLES)
+
+
+def test_the_tests_that_a_fork_keeps_are_collected(tree: Path, tmp_path: Path) -> None:
+    """The first command of fork.md deletes nothing that other tests import."""
+    shutil.copytree(tree, tmp_path / "tree", symlinks=True)
+    page = (ROOT / "docs" / "fork.md").read_text()
+    first, *_ = re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S)
+    collect = f"{sys.executable} -m pytest -q --collect-only -p no:cacheprovider"
+    done = run_command(["sh", "-euc", f"{first}\n{collect}"], cwd=tmp_path / "tree")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_patch_trains_two_steps(name: str, tree: Path, tmp_path: Path, ranks: Ranks) -> None:
+    fork = Fork(tree, tmp_path / "tree", name)
+    fork.check_sources("ruff", "check")
+    fork.check_sources("ruff", "format", "--check")
+    skip_without_datasets(name)
+    two_steps = [*ON_CPU, "train.max_steps=2", "log.trackers=[]"]
+    for words in [*fork.example.before, fork.training()]:
+        # In a process that has imported torch already
+        short = [*words, *two_steps] if words[0] == "train.py" else words
+        done = ranks.run([sys.executable, str(OTHER_TREE), *short], 1, cwd=fork.root)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert summary(fork.newest_run)["step"] == 2
+
+
+# The score that a training reaches; with -, lower ones are better.
+SCORES = {
+    "multi_label": ("map", 85),
+    "regression": ("-mae", 0.15),
+    "ordinal": ("-mae", 0.4),
+    "segmentation": ("miou", 70),
+    "two_views": ("-uniformity", -1.0),
+    "points": ("-loss", 0.05),
+}
+SCORES |= dict.fromkeys(("distillation", "clips", "hugging_face", "channels"), ("top1", 90))
+
+
+def check_score(name: str, folder: Path) -> None:
+    metric, limit = SCORES[name]
+    value = summary(folder)["best_" + metric.removeprefix("-")]
+    assert value < limit if metric.startswith("-") else value > limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_killed_training_ends_as_a_whole_one(name: str, tree: Path, tmp_path: Path) -> None:
+    fork = prepared(tree, tmp_path / "tree", name)
+    fork.check_sources("mypy")
+    if name == "storage":
+        (fork.root / "data" / "demo").unlink()  # only the database is left
+    whole = fork.train()
+    if name in TASKS:
+        check_score(name, whole)
+    killed = fork.root / "runs" / "killed"
+    words = fork.training(*ON_CPU, f"run.dir={killed}", "checkpoint.every_steps=2")
+    with Started([sys.executable, *words], cwd=fork.root, stdout=DEVNULL) as process:
+        wait_for("a checkpoint", lambda: [*killed.glob("checkpoints/step-*.pt")], process)
+        process.kill()
+    assert not (killed / "summary.json").exists()
+    assert "resumed at step" in fork.run(words)
+    for key in ("step", "params_sha256"):
+        assert summary(killed)[key] == summary(whole)[key]
+
+
+SAME_WEIGHTS = ("storage", "grad_norm", "grad_cam", "curves")  # as without the patch
+LOGGED = {"grad_norm": "grad_norm", "two_heads": "auxiliary_loss"}
+WRITTEN = {"grad_norm": "report.html", "grad_cam": "grad_cam.jpg", "curves": "curves.html"}
+
+
+@pytest.fixture(scope="module")
+def unchanged(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps of the demo without a patch."""
+    root = tmp_path_factory.mktemp("unchanged") / "tree"
+    shutil.copytree(tree, root, symlinks=True)
+    words = ["train.py", "recipe=demo", *ON_CPU, *FEW_IMAGES, "train.max_steps=4", "run.name=four"]
+    run_command([sys.executable, *words], cwd=root).check_returncode()
+    return root / "runs" / "four"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
+def test_change_has_its_effect(name: str, tree: Path, tmp_path: Path, unchanged: Path) -> None:
+    """It changes the weights, or it does not."""
+    fork = prepared(tree, tmp_path / "tree", name)
+    folder = fork.train("train.max_steps=4")
+    is_same = summary(folder)["params_sha256"] == summary(unchanged)["params_sha256"]
+    assert is_same == (name in SAME_WEIGHTS)
+    assert all(row[LOGGED.get(name, "loss")] > 0 for row in rows(folder, "train"))
+    if name == "poly_loss":  # of three classes, it starts 2/3 above the cross-entropy
+        first, before = (rows(run, "train")[0]["loss"] for run in (folder, unchanged))
+        assert 0.3 < first - before < 1
+    for words in fork.example.after:
+        fork.run(words)
+    if name in WRITTEN:
+        assert [*fork.root.rglob(WRITTEN[name])]
+
+
+@pytest.mark.slow
+def test_early_stopping_ends_all_ranks_and_the_next_start(tree: Path, tmp_path: Path) -> None:
+    fork = prepared(tree, tmp_path / "tree", "early_stopping")
+    words = fork.training(*ON_CPU, "run.name=two")
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    fork.run(two)
+    folder = fork.root / "runs" / "two"
+    steps = summary(folder)["step"]
+    validations = rows(folder, "val")
+    scores = [row["top1"] for row in validations]
+    assert scores.index(max(scores)) == len(scores) - 4  # train.patience=3
+    assert validations[-1]["step"] == steps
+    assert f"finished after step {steps:,}" in fork.run(two)
+    fork.run([*two, "train.patience=4"])
+    assert summary(folder)["step"] > steps
+
+
+@pytest.mark.slow
+def test_early_stopping_needs_a_constant_schedule(tree: Path, tmp_path: Path) -> None:
+    fork = prepared(tree, tmp_path / "tree", "early_stopping")
+    assert "give schedule=constant" in fork.run(fork.training("schedule=cosine"), status=2)
+
+
+AREAS = """
+import numpy as np
+from sklearn import metrics
+from extras.curves import Curve
+
+rng = np.random.default_rng(0)
+for digits in (1, 6):
+    scores = rng.normal(size=500).round(digits)
+    positive = scores + rng.normal(size=500) > 0.5
+    curve = Curve("class", scores, positive)
+    assert np.isclose(curve.auc, metrics.roc_auc_score(positive, scores))
+    assert np.isclose(curve.average_precision, metrics.average_precision_score(positive, scores))
+"""
+# Of a linear head on a mean, Grad-CAM is the class activation map (arXiv 1512.04150).
+MAPS = """
+import torch
+import models
+from extras.pictures.grad_cam import grad_cam
+
+network = models.build("resnet_tiny", num_classes=3, image_size=32, args={}).eval()
+images = torch.randn(4, 3, 32, 32)
+with torch.no_grad():
+    logits, maps = grad_cam(network, images)
+    assert not torch.is_grad_enabled() and torch.equal(logits, network(images))
+    weights = network.fc.weight[logits.argmax(1)]
+    expected = torch.einsum("bc,bchw->bhw", weights, network[:-3](images)).relu()
+expected /= expected.amax((1, 2), keepdim=True)
+torch.testing.assert_close(maps, expected)
+assert all(parameter.grad is None for parameter in network.parameters())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "code"), [("curves", AREAS), ("grad_cam", MAPS)])
+def test_values_are_those_of_the_literature(
+    name: str, code: str, tree: Path, tmp_path: Path
+) -> None:
+    Fork(tree, tmp_path / "tree", name).run(["-c", code])
+
+
+@pytest.mark.slow
+def test_outputs_of_another_shape_than_the_classes_are_exported(tree: Path, tmp_path: Path) -> None:
+    fork = prepared(tree, tmp_path / "tree", "ordinal")
+    folder = fork.train("train.max_steps=2")
+    fork.run(["scripts/export.py", str(folder), "--to", "safetensors", "--out", "a.safetensors"])
+    printed = fork.run(["scripts/predict.py", "a.safetensors", "data/grades/val"])
+    assert '"class": "grade' in printed
+
+
+@pytest.mark.slow
+def test_two_views_are_on_one_rank(tree: Path, tmp_path: Path) -> None:
+    """The loss is finite on two ranks, and the features tell the classes apart."""
+    fork = prepared(tree, tmp_path / "tree", "two_views")
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    fork.run([*two, *fork.training(*ON_CPU, "run.name=two", "train.max_steps=6")])
+    folder = fork.root / "runs" / "two"
+    assert all(math.isfinite(row["loss"]) for row in rows(folder, "train"))
+    assert rows(folder, "val")[-1]["uniformity"] < 0
+    trained = fork.train()
+    for split in ("train", "val"):
+        features = fork.root / f"{split}.jsonl"
+        words = ["scripts/predict.py", str(trained), f"data/patterns/{split}"]
+        with features.open("w") as file:
+            run_command([sys.executable, *words], cwd=fork.root, stdout=file).check_returncode()
+    scores = re.findall(r"top1 (\S+) %", fork.run(["scripts/probe.py", "train.jsonl", "val.jsonl"]))
+    assert [float(top1) > 80 for top1 in scores] == [True, True], scores
+
+
+@pytest.mark.slow
+def test_a_teacher_of_other_classes_is_refused(tree: Path, tmp_path: Path) -> None:
+    """Its outputs would be taken for those of other classes."""
+    fork = prepared(tree, tmp_path / "tree", "distillation")
+    for split in ("train", "val"):
+        first = min((fork.root / "data" / "patterns" / split).iterdir())
+        first.rename(first.with_name("zebra"))  # the last one of the student
+    refused = fork.run(fork.training(*ON_CPU), status=2)
+    assert "train.py: train.teacher=" in refused and "another order" in refused
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
+def test_task_trains_in_a_cuda_graph(name: str, tree: Path, tmp_path: Path) -> None:
+    fork = prepared(tree, tmp_path / "tree", name)
+    printed = fork.run(fork.training("train.device=cuda", "loader.workers=0"))
+    assert "not captured in a CUDA graph" not in printed
+    check_score(name, fork.newest_run)
