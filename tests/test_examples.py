@@ -43,7 +43,7 @@ def read_page(page: str) -> dict[str, Example]:
     text = (ROOT / "docs" / page).read_text().replace("\\\n", " ")
     for block in re.findall(r"^```sh\n(git apply .*?)^```$", text, re.M | re.S):
         patch, *lines = block.splitlines()
-        commands = [shlex.split(line)[1:] for line in lines]
+        commands = [shlex.split(line, comments=True)[1:] for line in lines]
         last = max(i for i, words in enumerate(commands) if words[0] == "train.py")
         example = Example(commands[:last], commands[last], commands[last + 1 :])
         examples[Path(patch).stem] = example
@@ -223,7 +223,7 @@ def test_change_has_its_effect(name: str, tree: Path, tmp_path: Path, unchanged:
         first, before = (rows(run, "train")[0]["loss"] for run in (folder, unchanged))
         assert 0.3 < first - before < 1
     for words in fork.example.after:
-        fork.run(words)
+        fork.run([str(folder) if word.startswith("runs/") else word for word in words])
     if name in WRITTEN:
         assert [*fork.root.rglob(WRITTEN[name])]
 
