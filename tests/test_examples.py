@@ -197,7 +197,7 @@ def test_killed_training_ends_as_a_whole_one(name: str, tree: Path, tmp_path: Pa
 
 SAME_WEIGHTS = ("storage", "grad_norm", "grad_cam", "curves")  # as without the patch
 LOGGED = {"grad_norm": "grad_norm", "two_heads": "auxiliary_loss"}
-WRITTEN = {"grad_norm": "report.html", "grad_cam": "grad_cam.jpg", "curves": "curves.html"}
+WRITTEN = {"grad_norm": "report.html", "grad_cam": "grad_cam/00*.png", "curves": "curves.html"}
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +263,7 @@ for digits in (1, 6):
 MAPS = """
 import torch
 import models
-from extras.pictures.grad_cam import grad_cam
+from engine.log.grad_cam import grad_cam
 
 network = models.build("resnet_tiny", num_classes=3, image_size=32, args={}).eval()
 images = torch.randn(4, 3, 32, 32)
