@@ -195,9 +195,9 @@ def test_killed_training_ends_as_a_whole_one(name: str, tree: Path, tmp_path: Pa
         assert summary(killed)[key] == summary(whole)[key]
 
 
-SAME_WEIGHTS = ("storage", "grad_norm", "grad_cam", "curves")  # as without the patch
+SAME_WEIGHTS = ("storage", "grad_norm", "grad_cam", "roc")  # as without the patch
 LOGGED = {"grad_norm": "grad_norm", "two_heads": "auxiliary_loss"}
-WRITTEN = {"grad_norm": "report.html", "grad_cam": "grad_cam/00*.png", "curves": "curves.html"}
+WRITTEN = {"grad_norm": "report.html", "grad_cam": "grad_cam/00*.png", "roc": "curves.html"}
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def test_early_stopping_ends_all_ranks_and_the_next_start(tree: Path, tmp_path: 
 AREAS = """
 import numpy as np
 from sklearn import metrics
-from extras.curves import Curve
+from extras.roc import Curve
 
 rng = np.random.default_rng(0)
 for digits in (1, 6):
@@ -279,7 +279,7 @@ assert all(parameter.grad is None for parameter in network.parameters())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "code"), [("curves", AREAS), ("grad_cam", MAPS)])
+@pytest.mark.parametrize(("name", "code"), [("roc", AREAS), ("grad_cam", MAPS)])
 def test_values_are_those_of_the_literature(
     name: str, code: str, tree: Path, tmp_path: Path
 ) -> None:
