@@ -27,7 +27,7 @@ for seed in 1 2; do
     python train.py recipe=cifar100 data.root="$data/cifar100" train.seed=$seed 'augment.batch=[{cutmix: {alpha: 0.2}}]'
 done
 
-# WRN-28-10 is a model of docs/fork.md, which must be added first.
+# WRN-28-10 is a model of docs/fork.md, which `git apply examples/wide_resnet.patch` adds.
 if [ -e models/wide_resnet.py ]; then
     model=models.wide_resnet:wide_resnet
     # The erased square of 16 px lies within the image: 25 % of it, the source's 19 on average.
