@@ -22,7 +22,8 @@ class TrainingError(RunError):
 def diverged(reason: str) -> TrainingError:
     return TrainingError(
         f"{reason}; these weights were not saved: lower optim.lr, lengthen schedule.warmup_epochs "
-        "or set optim.clip_norm (after a checkpoint, also give checkpoint.accept_changes=true)"
+        "or set optim.clip_norm (after a checkpoint, also give checkpoint.accept_changes=true; if "
+        "the loss was already large there, run.name=NAME and checkpoint.resume=AN_EARLIER_ONE)"
     )
 
 

@@ -77,7 +77,8 @@ class Tracker(ExitStack):
         kept = []
         if path.is_file():
             for line in path.read_text("utf-8", errors="replace").splitlines():
-                with suppress(ValueError):  # a killed process leaves an incomplete line
+                # A killed process leaves an incomplete line; a user may have added others.
+                with suppress(ValueError, TypeError, KeyError):
                     if json.loads(line)["step"] <= self._start_step:
                         kept.append(line)
         replace_file(path, "\n".join([*kept, ""]))  # a new file, also for a link

@@ -89,11 +89,11 @@ def test_after_restarts(tmp_path: Path) -> None:
     assert curve(curves(tmp_path), "train/loss") == [(10, 4), (20, 4)]
 
 
-def test_incomplete_line_is_dropped(tmp_path: Path) -> None:
+def test_lines_that_are_no_rows_are_dropped(tmp_path: Path) -> None:
     start(tmp_path, 0, [10, 20])
     complete = (tmp_path / "metrics.jsonl").read_bytes()
     line = complete.splitlines()[0]
-    for part in (line[: len(line) // 2], b"\0" * 50, b"\xff\xfe{"):
+    for part in (line[: len(line) // 2], b"\0" * 50, b"\xff\xfe{", b"[1]", b'{"epoch": 1}'):
         (tmp_path / "metrics.jsonl").write_bytes(complete + part)
         with Tracker(tmp_path, SILENT, start_step=20) as tracker:
             tracker.write_row(train_row(30))
