@@ -37,15 +37,13 @@ FORMATS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "safetensor
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, "--to FORMAT [options] [key=value ...]")
     add = parser.add_argument
-    add("--to", choices=FORMATS, help="format of the file; required")
+    add("--to", choices=FORMATS, required=True, help="format of the file; required")
     add(*OUT, type=Path, metavar="FILE", help="output file (the checkpoint's name, here)")
     add("--preprocessing", action="store_true", help="normalise inside the graph; uint8 input")
     options = parse_paths(parser, words)
-    to, packages = options.to, FORMATS.get(options.to)
-    if packages is None:
-        command = shlex.join(["python", "scripts/export.py", *options.paths, "--to", "onnx"])
-        parser.error(f"--to: is missing; write {command} (or {', '.join([*FORMATS][1:])})")
-    if missing := [name for name in packages if find_spec(name) is None]:
+    to, packages = options.to, FORMATS[options.to]
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
         parser.error(f"--to {to}: needs {', '.join(missing)}; `pip install {' '.join(packages)}`")
     if options.preprocessing and to in ("safetensors", "hub"):
         parser.error("--preprocessing: a safetensors file has no graph; give onnx or pt2")
@@ -64,10 +62,9 @@ import json
 import logging
 import math
 import os
-import re
 import tempfile
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -118,30 +115,37 @@ class Job:
         *leading, channels, height, width = self.trained.shape_at(self.size)
         return (*leading, height, width, channels)
 
-    def file(self, path: Path) -> Path:
-        """Return the file with the weights, of what is written to a path."""
-        return path / "model.safetensors" if self.to == "hub" else path
+    @property
+    def transforms(self) -> list[Any]:
+        """The entries of augment.val, each with all parameters."""
+        return [explicit(entry) for entry in self.trained.config.augment.val]
 
     def input(self, batch: Tensor) -> Tensor:
         """Return the input of the exported file for images, uint8 [B, S, S, C]."""
         return batch if self.inside else self.format.normalised(batch)
 
+    def example(self) -> Tensor:
+        """Return an input of the exported file, a batch of two black images."""
+        return self.input(torch.zeros(2, *self.pixels, dtype=torch.uint8))
+
     def texts(self) -> dict[str, str]:
         """Return what the file states about itself; all values are JSON."""
-        trained, config = self.trained, self.trained.config
+        trained, config, example = self.trained, self.trained.config, self.example()
+        channels = self.pixels[-1]
+        stated_input = {
+            "name": "images",
+            "dtype": str(example.dtype).removeprefix("torch."),
+            "shape": ["batch", *example.shape[1:]],
+            "channels": "RGB" if channels == 3 else channels,
+        }
         preprocessing = {
             "exif_orientation": config.data.exif_orientation,
-            "transforms": [explicit(entry) for entry in config.augment.val],
+            "transforms": self.transforms,
             "mean": list(config.data.mean),
             "std": list(config.data.std),
             "highest": self.format.highest,
             "inside": self.inside,
-            "input": {
-                "name": "images",
-                "dtype": "uint8" if self.inside else "float32",
-                "shape": ["batch", *(self.pixels if self.inside else trained.shape_at(self.size))],
-                "channels": "RGB" if self.pixels[-1] == 3 else self.pixels[-1],
-            },
+            "input": stated_input,
         }
         model = {
             "name": config.model.name,
@@ -152,13 +156,16 @@ class Job:
             "step": trained.stored.get("step"),
             "averaged_weights": trained.averaged,
         }
-        texts = {"classes": trained.classes, "preprocessing": preprocessing, "model": model}
-        return {name: json.dumps(value) for name, value in texts.items()}
+        return {
+            "classes": json.dumps(trained.classes),
+            "preprocessing": json.dumps(preprocessing),
+            "model": json.dumps(model),
+        }
 
 
 def explicit(entry: Any) -> Any:
     """Return an entry of augment.val with the short side and the interpolation of a resize."""
-    if not (isinstance(entry, dict) and isinstance(entry.get("resize"), dict)):
+    if not isinstance(entry, dict) or "resize" not in entry:
         return entry
     parameters = {"interpolation": "bilinear", **entry["resize"]}
     if "crop_ratio" in parameters:
@@ -166,65 +173,111 @@ def explicit(entry: Any) -> Any:
     return {"resize": parameters}
 
 
+def write_weights(job: Job, model: nn.Module, path: Path) -> None:
+    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+    path.write_bytes(safetensors.torch.save(weights, job.texts()))
+
+
 def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
-    """Write the config of a model as timm does, and a model card."""
+    """Write the weights and the config of a model as timm does, and a model card."""
     from timm.models import save_for_hf
 
-    trained, about = job.trained, json.loads(job.texts()["preprocessing"])
-    plain: dict[str, Any] = {"size": job.size, "interpolation": "bilinear"}
-    resize = next((entry["resize"] for entry in about["transforms"] if "resize" in entry), plain)
-    stated = {"input_size": about["input"]["shape"][1:], "mean": about["mean"], "std": about["std"]}
-    stated |= {"interpolation": resize["interpolation"], "crop_mode": "center"}
-    # timm rounds the short side, size / crop_pct, down.
-    stated |= {"crop_pct": math.floor(1e6 * job.size / resize["size"]) / 1e6}
-    stated |= dict.fromkeys(("tag", "license"))  # those of timm's own weights
+    trained, data = job.trained, job.trained.config.data
+    resize: dict[str, Any] = {"size": job.size, "interpolation": "bilinear"}
+    for entry in job.transforms:
+        if "resize" in entry:
+            resize = entry["resize"]
+    stated = {
+        "input_size": job.example().shape[1:],
+        "mean": list(data.mean),
+        "std": list(data.std),
+        "interpolation": resize["interpolation"],
+        "crop_mode": "center",
+        # timm rounds the short side, size / crop_pct, down.
+        "crop_pct": math.floor(1e6 * job.size / resize["size"]) / 1e6,
+        "tag": None,  # this and the licence would be those of timm's own weights
+        "license": None,
+    }
     save_for_hf(model, str(folder), {"label_names": [*trained.classes], "pretrained_cfg": stated})
-    (folder / "pytorch_model.bin").unlink()  # `save` writes the weights
-    typed = trained.path.resolve().parents[1] / "overrides.yaml"
-    overrides = yaml.safe_load(typed.read_text("utf-8")) if typed.is_file() else ["..."]
-    names = ", ".join(trained.classes[:20]) + ", ..." * (len(trained.classes) > 20)
-    facts = {"classes": f"{len(trained.classes)}: {names}", "accuracy": accuracy(trained)}
-    facts |= {"name": folder.name, "command": shlex.join(["python", "train.py", *overrides])}
-    card = (Path(__file__).parent / "lib/model_card.md").read_text("utf-8").format(job=job, **facts)
+    (folder / "pytorch_model.bin").unlink()
+    write_weights(job, model, folder / "model.safetensors")
+    template = Path(__file__).parent / "lib/model_card.md"
+    card = template.read_text("utf-8").format(
+        job=job,
+        name=folder.name,
+        classes=list_classes(trained),
+        accuracy=accuracy(trained),
+        command=training_command(trained),
+    )
     (folder / "README.md").write_text(card, "utf-8", "surrogateescape")
+
+
+def list_classes(trained: Trained) -> str:
+    """Return the number of classes and the names of the first 20."""
+    names = ", ".join(trained.classes[:20])
+    if len(trained.classes) > 20:
+        names += ", ..."
+    return f"{len(trained.classes)}: {names}"
+
+
+def training_command(trained: Trained) -> str:
+    overrides = ["..."]
+    stored = trained.path.resolve().parents[1] / "overrides.yaml"
+    if stored.is_file():
+        overrides = yaml.safe_load(stored.read_text("utf-8"))
+    return shlex.join(["python", "train.py", *overrides])
 
 
 def accuracy(trained: Trained) -> str:
     """State the top-1 of a checkpoint's validation with its 95 % interval (Wilson 1927)."""
-    row, identity = (trained.stored.get(name, {}) for name in ("validation", "identity"))
-    images = re.match(r"[\d,]+", identity.get("data.val", ""))  # of the split's fingerprint
-    if images is None or "top1" not in row or row["step"] != trained.stored.get("step"):
+    stored = trained.stored
+    row = stored.get("validation", {})
+    if "top1" not in row or row["step"] != stored["step"]:
         return "not known"
-    p, n, z = row["top1"] / 100, int(images[0].replace(",", "")), 1.96
-    middle, half = p + z * z / 2 / n, z * math.sqrt(p * (1 - p) / n + (z / 2 / n) ** 2)
-    low, high = (100 * (middle + way * half) / (1 + z * z / n) for way in (-1, 1))
+    images, _, _ = stored["identity"]["data.val"].partition(" images")  # of the fingerprint
+    n, z = int(images.replace(",", "")), 1.96
+    p = row["top1"] / 100
+    middle = p + z * z / 2 / n
+    half = z * math.sqrt(p * (1 - p) / n + (z / 2 / n) ** 2)
+    low = 100 * (middle - half) / (1 + z * z / n)
+    high = 100 * (middle + half) / (1 + z * z / n)
     return f"{100 * p:.2f} % top-1 of {n:,} images; 95 % interval {low:.1f} to {high:.1f} %"
 
 
+def write_graph(job: Job, model: nn.Module, path: Path) -> None:
+    """Write a pt2 or an ONNX file, for batches of any size."""
+    graph = WithPreprocessing(model, job.format).eval() if job.inside else model
+    inputs = (job.example(),)
+    shapes = ({0: torch.export.Dim("batch")},)
+    if job.to == "pt2":
+        program = torch.export.export(graph, inputs, dynamic_shapes=shapes)
+        buffer = io.BytesIO()  # with a path, torch aborts the process if the disk is full
+        torch.export.save(program, buffer, extra_files=dict(job.texts()))
+        path.write_bytes(buffer.getbuffer())
+        return
+    exported = torch.onnx.export(
+        graph,
+        inputs,
+        input_names=["images"],
+        output_names=["logits"],
+        dynamic_shapes=shapes,
+        dynamo=True,
+        verbose=False,
+    )
+    assert exported is not None
+    exported.model.metadata_props.update(job.texts())
+    exported.save(path, external_data=False)
+
+
+@torch.no_grad()
 def save(job: Job, model: nn.Module, path: Path) -> None:
     """Write the file. `model` is the plain model, in eval mode on the CPU."""
     if job.to == "hub":
         write_folder(job, model, path)
-    if job.to in ("safetensors", "hub"):
-        weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-        job.file(path).write_bytes(safetensors.torch.save(weights, job.texts()))
-        return
-    graph = WithPreprocessing(model, job.format).eval() if job.inside else model
-    example = job.input(torch.zeros(2, *job.pixels, dtype=torch.uint8))
-    shapes = ({0: torch.export.Dim("batch")},)
-    with torch.no_grad():
-        if job.to == "pt2":
-            program = torch.export.export(graph, (example,), dynamic_shapes=shapes)
-            buffer = io.BytesIO()  # with a path, torch aborts the process if the disk is full
-            torch.export.save(program, buffer, extra_files=dict(job.texts()))
-            path.write_bytes(buffer.getbuffer())
-            return
-        more: Any = {"input_names": ["images"], "output_names": ["logits"], "verbose": False}
-        more |= {"dynamo": True, "dynamic_shapes": shapes}
-        exported = torch.onnx.export(graph, (example,), **more)
-        assert exported is not None
-        exported.model.metadata_props.update(job.texts())
-        exported.save(path, external_data=False)
+    elif job.to == "safetensors":
+        write_weights(job, model, path)
+    else:
+        write_graph(job, model, path)
 
 
 def open_exported(job: Job, path: Path) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
@@ -245,24 +298,24 @@ def open_exported(job: Job, path: Path) -> tuple[Callable[[Tensor], Tensor], dic
     elif job.to == "hub":
         import timm
 
-        texts = safetensors_metadata(job.file(path))
+        texts = safetensors_metadata(path / "model.safetensors")
         predict = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
     else:
-        predict, texts = open_trained(path).build(CPU), safetensors_metadata(path)
+        texts = safetensors_metadata(path)
+        predict = open_trained(path).build(CPU)
     return predict, {name: json.loads(texts[name]) for name in job.texts()}
 
 
 @torch.no_grad()
 def compare(job: Job, predict: Callable[[Tensor], Tensor], model: nn.Module) -> str:
     """Return the largest difference from eager mode on random images; RunError above BOUND."""
-    highest = job.format.highest
-    levels = np.random.default_rng(0).random((sum(BATCHES), *job.pixels))
-    levels *= highest + (highest > 1)
-    batches = torch.from_numpy(levels.astype(job.trained.image_dtype)).split(BATCHES)
+    levels = np.random.default_rng(0).random((sum(BATCHES), *job.pixels)) * job.format.highest
+    images = torch.from_numpy(levels.astype(job.trained.image_dtype))
+    batches = images.split(BATCHES)
     eager = torch.cat([model(job.format.normalised(batch)) for batch in batches])
     exported = torch.cat([predict(job.input(batch)) for batch in batches])
-    # torch's maximum keeps a NaN.
-    difference, bound = (exported - eager).abs().amax(), BOUND * eager.abs().amax()
+    difference = (exported - eager).abs().amax()  # NaN if there is one
+    bound = BOUND * eager.abs().amax()
     result = f"largest difference {difference:.2g}, bound {bound:.2g}"
     if not difference <= bound:  # also if it is NaN
         raise RunError(f"--to {job.to}: differs from eager mode: {result}; nothing is written")
@@ -286,40 +339,53 @@ def export(job: Job, out: Path) -> None:
         except (OSError, UserError, RunError):
             raise
         except Exception as error:  # the exporters, their graphs and onnxruntime raise many types
-            name, reason = job.trained.config.model.name, describe(error).partition("\n")[0]
+            name = job.trained.config.model.name
+            reason, _, _ = describe(error).partition("\n")
             text = f"--to {job.to}: model.name={name} cannot be exported ({reason})"
             raise RunError(text) from None
-        with open(job.file(temporary), "rb") as file:
+        weights = temporary / "model.safetensors" if job.to == "hub" else temporary
+        with open(weights, "rb") as file:
             os.fsync(file.fileno())
-            size = os.fstat(file.fileno()).st_size
+        megabytes = weights.stat().st_size / 1e6
         os.replace(temporary, out)
     takes = texts["preprocessing"]["input"]
     use = {"safetensors": "weights alone", "hub": f"`hf upload OWNER/NAME {out}` publishes it"}
     graph = use.get(job.to, f"images {takes['dtype']} {takes['shape']} -> logits")
-    print(result, f"written to {out}: {size / 1e6:,.1f} MB, {graph}", sep="\n")
+    print(result)
+    print(f"written to {out}: {megabytes:,.1f} MB, {graph}")
+
+
+def output_path(options: argparse.Namespace, trained: Trained) -> Path:
+    """Return --out, or a path in the current folder. Raises UserError if it cannot be written."""
+    name = trained.name if trained.stored else trained.path.stem
+    if options.preprocessing:
+        name += "-preprocessing"
+    out = options.out or Path(f"{name.replace(',', '-')}.{options.to}")
+    if out.exists() and (options.to == "hub" or out.is_dir() or out.samefile(trained.path)):
+        raise UserError(f"--out {out}", "is there already", "give another name")
+    if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
+        wrong = f"{out.parent} is no folder that can be written"
+        raise UserError(f"--out {out}", wrong, "give another")
+    return out
 
 
 def export_model(options: argparse.Namespace) -> int:
     """Find all mistakes in the arguments; then export."""
     for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir"):  # describe their passes
         logging.getLogger(name).setLevel(logging.ERROR)
-    trained = open_trained(Path(*options.paths), options.overrides, classes=options.classes)
+    overrides = [*options.overrides, "model.channels_last=false"]
+    trained = open_trained(Path(*options.paths), overrides, classes=options.classes)
     if not trained.classes:
         logging.warning("the names of the classes are unknown; give --classes FILE")
-    model = replace(trained.config.model, channels_last=False)
-    trained = replace(trained, config=replace(trained.config, model=model))
-    name = trained.name if trained.stored else trained.path.stem
-    out = options.out or Path(f"{name.replace(',', '-')}.{options.to}")
-    if out.is_dir() or (out.exists() and (options.to == "hub" or out.samefile(trained.path))):
-        raise UserError(f"--out {out}: is there already; give another name")
-    if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
-        raise UserError(f"--out {out}: {out.parent} is no folder that can be written; give another")
-    if options.to == "hub" and not model.name.startswith("timm/"):
-        raise UserError(f"--to hub: is for models timm/NAME, not {model.name}; give safetensors")
+    out = output_path(options, trained)
+    name = trained.config.model.name
+    if options.to == "hub" and not name.startswith("timm/"):
+        raise UserError("--to hub", f"is for models timm/NAME, not {name}", "give safetensors")
     size = build_image_transforms(trained.config.augment.val, "augment.val").image_size
     trained.check_size(size)
-    if options.preprocessing and (dtype := trained.image_dtype) != np.uint8:
-        raise UserError(f"--preprocessing: takes uint8, the model was trained on {dtype}; omit it")
+    if options.preprocessing and trained.image_dtype != np.uint8:
+        wrong = f"takes uint8, the model was trained on {trained.image_dtype}"
+        raise UserError("--preprocessing", wrong, "omit it")
     print(f"exporting {trained.name}", flush=True)
     export(Job(trained, options.to, options.preprocessing, size), out)
     return 0

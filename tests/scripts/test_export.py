@@ -100,6 +100,9 @@ def test_command_line(
     assert export.explicit(entry) == {"resize": {"size": 256, "interpolation": "bilinear"}}
     assert export.explicit("horizontal_flip") == "horizontal_flip"
     assert own.averaged and all(torch.equal(again.weights[k], own.weights[k]) for k in own.weights)
+    words = [str(folder), "--to", "pt2", "--preprocessing", *HERE]
+    assert export.export_model(export.arguments(words)) == 0
+    out.with_name("small-optim.lr=0.05-best-preprocessing.pt2").unlink()  # not that of --to pt2
     refused = {"hub": "--to hub: is for models timm/NAME, not resnet_tiny; "}
     refused |= {"pt2 --out no/a.pt2": "--out no/a.pt2: no is no folder that can be written"}
     for words, wrong in refused.items():
