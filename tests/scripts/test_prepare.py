@@ -295,7 +295,8 @@ NOTES = {
     "a tar": LEFT_OUT,
     "numbers as labels": "The test split is the validation split.",
     "classes": "There is no validation split; data.val_fraction holds out images for it.",
-    "test images": "Images without a split or a class were left out: 1.",
+    "test images": "2 files or folders are not read: hidden, or of the system (1), in "
+    "no class folder of a split (1), such as ",
 }
 
 
@@ -340,7 +341,7 @@ def test_every_format(
 
 def test_the_labels_of_ilsvrc2012_are_known(tmp_path: Path) -> None:
     """A kit with 1,000 classes must give the published labels: another order is refused."""
-    first = dict(zip([490, 361, 171, 822, 297], imagenet.FIRST_LABELS, strict=True))
+    first = dict(zip([490, 361, 171, 822, 297], imagenet.FIRST_LABELS.values(), strict=True))
     ids = {i: f"n{i:08d}" for i in range(1, 1001)} | first
     truth = [*first, *(i for i in ids for _ in range(50 - (i in first)))]
 
@@ -370,9 +371,9 @@ PARTS = {f"part-{n}.tar": tar(SPLITS_IN_A_TAR) for n in range(2)}
 WITHOUT_LABEL = {f"{n}.jpg": jpeg(1) for n in "ab"} | {"b.cls": "1"}
 NOTHING: Source = dict
 WRONG: list[tuple[Source, dict[str, Change], str]] = [
-    (NOTHING, {"imagenet.zip": b"PK"}, "holds no images; give ImageNet's"),
+    (NOTHING, {"imagenet.zip": b"PK"}, "holds no images in class folders; give"),
     (NOTHING, {"a/1.jpg": b"", "b.tar": b""}, "has images (a/1.jpg) and tar files (b.tar); give"),
-    (NOTHING, {"a.jpg": jpeg(1), "b/b.jpg": jpeg(1)}, "a.jpg is in no class folder"),
+    (NOTHING, {"a.jpg": jpeg(1)}, "holds no images in class folders; give ImageNet's"),
     (NOTHING, {f"train-{n}.tar": tar(IMAGES) for n in range(2)}, "is the name of 2 images"),
     (NOTHING, {**PARTS}, "no tar file has train or val in its name; rename them"),
     (NOTHING, {"train-0.tar": b"", "x.tar": b""}, "x.tar: the name does not contain train or"),
@@ -385,7 +386,11 @@ WRONG: list[tuple[Source, dict[str, Change], str]] = [
     (NOTHING, {"train.tar": tar({"a.jpg": b"", "a.json": "["})}, "a.json: holds no label"),
     (NOTHING, {"a.parquet": lambda: image_and(label=[1])[:-100]}, "a.parquet: is damaged or inco"),
     (NOTHING, {"a.parquet": lambda: image_and(label=[7])}, "a.parquet: is damaged or incomplete ("),
-    (NOTHING, {"a.parquet": lambda: image_and(caption=[""])}, "has 0 columns of labels in i"),
+    (
+        NOTHING,
+        {"a.parquet": lambda: image_and(caption=[""])},
+        "image, caption, not one of images and one of labels; w",
+    ),
     # CIFAR.
     (CIFAR, {CIFAR_3: None}, "data_batch_3: is damaged or incomplete"),
     (CIFAR, {CIFAR_3: CIFAR()[CIFAR_3][:-1]}, "data_batch_3: is damaged or incomplete ("),
@@ -397,7 +402,7 @@ WRONG: list[tuple[Source, dict[str, Change], str]] = [
     (official, {KIT: devkit(truth=VAL * 2)}, "0007.JPEG is missing (6 in all)"),
     (NOTHING, {"ILSVRC2012_img_train.tar": b""}, "ILSVRC2012_img_val.tar is missing"),
     (kaggle, {SOLUTIONS: ("n02119789 5 6 7 8", "n02100735 5 6 7 8")}, "solution.csv: is damaged"),
-    (kaggle, {SOLUTIONS: ("val_00000001,", "val_00000002,")}, "solution.csv: is damaged"),
+    (kaggle, {SOLUTIONS: ("val_00000001,", "val_00000002,")}, "0001.JPEG has no label (1 in all)"),
     (tiny, {ANNOTATIONS: ("val_3.JPEG\t", "val_9.JPEG\t")}, "val_3.JPEG has no label (2 in all)"),
 ]
 

@@ -8,17 +8,33 @@ https://www.cs.toronto.edu/~kriz/cifar.html
 import io
 import os
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from conf.errors import UserError
 from scripts.lib.sources.files import Place, Sample, Tree, damaged, read_place
 
-# File with the names of the classes -> the training files and the validation file.
+
+class Version(NamedTuple):
+    prefix: str  # of the names of its fields
+    splits: dict[str, str]  # file -> split; the validation file is the last
+
+
+# By the name of the file with the names of the classes.
 VERSIONS = {
-    "batches.meta": (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"),
-    "meta": ("train", "test"),
+    "batches.meta": Version(
+        "",
+        {
+            "data_batch_1": "train",
+            "data_batch_2": "train",
+            "data_batch_3": "train",
+            "data_batch_4": "train",
+            "data_batch_5": "train",
+            "test_batch": "val",
+        },
+    ),
+    "meta": Version("fine_", {"train": "train", "test": "val"}),
 }
 
 
@@ -32,29 +48,39 @@ def cifar_samples(source: str, tree: Tree) -> list[Sample]:
 
     Raises UserError if there are both datasets, or a file is missing or damaged.
     """
-    metas = [(folder, meta) for folder, meta in map(os.path.split, tree) if meta in VERSIONS]
-    copies = [(f, meta) for f, meta in metas if os.path.join(f, VERSIONS[meta][-1]) in tree]
-    if not copies:
-        return []
-    if len(copies) > 1:
-        names = ", ".join(folder or "." for folder, _ in copies)
-        raise UserError(f"{source}: holds CIFAR more than once ({names}); give one of them")
-    folder, meta = copies[0]
-    path, *paths = (os.path.join(folder, name) for name in (meta, *VERSIONS[meta]))
+    metas = [path for path in tree if is_meta(path, tree)]
+    if len(metas) > 1:
+        wrong = f"holds CIFAR more than once ({', '.join(metas)})"
+        raise UserError(source, wrong, "give one of them")
     samples: list[Sample] = []
+    for meta in metas:  # one, or none
+        samples += read_version(meta, tree)
+    return samples
+
+
+def is_meta(path: str, tree: Tree) -> bool:
+    """Whether a file has the names of CIFAR's classes, with the images in the same folder."""
+    folder, name = os.path.split(path)
+    return name in VERSIONS and os.path.join(folder, [*VERSIONS[name].splits][-1]) in tree
+
+
+def read_version(meta: str, tree: Tree) -> list[Sample]:
+    """List the images of CIFAR-10 or CIFAR-100. Raises UserError for a missing or damaged file."""
+    folder, name = os.path.split(meta)
+    prefix, splits = VERSIONS[name]
+    samples: list[Sample] = []
+    path = meta
     try:
-        fields = unpickled(tree[path])
-        classes = fields.get("label_names") or fields["fine_label_names"]
-        for path in paths:
-            fields, name = unpickled(tree[path]), os.path.basename(path)
-            labels = fields.get("labels") or fields["fine_labels"]
-            split = "val" if name.startswith("test") else "train"
+        classes = unpickled(tree[meta])[f"{prefix}label_names"]
+        for name, split in splits.items():
+            path = os.path.join(folder, name)
+            fields = unpickled(tree[path])
+            labels = fields[f"{prefix}labels"]
             images = np.asarray(fields["data"], np.uint8).reshape(len(labels), 3, 32, 32)
-            for row, (label, planes) in enumerate(zip(labels, images, strict=True)):
-                samples.append(Sample(split, classes[label], f"{name}-{row:05d}.ppm", planes))
-    except OSError:
-        raise
-    except Exception as error:  # the opcodes of a damaged pickle raise many kinds
+            for row, label in enumerate(labels):
+                file = f"{name}-{row:05d}.ppm"
+                samples.append(Sample(split, classes[label], file, images[row]))
+    except Exception as error:  # a missing file; the opcodes of a damaged pickle raise many kinds
         raise damaged(path, error) from None
     return samples
 

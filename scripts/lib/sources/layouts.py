@@ -16,13 +16,14 @@ from pipeline.listing import SPLITS, LeftOut, count_left_out, walk, why_left_out
 from scripts.lib.sources.cifar import cifar_samples, ppm
 from scripts.lib.sources.files import Place, Sample, Tree, is_image, read_place, tree_of_tar
 from scripts.lib.sources.imagenet import TRAIN_TAR, VAL_NAME, VAL_TAR, WNID, val_samples
-from scripts.lib.sources.parquet import LABELS, read_parquet, read_row
+from scripts.lib.sources.parquet import read_parquet, read_row
 
 WHAT = (
     "give ImageNet's official tar files, Kaggle's folder, Tiny ImageNet, CIFAR, Parquet files, "
     "WebDataset shards, or a folder with one folder per class; unpack a zip file"
 )
-OTHER = "other"  # split of images that are left out
+LOOSE = "in no class folder of a split"  # why an image is not read
+LABEL_ENDINGS = (".cls", ".json", ".txt")  # of files that belong to images
 
 
 def read(place: Place | np.ndarray) -> bytes:
@@ -39,21 +40,42 @@ def recognise(source: str) -> tuple[list[Sample], list[str]]:
     unknown, ambiguous or incomplete, or a file is damaged; OSError if it cannot be read.
     """
     if not os.path.exists(source):
-        raise UserError(f"{source}: no such file or folder; {WHAT}")
+        raise UserError(source, "no such file or folder", WHAT)
     others: LeftOut = {}
-    samples = list_images(source, others)
-    if not samples:
-        raise UserError(f"{source}: holds no images; {WHAT}")
-    # No slash in the name of a class, and no dot at its start, which hides a folder.
-    safe = {s.label: re.sub(r"[/\\\0]|^\.", "_", s.label.strip()) or "_" for s in samples}
-    samples, notes = with_splits([s._replace(label=safe[s.label]) for s in samples])
-    # Other programs take a folder in each class, as Tiny ImageNet's images/, for the class.
-    if len({(s.split, os.path.dirname(s.name)) for s in samples}) == 2:  # one in each split
-        samples = [s._replace(name=os.path.basename(s.name)) for s in samples]
-    for (_, label, name), count in Counter(sample[:3] for sample in samples).items():
-        if count > 1:
-            raise UserError(f"{source}: {label}/{name} is the name of {count} images; rename it")
-    return samples, notes + [count_left_out(others)] * bool(others)
+    listed = list_images(source, others)
+    if not listed:
+        raise UserError(source, "holds no images in class folders", WHAT)
+    used, notes = used_splits({sample.split for sample in listed})
+    samples = []
+    for sample in listed:
+        if sample.split in used:
+            label = folder_name(sample.label)
+            samples.append(sample._replace(split=used[sample.split], label=label))
+    names = Counter(sample[:3] for sample in samples)
+    [((_, label, name), count)] = names.most_common(1)
+    if count > 1:
+        raise UserError(source, f"{label}/{name} is the name of {count} images", "rename it")
+    if others:
+        notes.append(count_left_out(others))
+    return samples, notes
+
+
+def used_splits(splits: set[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the split that each split becomes, without those left out; and what was decided."""
+    used = {"train": "train", "": "train", "val": "val"}
+    if "test" not in splits and "val" not in splits:
+        return used, ["There is no validation split; data.val_fraction holds out images for it."]
+    if "val" not in splits:
+        return used | {"test": "val"}, ["The test split is the validation split."]
+    if "test" in splits:
+        return used, ["The test split was left out."]
+    return used, []
+
+
+def folder_name(label: str) -> str:
+    """Return a class as the name of a folder: without slashes, and without a dot that hides it."""
+    name = re.sub(r"[/\\\0]", "_", label.strip())
+    return re.sub(r"^\.", "_", name)
 
 
 def list_images(source: str, others: LeftOut) -> list[Sample]:
@@ -61,62 +83,80 @@ def list_images(source: str, others: LeftOut) -> list[Sample]:
 
     Adds files that are not read to `others`.
     """
-    tree = {os.path.basename(source): Place(source)}
-    if os.path.isdir(source):
-        folders = walk(os.fsencode(source), others)
-        found = [os.path.join(top, name) for top, _, names in folders for name in names]
-        paths = sorted(map(os.fsdecode, found))
-        tree = {os.path.relpath(path, source): Place(path) for path in paths}
-    if samples := cifar_samples(source, tree):
+    tree = list_files(source, others)
+    samples = cifar_samples(source, tree)
+    if samples:
         return samples
+    tables = [path for path in tree if path.endswith(".parquet")]
+    if tables:
+        return list_tables(source, tree, tables)
+    tars = [path for path in tree if is_container(path)]
+    if tars:
+        return list_tars(source, tree, tars, others)
+    return read_folder(source, tree, SPLITS, others)
+
+
+def list_files(source: str, others: LeftOut) -> Tree:
+    if not os.path.isdir(source):
+        return {os.path.basename(source): Place(source)}
+    tree: Tree = {}
+    for folder in walk(os.fsencode(source), others):
+        for name in folder.files:
+            path = os.fsdecode(os.path.join(folder.path, name))
+            tree[os.path.relpath(path, source)] = Place(path)
+    return dict(sorted(tree.items()))
+
+
+def list_tables(source: str, tree: Tree, tables: list[str]) -> list[Sample]:
     records: list[Sample] = []
-    for path, split in split_files(source, [path for path in tree if path.endswith(".parquet")]):
+    for path, split in split_files(source, tables):
         records += read_parquet(path, tree[path].file, split)
-    if records:
-        return with_record_names(records)
-    containers = list(filter(is_container, tree))
-    if not containers:
-        return read_folder(source, tree, SPLITS, others)
-    if image := next(filter(is_image, tree), ""):
-        raise UserError(f"{source}: has images ({image}) and tar files ({containers[0]}); give one")
-    return list_containers(source, tree, containers, others)
+    return with_record_names(records)
 
 
-def list_containers(
-    source: str, tree: Tree, containers: list[str], others: LeftOut
-) -> list[Sample]:
+def list_tars(source: str, tree: Tree, tars: list[str], others: LeftOut) -> list[Sample]:
     """List the images in tar files: WebDataset shards, or folders of each file's split."""
+    image = next(filter(is_image, tree), None)
+    if image is not None:
+        raise UserError(source, f"has images ({image}) and tar files ({tars[0]})", "give one")
     records: list[Sample] = []
-    splits = {}
-    for path, split in split_files(source, containers):
+    splits = {}  # of the folder that stands for a tar file
+    for path, split in split_files(source, tars):
         folder = path.replace("/", "_").rpartition(".")[0]
         splits[folder.lower()] = split
         members = tree_of_tar(tree.pop(path).file, others)
         tree |= {f"{folder}/{name}": place for name, place in members.items()}
         records += shard_samples(folder, members, split)
-    if samples := cifar_samples(source, tree):
+    samples = cifar_samples(source, tree)
+    if samples:
         return samples
     unlabelled = [sample.name for sample in records if not sample.label]
     if len(unlabelled) == len(records):
-        if len(splits) > 1 and not all(splits.values()):
-            raise UserError(f"{source}: no tar file has train or val in its name; rename them")
+        if len(splits) > 1 and "" in splits.values():
+            wrong = "no tar file has train or val in its name"
+            raise UserError(source, wrong, "rename them")
         return read_folder(source, tree, SPLITS | splits, others)
     if unlabelled:
         label = f"{os.path.splitext(unlabelled[0])[0]}.cls"
-        raise UserError(f"{source}: {unlabelled[0]} has no label; add {label} to the shard")
-    others |= not_images(path for path in tree if not path.endswith((".cls", ".json", ".txt")))
+        raise UserError(source, f"{unlabelled[0]} has no label", f"add {label} to the shard")
+    add_left_out(tree, others)
     return with_record_names(records)
 
 
-def not_images(paths: Iterable[str]) -> LeftOut:
-    return {n: reason for n in map(os.fsencode, paths) if (reason := why_left_out(n))}
+def add_left_out(paths: Iterable[str], others: LeftOut) -> None:
+    """Add the files in folders that are no images and no labels to `others`."""
+    for path in paths:
+        reason = why_left_out(os.fsencode(path))
+        if reason and "/" in path and not path.endswith(LABEL_ENDINGS):
+            others[os.fsencode(path)] = reason
 
 
 def is_container(path: str) -> bool:
     """Tell whether a file may hold images: ImageNet's boxes, kits and test images do not matter."""
     name = os.path.basename(path)
-    others = name.startswith("ILSVRC2012_") and name not in (TRAIN_TAR, VAL_TAR)
-    return name.endswith((".tar", ".tar.gz", ".tgz")) and not others
+    if name.startswith("ILSVRC2012_"):
+        return name in (TRAIN_TAR, VAL_TAR)
+    return name.endswith((".tar", ".tar.gz", ".tgz"))
 
 
 def split_files(source: str, paths: list[str]) -> list[tuple[str, str]]:
@@ -125,21 +165,27 @@ def split_files(source: str, paths: list[str]) -> list[tuple[str, str]]:
     Raises UserError if there are several datasets, the split of a file is not clear, or ImageNet's
     validation images are missing.
     """
+    folders = {os.path.normpath(os.path.dirname(path)) for path in paths}
     words = rf"\b({'|'.join(SPLITS)})\b"
-    folders = {os.path.dirname(path) for path in paths}
     if len({re.sub(words, "", folder.lower()) for folder in folders}) > 1:
-        names = ", ".join(sorted(folder or "." for folder in folders))
-        raise UserError(f"{source}: holds several datasets ({names}); give the folder of one")
-    # The last word of a path that says train, val or test counts.
-    found = ([w for w in re.split(r"[^a-z]+", path.lower()) if w in SPLITS] for path in paths)
-    files = [(path, SPLITS[w[-1]] if w else "") for path, w in zip(paths, found, strict=True)]
+        wrong = f"holds several datasets ({', '.join(sorted(folders))})"
+        raise UserError(source, wrong, "give the folder of one")
+    files = [(path, split_of(path)) for path in paths]
     unclear = [path for path, split in files if not split]
     if 0 < len(unclear) < len(files):
-        problem = "the name does not contain train or val, as those of other files do"
-        raise UserError(f"{source}: {unclear[0]}: {problem}; rename or remove it")
-    if [os.path.basename(path) for path in paths] == [TRAIN_TAR]:
-        raise UserError(f"{source}: {VAL_TAR} is missing; put it into the same folder")
+        wrong = "the name does not contain train or val, as those of other files do"
+        raise UserError(f"{source}: {unclear[0]}", wrong, "rename or remove it")
+    if len(paths) == 1 and os.path.basename(paths[0]) == TRAIN_TAR:
+        raise UserError(source, f"{VAL_TAR} is missing", "put it into the same folder")
     return files
+
+
+def split_of(path: str) -> str:
+    """Return the split that the last word of a path with train, val or test names; "" if none."""
+    split = ""
+    for word in re.split(r"[^a-z]+", path.lower()):
+        split = SPLITS.get(word, split)
+    return split
 
 
 def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:
@@ -152,23 +198,22 @@ def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:
     samples = []
     for key, files in records.items():
         label = record_label(f"{shard}: {key}", files)
-        for extension in [e for e in files if is_image(f".{e}")]:
-            samples.append(Sample(split, label, f"{shard}/{key}.{extension}", files[extension]))
+        for extension, place in files.items():
+            if is_image(f".{extension}"):
+                samples.append(Sample(split, label, f"{shard}/{key}.{extension}", place))
     return samples
 
 
 def record_label(key: str, files: Tree) -> str:
     """Return the label in key.cls or key.json; "" if there is none of them."""
-    if not (place := files.get("cls", files.get("json"))):
-        return ""
-    content = read_place(place)
     if "cls" in files:
-        return content.decode(errors="replace").strip()
+        return read_place(files["cls"]).decode(errors="replace").strip()
+    if "json" not in files:
+        return ""
     try:
-        record = json.loads(content)
-        return str(next(record[name] for name in LABELS if name in record))
-    except (ValueError, TypeError, StopIteration):
-        raise UserError(f'{key}.json: holds no label, as {{"label": 3}} does; add one') from None
+        return str(json.loads(read_place(files["json"]))["label"])
+    except (ValueError, TypeError, LookupError):
+        raise UserError(f"{key}.json", 'holds no label, as {"label": 3} does', "add one") from None
 
 
 def read_folder(
@@ -176,72 +221,73 @@ def read_folder(
 ) -> list[Sample]:
     """List the images in <split>/<class>/, or in <class>/; folders around them do not matter.
 
-    Folders in a class are part of the name. The labels of ImageNet's validation images, which are
-    not in class folders, are in other files of the tree. `splits`: name of a folder -> split; files
-    that are not read are added to `others`. Raises UserError if an image is not in a class folder.
+    Folders in a class are part of the name, without images/, as in Tiny ImageNet's classes. The
+    labels of ImageNet's validation images, which are not in class folders, are in other files of
+    the tree. `splits`: name of a folder -> split; files that are not read are added to `others`.
     """
-    images = {path: place for path, place in tree.items() if is_image(path)}
-    # Beside the folders, there are files about the data set.
-    others |= not_images(path for path in tree if "/" in path)
-    while len({p.split("/")[0] for p in images}) == 1 and min(p.count("/") for p in images) > 1:
-        images = {path.partition("/")[2]: place for path, place in images.items()}
+    add_left_out(tree, others)
+    images = below_common_folder(tree)
     # A class may be called train: a split holds folders of classes.
-    tops = {path.split("/")[0] for path in images if path.count("/") > 1}
-    has_splits = "train" in {splits.get(top.lower()) for top in tops}
+    tops = {path.split("/")[0].lower() for path in images if path.count("/") > 1}
+    has_splits = "train" in map(splits.get, tops)
     samples: list[Sample] = []
     flat: Tree = {}
     for path, place in images.items():
-        top, _, rest = path.partition("/")
-        split = splits.get(top.lower(), OTHER) if has_splits else ""
-        label, _, name = (rest if split else path).partition("/")
-        if split == OTHER or (split == "test" and not name):
-            samples.append(Sample(OTHER, "", path, place))
-        elif split == "val" and VAL_NAME.fullmatch(rest):
-            flat[name or label] = place
-        elif name:
-            samples.append(Sample(split, label, name, place))
+        split, rest = "", path
+        if has_splits:
+            top, _, rest = path.partition("/")
+            split = splits.get(top.lower(), LOOSE)
+        label, _, name = rest.partition("/")
+        if VAL_NAME.fullmatch(rest):
+            flat[os.path.basename(rest)] = place
+        elif split == LOOSE or not name:
+            others[os.fsencode(path)] = LOOSE
         else:
-            raise UserError(f"{source}: {path} is in no class folder; give the one around it")
-    return samples + (val_samples(source, tree, flat) if flat else [])
+            samples.append(Sample(split, label, name.removeprefix("images/"), place))
+    if flat:
+        samples += val_samples(source, tree, flat)
+    return samples
+
+
+def below_common_folder(tree: Tree) -> Tree:
+    """Return the images without the folders around all classes or splits."""
+    images = {path: place for path, place in tree.items() if is_image(path)}
+    if not images:
+        return {}
+    folders = {os.path.dirname(path) for path in images}
+    common = os.path.commonpath(folders)
+    if common in folders:  # a class
+        common = os.path.dirname(common)
+    return {path[len(common) :].lstrip("/"): place for path, place in images.items()}
 
 
 def with_record_names(samples: list[Sample]) -> list[Sample]:
     """Name the classes and files of tables and shards: a label may be a number, a name a path.
 
-    Where the names of the files contain ImageNet's WordNet ids, these are the classes. Other
-    numbers get the same number of digits, so that their order does not change. A file has its name
-    in the source; if its class has several of this name, with their folders.
+    A file has its name in the source; if its class has several of this name, with their folders.
     """
-    wnids = defaultdict(set)
-    for sample in samples:
-        wnids[sample.label].update(WNID.findall(sample.name) or [""])
-    one = {label: min(ids) for label, ids in wnids.items() if len(ids) == 1}
-    digits = max(map(len, wnids)) if all(map(str.isdecimal, wnids)) else 0
-    names = {label: label.zfill(digits) for label in wnids}
-    if len(one) == len(wnids) == len(set(one.values()) - {""}):
-        names = one
+    classes = class_names(samples)
     counts = Counter((s.split, s.label, os.path.basename(s.name)) for s in samples)
     named = []
     for sample in samples:
         name = os.path.basename(sample.name)
         if counts[sample.split, sample.label, name] > 1:
             name = sample.name.lstrip("./").replace("/", "_")
-        named.append(sample._replace(label=names[sample.label], name=name))
+        named.append(sample._replace(label=classes[sample.label], name=name))
     return named
 
 
-def with_splits(samples: list[Sample]) -> tuple[list[Sample], list[str]]:
-    """Return the samples of train and val, and what was decided, in sentences."""
-    counts = Counter(sample.split for sample in samples)
-    notes = []
-    if counts[OTHER]:
-        notes.append(f"Images without a split or a class were left out: {counts[OTHER]:,}.")
-    used = {"train": "train", "": "train", "val": "val"}
-    if counts["test"] and counts["val"]:
-        notes.append("The test split was left out.")
-    elif counts["test"]:
-        notes.append("The test split is the validation split.")
-        used["test"] = "val"
-    elif not counts["val"]:
-        notes.append("There is no validation split; data.val_fraction holds out images for it.")
-    return [s._replace(split=used[s.split]) for s in samples if s.split in used], notes
+def class_names(samples: list[Sample]) -> dict[str, str]:
+    """Return the class of each label.
+
+    Where the names of the files contain ImageNet's WordNet ids, these are the classes. Other
+    numbers get the same number of digits, so that their order does not change.
+    """
+    wnids: dict[str, set[str]] = defaultdict(set)
+    for sample in samples:
+        wnids[sample.label].update(WNID.findall(sample.name))
+    different = set().union(*wnids.values())
+    if len(different) == len(wnids) and max(map(len, wnids.values())) == 1:  # one for each label
+        return {label: min(ids) for label, ids in wnids.items()}
+    digits = max(map(len, wnids)) if all(map(str.isdecimal, wnids)) else 0
+    return {label: label.zfill(digits) for label in wnids}

@@ -4,19 +4,23 @@ import json
 import os
 from functools import lru_cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 from conf.errors import UserError, describe
 from scripts.lib.sources.files import Place, Sample, damaged, is_image
 
-LABELS = ("label", "labels", "class", "cls", "target")  # names of a column or a field
+
+class Columns(NamedTuple):
+    image: str
+    label: str
+    classes: list[str]  # names of the classes, by number; empty if the file has none
 
 
 def read_parquet(path: str, file: str, split: str) -> list[Sample]:
     """List the images of a Parquet file by row, without those that have no label.
 
     There is a column of images, which are structs of bytes and path, and one of the numbers of
-    classes. The images are not read.
+    classes. The images are not read if they have a name.
 
     `path`: below SOURCE; it makes the names unique. Raises UserError if pyarrow is not installed,
     the file is damaged, or its columns are not clear.
@@ -24,24 +28,25 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
     try:
         from pyarrow import parquet
     except ImportError:
-        raise UserError(f"{file}: needs pyarrow; run `pip install pyarrow`") from None
-    samples, count = [], 0
+        raise UserError(file, "needs pyarrow", "run `pip install pyarrow`") from None
+    samples = []
+    number = -1  # of the row in the file
     try:
-        image, label, classes = parquet_columns(file)
+        columns = parquet_columns(file)
+        wanted = [columns.label, f"{columns.image}.path"]
         opened = parquet.ParquetFile(file)
         for group in range(opened.num_row_groups):
-            rows = opened.read_row_group(group, columns=[label, f"{image}.path"]).to_pylist()
+            rows = opened.read_row_group(group, columns=wanted).to_pylist()
             for row, values in enumerate(rows):
-                value, place = values[label], Place(file, row, group)
-                if value is None or value == -1:
+                number += 1
+                label = values[columns.label]
+                if label in (None, -1):
                     continue
-                name = os.path.basename((values.get(image) or {}).get("path") or "image")
-                if not is_image(name):
-                    name += ".png" if read_row(place).startswith(b"\x89PNG") else ".jpeg"
-                name = f"{os.path.splitext(path)[0]}-{count + row:06d}/{name}"
-                class_name = classes[value] if classes else str(value)
+                place = Place(file, row, group)
+                folder = f"{os.path.splitext(path)[0]}-{number:06d}"
+                name = f"{folder}/{image_name(values[columns.image]['path'], place)}"
+                class_name = columns.classes[label] if columns.classes else str(label)
                 samples.append(Sample(split, class_name, name, place))
-            count += len(rows)
     except UserError:
         raise
     except Exception as error:  # of pyarrow, and of metadata and labels that are something else
@@ -49,8 +54,16 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
     return samples
 
 
-def parquet_columns(path: str) -> tuple[str, str, list[str]]:
-    """Return the columns of image and label, and the names of the classes, if the file has them.
+def image_name(path: str | None, place: Place) -> str:
+    """Return the name of an image, with an ending; files without paths have neither."""
+    name = os.path.basename(path or "image")
+    if is_image(name):
+        return name
+    return name + (".png" if read_row(place).startswith(b"\x89PNG") else ".jpeg")
+
+
+def parquet_columns(path: str) -> Columns:
+    """Return the columns of a Parquet file: of a struct with bytes, and label or a ClassLabel.
 
     Raises UserError if there is no such column or several.
     """
@@ -61,14 +74,14 @@ def parquet_columns(path: str) -> tuple[str, str, list[str]]:
     features: dict[str, Any] = stored.get("info", {}).get("features", {})
     structs = [field for field in schema if types.is_struct(field.type)]
     images = [field.name for field in structs if field.type.get_field_index("bytes") >= 0]
-    labels = [name for name, f in features.items() if f.get("_type") == "ClassLabel"]
-    labels = labels or [name for name in LABELS if name in schema.names]
-    labels = ["label"] if "label" in labels else labels
-    for what, names in (("images", images), ("labels", labels)):
-        if len(names) != 1:
-            columns = f"{len(names)} columns of {what} in {', '.join(schema.names)}"
-            raise UserError(f"{path}: has {columns}; write files with columns image and label")
-    return images[0], labels[0], features.get(labels[0], {}).get("names") or []
+    labels = ["label"]
+    if "label" not in schema.names:
+        labels = [name for name in features if features[name].get("_type") == "ClassLabel"]
+    if len(images) != 1 or len(labels) != 1:
+        wrong = f"has the columns {', '.join(schema.names)}, not one of images and one of labels"
+        raise UserError(path, wrong, "write files with columns image and label")
+    label = labels[0]
+    return Columns(images[0], label, features.get(label, {}).get("names", []))
 
 
 _row_groups = Lock()  # one thread reads a row group, the others find it in the cache
@@ -88,5 +101,5 @@ def row_group(path: str, number: int) -> Any:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        image = parquet_columns(path)[0]
+        image = parquet_columns(path).image
         return file.read_row_group(number, columns=[image]).column(image)
