@@ -3,10 +3,11 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick gpu soak lint size mutants bench pictures clean lock
+.PHONY: help env demo test quick gpu soak lint size mutants bench pictures clean lock address
 unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 ARGS :=
+URL :=
 PYTHON := python3 python3.14 python3.13 python3.12 python3.11 python
 RUN := .venv/bin/python
 # pytest in one process more than there are cores, at most 8; see tests/conftest.py.
@@ -61,3 +62,6 @@ clean:  ## remove .venv and caches; runs/ and data/ stay
 
 lock:  ## rewrite the locks from requirements.txt and the groups of pyproject.toml; needs uv
 	@.ci/lock $(ARGS)
+
+address:  ## write URL=https://github.com/OWNER/NAME, the address of a fork, into the files that name it
+	@.ci/address '$(URL)'

@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tomllib
 from glob import glob
@@ -200,9 +201,29 @@ def test_the_python_of_the_readme_runs(
     assert "'top1': " in out and "'probability': " in out
 
 
-def test_the_version_is_the_same_everywhere() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+def test_version_authors_and_address_are_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    version, address = project["version"], project["urls"]["Repository"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     newest = re.findall(r"^## (\S+) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[0]
     assert newest == (version, str(citation["date-released"]))
-    assert citation["version"] == version
+    assert (citation["version"], citation["authors"]) == (version, project["authors"])
+    assert citation["repository-code"] == address
+
+
+def test_the_address_of_a_fork(tmp_path: Path) -> None:
+    """It is replaced in every file that names it, and again by the next one."""
+    names = [".ci/address", "pyproject.toml", "CITATION.cff", "README.md", "docs/colab.ipynb"]
+    names += [f".github/ISSUE_TEMPLATE/{name}.yml" for name in ("idea", "problem")]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    before = {name: (tmp_path / name).read_text() for name in names[1:]}
+    old = project["urls"]["Repository"]
+    for new in ("https://example.org/a/b", "https://github.com/me/my-fork"):
+        subprocess.run([tmp_path / ".ci/address", f"{new}.git"], check=True)
+    for name, text in before.items():
+        assert (tmp_path / name).read_text() == text.replace(old, new)
+        assert old in text or name == "README.md"  # which needs no address
+    assert subprocess.run([tmp_path / ".ci/address", "me/my fork"]).returncode == 2
