@@ -8,6 +8,7 @@ unexport PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 
 ARGS :=
 URL :=
+EXTRAS :=
 PYTHON := python3 python3.14 python3.13 python3.12 python3.11 python
 RUN := .venv/bin/python
 # pytest in one process more than there are cores, at most 8; see tests/conftest.py.
@@ -17,8 +18,8 @@ help:  ## this list
 	@echo 'make <target> [ARGS="key=value ..."]'
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
 
-env:  ## build .venv from the hashed locks; does nothing when they have not changed
-	@PYTHON='$(PYTHON)' .ci/env
+env:  ## build .venv from the hashed locks, with EXTRAS=timm,onnx; does nothing when they have not changed
+	@PYTHON='$(PYTHON)' EXTRAS='$(EXTRAS)' .ci/env
 
 demo: env  ## train a small model on images that it draws itself
 	@$(RUN) train.py recipe=demo $(ARGS)

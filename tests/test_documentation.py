@@ -227,3 +227,19 @@ def test_the_address_of_a_fork(tmp_path: Path) -> None:
         assert (tmp_path / name).read_text() == text.replace(old, new)
         assert old in text or name == "README.md"  # which needs no address
     assert subprocess.run([tmp_path / ".ci/address", "me/my fork"]).returncode == 2
+
+
+def test_the_lock_of_extras() -> None:
+    """It pins the packages of its groups, and none that `make env` installs anyway."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    pinned = {path.name: pins(path.read_text()) for path in ROOT.glob("requirements*.lock")}
+    text = (ROOT / "requirements-extras.lock").read_text()
+    for section in text.split("# extra: ")[1:]:
+        extra = section.partition("\n")[0]
+        assert {word.partition(">=")[0] for word in groups[extra]} <= pins(section)
+    extras = pinned.pop("requirements-extras.lock")
+    assert extras.isdisjoint(set().union(*pinned.values()))
+
+
+def pins(lock: str) -> set[str]:
+    return set(re.findall("^([a-z].*?)==", lock, re.M))
