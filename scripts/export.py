@@ -41,10 +41,12 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add(*OUT, type=Path, metavar="FILE", help="output file (the checkpoint's name, here)")
     add("--preprocessing", action="store_true", help="normalise inside the graph; uint8 input")
     options = parse_paths(parser, words)
-    to, packages = options.to, FORMATS[options.to]
+    to = options.to
+    packages = FORMATS[to]
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        parser.error(f"--to {to}: needs {', '.join(missing)}; `pip install {' '.join(packages)}`")
+        cure = f"`pip install {' '.join(packages)}`"
+        parser.error(f"--to {to}: needs {', '.join(missing)}; {cure}")
     if options.preprocessing and to in ("safetensors", "hub"):
         parser.error("--preprocessing: a safetensors file has no graph; give onnx or pt2")
     if options.out is not None and options.out.suffix != f".{to}" and to != "hub":
@@ -91,10 +93,12 @@ class WithPreprocessing(nn.Module):
     def __init__(self, network: nn.Module, format: ImageFormat) -> None:
         super().__init__()
         self.network = network
-        self.scale, self.shift = nn.Buffer(format.scale), nn.Buffer(format.shift)
+        self.scale = nn.Buffer(format.scale)
+        self.shift = nn.Buffer(format.shift)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.network(images.movedim(-1, -3).float() * self.scale + self.shift)
+        planes = images.movedim(-1, -3).float()
+        return self.network(planes * self.scale + self.shift)
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,8 @@ class Job:
 
     @property
     def format(self) -> ImageFormat:
-        data, highest = self.trained.config.data, Field(self.trained.image_dtype).highest
+        data = self.trained.config.data
+        highest = Field(self.trained.image_dtype).highest
         return ImageFormat(CPU, data.mean, data.std, highest=highest)
 
     @property
@@ -130,7 +135,9 @@ class Job:
 
     def texts(self) -> dict[str, str]:
         """Return what the file states about itself; all values are JSON."""
-        trained, config, example = self.trained, self.trained.config, self.example()
+        trained = self.trained
+        config = trained.config
+        example = self.example()
         channels = self.pixels[-1]
         stated_input = {
             "name": "images",
@@ -174,7 +181,8 @@ def explicit(entry: Any) -> Any:
 
 
 def write_weights(job: Job, model: nn.Module, path: Path) -> None:
-    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+    state = model.state_dict()
+    weights = {name: value.contiguous() for name, value in state.items()}
     path.write_bytes(safetensors.torch.save(weights, job.texts()))
 
 
@@ -182,7 +190,8 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
     """Write the weights and the config of a model as timm does, and a model card."""
     from timm.models import save_for_hf
 
-    trained, data = job.trained, job.trained.config.data
+    trained = job.trained
+    data = trained.config.data
     resize: dict[str, Any] = {"size": job.size, "interpolation": "bilinear"}
     for entry in job.transforms:
         if "resize" in entry:
@@ -235,13 +244,15 @@ def accuracy(trained: Trained) -> str:
     if "top1" not in row or row["step"] != stored["step"]:
         return "not known"
     images, _, _ = stored["identity"]["data.val"].partition(" images")  # of the fingerprint
-    n, z = int(images.replace(",", "")), 1.96
+    n = int(images.replace(",", ""))
     p = row["top1"] / 100
-    middle = p + z * z / 2 / n
-    half = z * math.sqrt(p * (1 - p) / n + (z / 2 / n) ** 2)
-    low = 100 * (middle - half) / (1 + z * z / n)
-    high = 100 * (middle + half) / (1 + z * z / n)
-    return f"{100 * p:.2f} % top-1 of {n:,} images; 95 % interval {low:.1f} to {high:.1f} %"
+    z = 1.96
+    weight = z**2 / n
+    middle = 100 * (p + weight / 2) / (1 + weight)
+    variance = p * (1 - p) + weight / 4
+    half = 100 * math.sqrt(weight * variance) / (1 + weight)
+    interval = f"95 % interval {middle - half:.1f} to {middle + half:.1f} %"
+    return f"{row['top1']:.2f} % top-1 of {n:,} images; {interval}"
 
 
 def write_graph(job: Job, model: nn.Module, path: Path) -> None:
@@ -309,7 +320,8 @@ def open_exported(job: Job, path: Path) -> tuple[Callable[[Tensor], Tensor], dic
 @torch.no_grad()
 def compare(job: Job, predict: Callable[[Tensor], Tensor], model: nn.Module) -> str:
     """Return the largest difference from eager mode on random images; RunError above BOUND."""
-    levels = np.random.default_rng(0).random((sum(BATCHES), *job.pixels)) * job.format.highest
+    levels = np.random.default_rng(0).random((sum(BATCHES), *job.pixels))
+    levels *= job.format.highest
     images = torch.from_numpy(levels.astype(job.trained.image_dtype))
     batches = images.split(BATCHES)
     eager = torch.cat([model(job.format.normalised(batch)) for batch in batches])
@@ -349,10 +361,13 @@ def export(job: Job, out: Path) -> None:
         megabytes = weights.stat().st_size / 1e6
         os.replace(temporary, out)
     takes = texts["preprocessing"]["input"]
-    use = {"safetensors": "weights alone", "hub": f"`hf upload OWNER/NAME {out}` publishes it"}
-    graph = use.get(job.to, f"images {takes['dtype']} {takes['shape']} -> logits")
+    use = f"images {takes['dtype']} {takes['shape']} -> logits"
+    if job.to == "safetensors":
+        use = "weights alone"
+    elif job.to == "hub":
+        use = f"`hf upload OWNER/NAME {out}` publishes it"
     print(result)
-    print(f"written to {out}: {megabytes:,.1f} MB, {graph}")
+    print(f"written to {out}: {megabytes:,.1f} MB, {use}")
 
 
 def output_path(options: argparse.Namespace, trained: Trained) -> Path:
@@ -360,12 +375,16 @@ def output_path(options: argparse.Namespace, trained: Trained) -> Path:
     name = trained.name if trained.stored else trained.path.stem
     if options.preprocessing:
         name += "-preprocessing"
-    out = options.out or Path(f"{name.replace(',', '-')}.{options.to}")
+    name = name.replace(",", "-")
+    out = options.out or Path(f"{name}.{options.to}")
     if out.exists() and (options.to == "hub" or out.is_dir() or out.samefile(trained.path)):
         raise UserError(f"--out {out}", "is there already", "give another name")
     if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
-        wrong = f"{out.parent} is no folder that can be written"
-        raise UserError(f"--out {out}", wrong, "give another")
+        raise UserError(
+            f"--out {out}",
+            f"{out.parent} is no folder that can be written",
+            "give another",
+        )
     return out
 
 
@@ -384,8 +403,11 @@ def export_model(options: argparse.Namespace) -> int:
     size = build_image_transforms(trained.config.augment.val, "augment.val").image_size
     trained.check_size(size)
     if options.preprocessing and trained.image_dtype != np.uint8:
-        wrong = f"takes uint8, the model was trained on {trained.image_dtype}"
-        raise UserError("--preprocessing", wrong, "omit it")
+        raise UserError(
+            "--preprocessing",
+            f"takes uint8, the model was trained on {trained.image_dtype}",
+            "omit it",
+        )
     print(f"exporting {trained.name}", flush=True)
     export(Job(trained, options.to, options.preprocessing, size), out)
     return 0

@@ -105,14 +105,16 @@ def reencoded(data: bytes, name: str, side: int) -> bytes:
     # MPO is a camera's JPEG followed by a preview.
     baseline = image.format in ("JPEG", "MPO") and not image.info.get("progressive")
     picture = decode.open_picture(data, decoder())
-    width, height = picture.size
-    short = min(width, height)
+    short = min(picture.size)
     is_small = baseline and image.mode in ("RGB", "L") and short <= side
-    if is_small or not name.lower().endswith(JPEG_ENDINGS):
+    named_jpeg = name.lower().endswith(JPEG_ENDINGS)
+    if is_small or not named_jpeg:
         picture.pixels()  # finds a truncated file now, not during training
         return data
     if short > side:
-        picture = picture.resized((side * width // short, side * height // short))
+        width, height = picture.size
+        smaller = (side * width // short, side * height // short)
+        picture = picture.resized(smaller)
     exif = b""
     orientation = decode.orientation_of(image)
     if orientation > 1:
@@ -187,7 +189,8 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
             for split in {sample.split for sample in samples}:
                 file = stack.enter_context(replacing(options.to / f"{split}.tar"))
                 archives[split] = stack.enter_context(tarfile.open(file, "w"))
-        done = in_threads(max(THREADS, machine.cores()), partial(convert, options), samples)
+        num_threads = max(THREADS, machine.cores())
+        done = in_threads(num_threads, partial(convert, options), samples)
         done = with_progress(done, len(samples), "images")
         for sample, result in zip(samples, done, strict=True):
             name = f"{sample.label}/{sample.name}"
@@ -225,8 +228,11 @@ def start(to: Path, settings: dict[str, Any]) -> None:
     stored = json.loads(marker.read_bytes())["settings"]
     for name, value in settings.items():
         if stored.get(name) != value:
-            wrong = f"has {name} {stored.get(name)}, not {value}"
-            raise UserError(f"--to {to}", wrong, "give the same or another folder")
+            raise UserError(
+                f"--to {to}",
+                f"has {name} {stored.get(name)}, not {value}",
+                "give the same or another folder",
+            )
 
 
 def prepare_images(options: argparse.Namespace) -> int:
@@ -236,7 +242,8 @@ def prepare_images(options: argparse.Namespace) -> int:
     and OSError if a file cannot be read or written.
     """
     warnings.simplefilter("ignore")  # Pillow warns about profiles and palettes
-    outer, inner = os.path.realpath(options.source), os.path.realpath(options.to)
+    outer = os.path.realpath(options.source)
+    inner = os.path.realpath(options.to)
     if os.path.commonpath([outer, inner]) in (outer, inner):
         raise UserError(f"--to {inner} and {outer} contain each other", cure="give another folder")
     samples, notes = recognise(options.source)
@@ -249,12 +256,14 @@ def prepare_images(options: argparse.Namespace) -> int:
     }
     start(options.to, settings)
     counts, unreadable = write_all(options, samples)
-    num_classes = len({sample.label for sample in samples})
+    classes = {sample.label for sample in samples}
+    num_classes = len(classes)
     report = {"settings": settings, "classes": num_classes, "images": len(samples)}
     for name in (*OUTCOMES, "bytes"):
         report[name] = counts[name]
     write_json(options.to / MARKER, report)
-    outcomes = ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in OUTCOMES)
+    outcomes = [f"{counts[name]:,} {name.replace('_', ' ')}" for name in OUTCOMES]
+    gigabytes = counts["bytes"] / 1e9
     command = ["python", "train.py", f"data.root={options.to}"]
     if not images["val"]:
         command.append("data.val_fraction=0.2")
@@ -262,7 +271,7 @@ def prepare_images(options: argparse.Namespace) -> int:
     lines = [
         f"{num_classes:,} classes, {splits}",
         *notes,
-        f"{outcomes}; {counts['bytes'] / 1e9:,.3f} GB",
+        f"{', '.join(outcomes)}; {gigabytes:,.3f} GB",
         f"train with: {shlex.join(command)}",
     ]
     print("\n".join(lines))

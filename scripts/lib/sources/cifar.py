@@ -18,23 +18,18 @@ from scripts.lib.sources.files import Place, Sample, Tree, damaged, read_place
 
 class Version(NamedTuple):
     prefix: str  # of the names of its fields
-    splits: dict[str, str]  # file -> split; the validation file is the last
+    val_file: str
+    train_files: tuple[str, ...]
 
 
 # By the name of the file with the names of the classes.
 VERSIONS = {
     "batches.meta": Version(
         "",
-        {
-            "data_batch_1": "train",
-            "data_batch_2": "train",
-            "data_batch_3": "train",
-            "data_batch_4": "train",
-            "data_batch_5": "train",
-            "test_batch": "val",
-        },
+        "test_batch",
+        ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5"),
     ),
-    "meta": Version("fine_", {"train": "train", "test": "val"}),
+    "meta": Version("fine_", "test", ("train",)),
 }
 
 
@@ -50,8 +45,11 @@ def cifar_samples(source: str, tree: Tree) -> list[Sample]:
     """
     metas = [path for path in tree if is_meta(path, tree)]
     if len(metas) > 1:
-        wrong = f"holds CIFAR more than once ({', '.join(metas)})"
-        raise UserError(source, wrong, "give one of them")
+        raise UserError(
+            source,
+            f"holds CIFAR more than once ({', '.join(metas)})",
+            "give one of them",
+        )
     samples: list[Sample] = []
     for meta in metas:  # one, or none
         samples += read_version(meta, tree)
@@ -61,13 +59,14 @@ def cifar_samples(source: str, tree: Tree) -> list[Sample]:
 def is_meta(path: str, tree: Tree) -> bool:
     """Whether a file has the names of CIFAR's classes, with the images in the same folder."""
     folder, name = os.path.split(path)
-    return name in VERSIONS and os.path.join(folder, [*VERSIONS[name].splits][-1]) in tree
+    return name in VERSIONS and os.path.join(folder, VERSIONS[name].val_file) in tree
 
 
 def read_version(meta: str, tree: Tree) -> list[Sample]:
     """List the images of CIFAR-10 or CIFAR-100. Raises UserError for a missing or damaged file."""
     folder, name = os.path.split(meta)
-    prefix, splits = VERSIONS[name]
+    prefix, val_file, train_files = VERSIONS[name]
+    splits = dict.fromkeys(train_files, "train") | {val_file: "val"}
     samples: list[Sample] = []
     path = meta
     try:
@@ -76,7 +75,8 @@ def read_version(meta: str, tree: Tree) -> list[Sample]:
             path = os.path.join(folder, name)
             fields = unpickled(tree[path])
             labels = fields[f"{prefix}labels"]
-            images = np.asarray(fields["data"], np.uint8).reshape(len(labels), 3, 32, 32)
+            images = np.asarray(fields["data"], np.uint8)
+            images = images.reshape(len(labels), 3, 32, 32)
             for row, label in enumerate(labels):
                 file = f"{name}-{row:05d}.ppm"
                 samples.append(Sample(split, classes[label], file, images[row]))

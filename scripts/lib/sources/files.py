@@ -58,8 +58,9 @@ def tree_of_tar(path: str, others: LeftOut, start: int = 0, length: int = sys.ma
     for member, place in tar_members(stored, path, start, length).items():
         name = os.fsdecode(member)
         if name.endswith(".tar"):
-            inner = tree_of_tar(stored, others, *place)
-            tree |= {os.path.join(name.removesuffix(".tar"), n): at for n, at in inner.items()}
+            folder = name.removesuffix(".tar")
+            for inner, at in tree_of_tar(stored, others, *place).items():
+                tree[os.path.join(folder, inner)] = at
         elif any(map(is_hidden, member.split(b"/"))):
             others[member] = why_left_out(member)
         else:

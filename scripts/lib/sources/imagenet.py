@@ -44,10 +44,15 @@ def val_samples(source: str, tree: Tree, images: Tree) -> list[Sample]:
     different = sorted(images.keys() ^ labels.keys())
     if different:
         problem = "has no label" if different[0] in images else "is missing"
-        wrong = f"validation image {different[0]} {problem} ({len(different):,} in all)"
-        cure = f"give all validation images and the file of labels that belongs to them ({LABELS})"
-        raise UserError(source, wrong, cure)
-    return [Sample("val", labels[name], name, place) for name, place in images.items()]
+        raise UserError(
+            source,
+            f"validation image {different[0]} {problem} ({len(different):,} in all)",
+            f"give all validation images and the file of labels that belongs to them ({LABELS})",
+        )
+    samples = []
+    for name, place in images.items():
+        samples.append(Sample("val", labels[name], name, place))
+    return samples
 
 
 def val_labels(source: str, tree: Tree) -> dict[str, str]:
@@ -68,8 +73,7 @@ def val_labels(source: str, tree: Tree) -> dict[str, str]:
         if num_classes == 1000 and not FIRST_LABELS.items() <= labels.items():
             raise damaged(name, "these are not the labels of ILSVRC2012")
         return labels
-    wrong = "the labels of the validation images are missing"
-    raise UserError(source, wrong, f"add {LABELS}")
+    raise UserError(source, "the labels of the validation images are missing", f"add {LABELS}")
 
 
 def parse_annotations(place: Place) -> dict[str, str]:
@@ -108,13 +112,18 @@ def parse_devkit(place: Place) -> dict[str, str]:
     in which a character takes one or two bytes. Sources: the kit's readme.txt; MathWorks, "MAT-File
     Format". Raises ValueError, LookupError, zlib.error: it is damaged.
     """
-    files = {os.path.basename(path): at for path, at in tree_of_tar(place.file, {}).items()}
+    tree = tree_of_tar(place.file, {})
+    files = {os.path.basename(path): at for path, at in tree.items()}
     truth = read_place(files["ILSVRC2012_validation_ground_truth.txt"])
     numbers = list(map(int, truth.split()))
-    table = zlib.decompressobj().decompress(read_place(files["meta.mat"])[128 + 8 :])
+    compressed = read_place(files["meta.mat"])[128 + 8 :]
+    table = zlib.decompressobj().decompress(compressed)
     matches = re.findall(rb"n(?:\0?[0-9]){8}(?![0-9])", table)
     wnids = [name.replace(b"\0", b"").decode() for name in matches]
     counts = Counter(numbers)
     if len(set(counts.values())) > 1:
         raise ValueError("the classes do not have the same number of validation images")
-    return {val_name(i): wnids[number - 1] for i, number in enumerate(numbers, 1)}
+    labels: dict[str, str] = {}
+    for i, number in enumerate(numbers, 1):
+        labels[val_name(i)] = wnids[number - 1]
+    return labels

@@ -103,7 +103,8 @@ def list_files(source: str, others: LeftOut) -> Tree:
     for folder in walk(os.fsencode(source), others):
         for name in folder.files:
             path = os.fsdecode(os.path.join(folder.path, name))
-            tree[os.path.relpath(path, source)] = Place(path)
+            below = os.path.relpath(path, source)
+            tree[below] = Place(path)
     return dict(sorted(tree.items()))
 
 
@@ -125,7 +126,8 @@ def list_tars(source: str, tree: Tree, tars: list[str], others: LeftOut) -> list
         folder = path.replace("/", "_").rpartition(".")[0]
         splits[folder.lower()] = split
         members = tree_of_tar(tree.pop(path).file, others)
-        tree |= {f"{folder}/{name}": place for name, place in members.items()}
+        for name, place in members.items():
+            tree[f"{folder}/{name}"] = place
         records += shard_samples(folder, members, split)
     samples = cifar_samples(source, tree)
     if samples:
@@ -133,8 +135,7 @@ def list_tars(source: str, tree: Tree, tars: list[str], others: LeftOut) -> list
     unlabelled = [sample.name for sample in records if not sample.label]
     if len(unlabelled) == len(records):
         if len(splits) > 1 and "" in splits.values():
-            wrong = "no tar file has train or val in its name"
-            raise UserError(source, wrong, "rename them")
+            raise UserError(source, "no tar file has train or val in its name", "rename them")
         return read_folder(source, tree, SPLITS | splits, others)
     if unlabelled:
         label = f"{os.path.splitext(unlabelled[0])[0]}.cls"
@@ -146,9 +147,10 @@ def list_tars(source: str, tree: Tree, tars: list[str], others: LeftOut) -> list
 def add_left_out(paths: Iterable[str], others: LeftOut) -> None:
     """Add the files in folders that are no images and no labels to `others`."""
     for path in paths:
-        reason = why_left_out(os.fsencode(path))
+        name = os.fsencode(path)
+        reason = why_left_out(name)
         if reason and "/" in path and not path.endswith(LABEL_ENDINGS):
-            others[os.fsencode(path)] = reason
+            others[name] = reason
 
 
 def is_container(path: str) -> bool:
@@ -167,14 +169,21 @@ def split_files(source: str, paths: list[str]) -> list[tuple[str, str]]:
     """
     folders = {os.path.normpath(os.path.dirname(path)) for path in paths}
     words = rf"\b({'|'.join(SPLITS)})\b"
-    if len({re.sub(words, "", folder.lower()) for folder in folders}) > 1:
-        wrong = f"holds several datasets ({', '.join(sorted(folders))})"
-        raise UserError(source, wrong, "give the folder of one")
+    datasets = {re.sub(words, "", folder.lower()) for folder in folders}
+    if len(datasets) > 1:
+        raise UserError(
+            source,
+            f"holds several datasets ({', '.join(sorted(folders))})",
+            "give the folder of one",
+        )
     files = [(path, split_of(path)) for path in paths]
     unclear = [path for path, split in files if not split]
     if 0 < len(unclear) < len(files):
-        wrong = "the name does not contain train or val, as those of other files do"
-        raise UserError(f"{source}: {unclear[0]}", wrong, "rename or remove it")
+        raise UserError(
+            f"{source}: {unclear[0]}",
+            "the name does not contain train or val, as those of other files do",
+            "rename or remove it",
+        )
     if len(paths) == 1 and os.path.basename(paths[0]) == TRAIN_TAR:
         raise UserError(source, f"{VAL_TAR} is missing", "put it into the same folder")
     return files
@@ -200,18 +209,21 @@ def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:
         label = record_label(f"{shard}: {key}", files)
         for extension, place in files.items():
             if is_image(f".{extension}"):
-                samples.append(Sample(split, label, f"{shard}/{key}.{extension}", place))
+                name = f"{shard}/{key}.{extension}"
+                samples.append(Sample(split, label, name, place))
     return samples
 
 
 def record_label(key: str, files: Tree) -> str:
     """Return the label in key.cls or key.json; "" if there is none of them."""
     if "cls" in files:
-        return read_place(files["cls"]).decode(errors="replace").strip()
+        text = read_place(files["cls"]).decode(errors="replace")
+        return text.strip()
     if "json" not in files:
         return ""
     try:
-        return str(json.loads(read_place(files["json"]))["label"])
+        record = json.loads(read_place(files["json"]))
+        return str(record["label"])
     except (ValueError, TypeError, LookupError):
         raise UserError(f"{key}.json", 'holds no label, as {"label": 3} does', "add one") from None
 
@@ -227,14 +239,12 @@ def read_folder(
     """
     add_left_out(tree, others)
     images = below_common_folder(tree)
-    # A class may be called train: a split holds folders of classes.
-    tops = {path.split("/")[0].lower() for path in images if path.count("/") > 1}
-    has_splits = "train" in map(splits.get, tops)
+    with_splits = has_splits(images, splits)
     samples: list[Sample] = []
     flat: Tree = {}
     for path, place in images.items():
         split, rest = "", path
-        if has_splits:
+        if with_splits:
             top, _, rest = path.partition("/")
             split = splits.get(top.lower(), LOOSE)
         label, _, name = rest.partition("/")
@@ -243,10 +253,20 @@ def read_folder(
         elif split == LOOSE or not name:
             others[os.fsencode(path)] = LOOSE
         else:
-            samples.append(Sample(split, label, name.removeprefix("images/"), place))
+            name = name.removeprefix("images/")
+            samples.append(Sample(split, label, name, place))
     if flat:
         samples += val_samples(source, tree, flat)
     return samples
+
+
+def has_splits(images: Tree, splits: Mapping[str, str]) -> bool:
+    """Return whether a folder is the training split: a class may be called train, too."""
+    for path in images:
+        top, _, rest = path.partition("/")
+        if "/" in rest and splits.get(top.lower()) == "train":
+            return True
+    return False
 
 
 def below_common_folder(tree: Tree) -> Tree:
@@ -258,7 +278,10 @@ def below_common_folder(tree: Tree) -> Tree:
     common = os.path.commonpath(folders)
     if common in folders:  # a class
         common = os.path.dirname(common)
-    return {path[len(common) :].lstrip("/"): place for path, place in images.items()}
+    below: Tree = {}
+    for path, place in images.items():
+        below[path.removeprefix(common).lstrip("/")] = place
+    return below
 
 
 def with_record_names(samples: list[Sample]) -> list[Sample]:
@@ -267,13 +290,15 @@ def with_record_names(samples: list[Sample]) -> list[Sample]:
     A file has its name in the source; if its class has several of this name, with their folders.
     """
     classes = class_names(samples)
-    counts = Counter((s.split, s.label, os.path.basename(s.name)) for s in samples)
+    short = [sample._replace(name=os.path.basename(sample.name)) for sample in samples]
+    counts = Counter(sample[:3] for sample in short)
     named = []
-    for sample in samples:
-        name = os.path.basename(sample.name)
-        if counts[sample.split, sample.label, name] > 1:
+    for sample, renamed in zip(samples, short, strict=True):
+        name = renamed.name
+        if counts[renamed[:3]] > 1:
             name = sample.name.lstrip("./").replace("/", "_")
-        named.append(sample._replace(label=classes[sample.label], name=name))
+        label = classes[sample.label]
+        named.append(sample._replace(label=label, name=name))
     return named
 
 
@@ -287,7 +312,10 @@ def class_names(samples: list[Sample]) -> dict[str, str]:
     for sample in samples:
         wnids[sample.label].update(WNID.findall(sample.name))
     different = set().union(*wnids.values())
-    if len(different) == len(wnids) and max(map(len, wnids.values())) == 1:  # one for each label
+    most = max(map(len, wnids.values()), default=0)
+    if most == 1 and len(different) == len(wnids):  # one for each label
         return {label: min(ids) for label, ids in wnids.items()}
-    digits = max(map(len, wnids)) if all(map(str.isdecimal, wnids)) else 0
+    digits = 0
+    if all(map(str.isdecimal, wnids)):
+        digits = max(map(len, wnids), default=0)
     return {label: label.zfill(digits) for label in wnids}
