@@ -27,7 +27,7 @@ files, which are lossless. --format tar writes train.tar and val.tar, with the m
 grey, become baseline RGB JPEGs of quality 90, 4:2:0, with the EXIF orientation. Other files are
 kept. docs/performance.md compares sizes.
 
-Every image is read; its header must be valid and the file complete. unreadable.txt lists others,
+Every image is read: the file must be complete and its data undamaged. unreadable.txt lists others,
 which are left out; then the exit status is 1. The same command resumes: folders keep what is
 complete, a tar file is written anew. prepare.json has the settings and the totals.
 """
@@ -137,9 +137,10 @@ def read_checked(sample: Sample, side: int | None) -> tuple[bytes, str]:
     if side is not None:
         output = reencoded(data, sample.name, side)
         return output, "copied" if output is data else "encoded"
-    image = decode.open_image(data)
-    if image.format != "JPEG" or not decode.has_end(data):
-        image.load()  # raises an error if it is not complete
+    # Finds damaged data now, not during training; at 1/8 of its size, a JPEG takes half the time.
+    picture = decode.open_picture(data, decoder())
+    width, height = picture.size
+    picture.resized((-(-width // 8), -(-height // 8)), quick=True).pixels()
     return data, "copied"
 
 

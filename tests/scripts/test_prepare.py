@@ -470,8 +470,9 @@ def test_unreadable_images_are_listed_and_can_be_repaired(
 ) -> None:
     """The same command keeps what is complete, but no empty files, as a power failure leaves."""
     source, to = write(tmp_path / "source", FOLDERS), tmp_path / "to"
-    broken = list(EXPECTED)[:3]
-    for name, data in zip(broken, (b"", EXPECTED[broken[1]][:-400], b"<html>404"), strict=True):
+    broken = list(EXPECTED)[:4]
+    cut = EXPECTED[broken[1]][:-400]
+    for name, data in zip(broken, (b"", cut, b"<html>404", cut + b"\xff\xd9"), strict=True):
         (source / name).write_bytes(data)
     assert run(source, to, "--format", kind) == 1
     assert written(to) == {n: data for n, data in EXPECTED.items() if n not in broken}
