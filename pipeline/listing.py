@@ -143,6 +143,21 @@ def _list_one(folder: bytes, seen: set[Identity], left_out: LeftOut) -> Listed:
     return listed
 
 
+def images_below(top: bytes, left_out: LeftOut, folders: list[bytes]) -> Iterator[bytes]:
+    """Yield the path of each image in `top` and in the folders below it, in the order of `walk`.
+
+    Adds what is not read to `left_out`, and the folders to `folders`.
+    """
+    for folder, _, files in walk(top, left_out):
+        folders.append(folder)
+        for file in files:
+            path = os.path.join(folder, file)
+            if is_image(file):
+                yield path
+            else:
+                left_out[path] = why_left_out(file)
+
+
 def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, list[bytes]]:
     """List the images in class folders, and all folders; add the rest to `others`.
 
@@ -175,14 +190,9 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
 
 def _list_class(base: bytes, name: bytes) -> ClassFolder:
     content = ClassFolder([], [], {})
-    for folder, _, files in walk(os.path.join(base, name), content.left_out):
-        content.folders.append(folder)
-        below = os.path.relpath(folder, base)
-        for file in files:
-            if is_image(file):
-                content.images.append(os.path.join(below, file))
-            else:
-                content.left_out[os.path.join(folder, file)] = why_left_out(file)
+    start = os.path.join(base, b"")
+    for path in images_below(os.path.join(base, name), content.left_out, content.folders):
+        content.images.append(path.removeprefix(start))
     content.images.sort()
     return content
 

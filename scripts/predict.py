@@ -17,7 +17,6 @@ A file that cannot be read is reported on stderr with the reason; then the exit 
 import argparse
 import csv
 import os
-import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -25,9 +24,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.lib.options import OUT, Parser, is_model, parse_paths
+from scripts.lib.options import OUT, Parser, parse_paths
 
 FORMATS = ("table", "jsonl", "csv")
+TABLES = (".csv", ".json", ".jsonl", ".txt")  # endings of files that hold no mask
+
+
+def positive(text: str) -> int:
+    """Return a number above 0. Raises ValueError for other texts."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -35,19 +43,16 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, "PATH... [options] [key=value ...]")
     add = parser.add_argument
     add("--format", choices=FORMATS, help="output (table on a terminal, else jsonl)")
-    add("--top", type=int, metavar="K", help="classes per image, at most all (5, or what fits)")
+    number = "classes per image, at most all (5, or what fits)"
+    add("--top", type=positive, metavar="K", help=number)
     add(*OUT, type=Path, default=Path("predictions"), help="folder of masks (predictions/)")
     add("--features", action="store_true", help="add the input of the last layer")
     options = parse_paths(parser, words, several=True)
-    model, *options.paths = options.checkpoint, *_ = options.paths
+    options.checkpoint, *options.paths = options.paths
     if not options.paths:
-        both = [model, "PHOTO.jpg"] if is_model(model) else ["runs/NAME", model]
-        parser.error(f"PATH: give the model, then images: scripts/predict.py {shlex.join(both)}")
-    forms = {".csv": "csv", ".json": "jsonl", ".jsonl": "jsonl", ".txt": "table"}
-    if form := forms.get(options.out.suffix):
-        parser.error(f"--out {options.out}: is for masks; write --format {form} > {options.out}")
-    if options.top is not None and options.top < 1:
-        parser.error(f"--top {options.top}: give 1 or more")
+        parser.error("PATH: give the model, then images: scripts/predict.py runs/NAME PHOTO.jpg")
+    if options.out.suffix in TABLES:
+        parser.error(f"--out {options.out}: is for masks; write --format FORMAT > {options.out}")
     return options
 
 
@@ -76,24 +81,27 @@ from engine.compute import autocast, choose_precision, dtype_of
 from engine.distributed import resolve_device
 from engine.files import json_text
 from models.weights import head_of
-from pipeline import decode, machine
 from pipeline.augment import sample_rng
 from pipeline.batch import IMAGE, Field, ImageFormat
 from pipeline.build import DATASETS, build_image_transforms
 from pipeline.class_names import readable
 from pipeline.dataset import FolderDataset
-from pipeline.listing import LeftOut, count_left_out, is_image, walk, why_left_out
-from scripts.lib.progress import in_threads
+from pipeline.index import ImageFolder
+from pipeline.listing import LeftOut, count_left_out, images_below
+from scripts.lib.progress import in_threads, num_cores
 from scripts.lib.trained import Trained, exit_status, open_trained
 
 # Images. Larger batches are slower on a CPU, whose memory is mapped anew for each: ResNet-50 takes
 # 8.2 s for 120 images on two cores in batches of 8, start included, and 9.4 s in batches of 32.
 CPU_BATCH = 8
+TOP = 5  # classes of each image, without --top
 CURE = "change predictions() in train.py"
 BATCHES_AHEAD = 2  # that are being decoded, behind the batch that the model gets next
+MATMUL = {"fp32": "highest"}  # precision -> that of products in float32; "high" of others
+PRINTED_AS = {"probability": "predictions"}  # value of train.predictions -> name in the output
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
     """What is predicted for an image, or why nothing is."""
 
@@ -108,19 +116,18 @@ def find_files(paths: Iterable[str]) -> Iterator[str]:
     """Yield the images at all paths; those in a folder as in training, and say what is not read."""
     for path in paths:
         if path == "-":
-            yield from find_files(os.fsdecode(line.rstrip(b"\r\n")) for line in sys.stdin.buffer)
-        elif not os.path.isdir(path):
-            yield path
-        else:
+            yield from find_files(map(path_in_line, sys.stdin.buffer))
+        elif os.path.isdir(path):
             others: LeftOut = {}
-            for folder, _, names in walk(os.fsencode(path), others):
-                for name in names:
-                    if is_image(name):
-                        yield os.fsdecode(os.path.join(folder, name))
-                    else:
-                        others[os.path.join(folder, name)] = why_left_out(name)
+            yield from map(os.fsdecode, images_below(os.fsencode(path), others, []))
             if others:
                 cli.complain(f"{path}: {count_left_out(others)}")
+        else:
+            yield path
+
+
+def path_in_line(line: bytes) -> str:
+    return os.fsdecode(line.rstrip(b"\r\n"))
 
 
 class Files:
@@ -128,9 +135,9 @@ class Files:
 
     def read(self, path: str) -> bytes:
         try:
-            return Path(path).read_bytes()
+            return ImageFolder("").read(path, 0, 0)
         except OSError as error:
-            raise UnreadableError(error.strerror or describe(error)) from None
+            raise UnreadableError(error.strerror or str(error)) from None
 
 
 def dataset_class(source: str) -> Any:
@@ -150,37 +157,48 @@ class Predictor:
     """
 
     def __init__(
-        self, trained: Trained, device: torch.device, *, top: int = 5, features: bool = False
+        self, trained: Trained, device: torch.device, *, top: int = TOP, features: bool = False
     ) -> None:
-        config, data, loader = trained.config, trained.config.data, trained.config.loader
+        config = trained.config
+        data = config.data
+        self.config, self.top, self.device = config, top, device
         self.transform = build_image_transforms(config.augment.val, "augment.val")
-        if (size := self.transform.image_size) != trained.image_size:
-            trained.check_size(size)
-        if len(shape := [*trained.image_shape]) > 3:
+        if self.transform.image_size != trained.image_size:
+            trained.check_size(self.transform.image_size)
+        if len(trained.image_shape) > 3:
+            shape = list(trained.image_shape)
             raise UserError(f"predict.py: a sample of this model is {shape}, and no single image")
-        decoder = loader.decoder if loader.decoder in decode.DECODERS else "auto"
-        turned = data.exif_orientation
-        opener = dataset_class(data.source)
-        self.dataset = opener(Files(), self.transform, decoder=decoder, exif_orientation=turned)
-        self.config, self.top = config, top
+        self.dataset = dataset_class(data.source)(
+            Files(),
+            self.transform,
+            decoder=config.loader.decoder,
+            exif_orientation=data.exif_orientation,
+        )
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
-        precision = self.precision = choose_precision(config.train.precision, device)
+        self.precision = choose_precision(config.train.precision, device)
         # As engine.compute.set_up_kernels, without deterministic algorithms: choosing them imports
         # torch._inductor, which takes 1 s, and batches of several sizes are not worth measuring.
-        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-        torch.backends.cudnn.allow_tf32 = precision != "fp32"
-        self.model, self.device = trained.build(device), device
-        self.last_input = watch_head(self.model) if features else None
-        dtype = dtype_of(precision) if device.type == "cuda" else torch.float32
-        channels_last = trained.channels_last(self.model, device)
+        torch.set_float32_matmul_precision(MATMUL.get(self.precision, "high"))
+        torch.backends.cudnn.allow_tf32 = self.precision != "fp32"
+        self.model = trained.build(device)
+        self.last_input: list[Tensor] | None = None
+        if features:
+            self.last_input = watch_head(self.model)
         self.dtype, self.channels = trained.image_dtype, trained.image_shape[-3]
-        highest = Field(self.dtype).highest
-        self.format = ImageFormat(device, data.mean, data.std, dtype, channels_last, highest)
-        self.batch_size = loader.batch_size
+        self.format = ImageFormat(
+            device,
+            data.mean,
+            data.std,
+            dtype_of(self.precision),
+            trained.channels_last(self.model, device),
+            Field(self.dtype).highest,
+        )
+        self.batch_size = config.loader.batch_size
         if device.type != "cuda" and "loader.batch_size" not in override_keys(config.overrides):
-            self.batch_size = min(CPU_BATCH, loader.batch_size)
-        cores = int(min(machine.cores(), machine.cpu_quota()))
-        self.threads = max(1, cores if loader.workers == "auto" else int(loader.workers))
+            self.batch_size = min(CPU_BATCH, self.batch_size)
+        self.threads = config.loader.workers
+        if self.threads == "auto":
+            self.threads = num_cores()
 
     def predict_files(self, paths: Iterable[str]) -> Iterator[list[Result]]:
         """Yield the results in the order of the paths, a batch at a time.
@@ -189,11 +207,13 @@ class Predictor:
         places. Raises UserError if `train.predictions` does not fit the model.
         """
         ahead = BATCHES_AHEAD * self.batch_size
-        loaded = in_threads(self.threads, self.load, enumerate(paths), ahead)
-        while batch := list(islice(loaded, self.batch_size)):
-            images = [one.values[IMAGE] for one in batch if not one.reason]
-            found = iter(self.predict(np.stack(images)) if images else ())
-            yield [one if one.reason else Result(one.path, next(found)) for one in batch]
+        loaded = in_threads(max(1, self.threads), self.load, enumerate(paths), ahead)
+        batches = iter(lambda: list(islice(loaded, self.batch_size)), [])
+        for batch in batches:
+            good = [result for result in batch if not result.reason]
+            if good:
+                self.predict(good)
+            yield batch
 
     def load(self, numbered: tuple[int, str]) -> Result:
         """Read, decode and transform the image at a path; its number seeds random transforms."""
@@ -201,20 +221,25 @@ class Predictor:
         try:
             rng = sample_rng(self.config.train.seed, 0, number)
             pixels = self.transform(self.dataset.open(path), rng).pixels()
-            if (pixels.dtype, pixels.shape[-1]) != (self.dtype, self.channels):
-                taken = f"the model takes {self.channels} of {self.dtype}"
-                text = f"has {pixels.shape[-1]} channels of {pixels.dtype}, {taken}"
-                raise UnreadableError(text)
-            pixels = np.ascontiguousarray(pixels)  # a crop keeps the memory of the whole image
-            return Result(path, {IMAGE: pixels})
+            self.check(pixels)
+            # A crop would keep the memory of the whole image.
+            return Result(path, {IMAGE: np.ascontiguousarray(pixels)})
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
         except Exception as error:
             return Result(path, reason=describe(error))
 
+    def check(self, pixels: np.ndarray) -> None:
+        """Raise UnreadableError unless the model takes images of this dtype and channels."""
+        channels = pixels.shape[-1]
+        if (pixels.dtype, channels) != (self.dtype, self.channels):
+            taken = f"the model takes {self.channels} of {self.dtype}"
+            raise UnreadableError(f"has {channels} channels of {pixels.dtype}, {taken}")
+
     @torch.no_grad()
-    def predict(self, images: np.ndarray) -> list[dict[str, Any]]:
-        """Return `Result.values` of images, [B, S, S, C]."""
-        inputs = self.format.normalised(torch.from_numpy(images).to(self.device))
+    def predict(self, results: Sequence[Result]) -> None:
+        """Replace the image of each result, [S, S, C], by what is predicted for it."""
+        images = torch.from_numpy(np.stack([result.values[IMAGE] for result in results]))
+        inputs = self.format.normalised(images.to(self.device))  # float32 [B, C, S, S]
         inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
         with autocast(self.device.type, self.precision):
             outputs = self.model(inputs)
@@ -223,36 +248,44 @@ class Predictor:
             if not self.last_input:
                 raise UserError("--features: this model does not call its last layer; leave it out")
             values["features"] = self.last_input[0].float()
-        names = [name if name != "probability" else "predictions" for name in values]
-        columns = zip(*(self.column(name, value) for name, value in values.items()), strict=True)
-        return [dict(zip(names, row, strict=True)) for row in columns]
+        names = [PRINTED_AS.get(name, name) for name in values]
+        columns = map(self.column, values.keys(), values.values())
+        for result, row in zip(results, zip(*columns, strict=True), strict=True):
+            result.values = dict(zip(names, row, strict=True))
 
     def column(self, name: str, value: Tensor) -> list[Any]:
-        """Return a value of `train.predictions` for each image."""
-        shape, is_mask = value.shape[1:], value.ndim == 3 and not value.is_floating_point()
-        if value.ndim != 2 if name == "probability" else value.ndim > 2 and not is_mask:
-            raise UserError(f"{name}: {value.dtype} {[*shape]} per image cannot be printed; {CURE}")
+        """Return a value of `train.predictions`, [B, ...], for each image."""
+        if value.ndim == 3 and not value.is_floating_point():  # masks
+            return list(value.cpu().numpy())
+        if value.ndim > 2:
+            shape = list(value.shape[1:])
+            raise UserError(f"{name}: {value.dtype} {shape} per image cannot be printed; {CURE}")
         if name == "probability":
             return self.most_probable(value)
-        if is_mask:
-            return list(value.cpu().numpy())
-        rows = value.tolist()
+        rows: list[Any] = value.tolist()
         if value.is_floating_point():  # with the digits that float32 has
             rows = np.char.mod("%.7g", value.float().cpu().numpy()).astype(float).tolist()
-        is_named = shape == (len(self.names),)
-        return [dict(zip(self.names, row, strict=True)) for row in rows] if is_named else rows
+        if value.shape[1:] != (len(self.names),):
+            return rows
+        return [dict(zip(self.names, row, strict=True)) for row in rows]
 
     def most_probable(self, probabilities: Tensor) -> list[list[dict[str, Any]]]:
-        classes = probabilities.shape[1]
+        """Return the classes of the largest probabilities, [B, classes], for each image."""
+        classes = probabilities[0].numel()
         if classes == 1:
             raise UserError(f"the model has one output, which is no probability of classes; {CURE}")
-
-        def entry(p: float, i: int) -> dict[str, Any]:
-            name = self.names[i]
-            return {"class": name, "index": i, "probability": round(p, 6), "name": readable(name)}
-
         best = probabilities.topk(min(self.top, classes))
-        return [list(map(entry, *row)) for row in zip(*map(Tensor.tolist, best), strict=True)]
+        rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        return [list(map(self.entry, values, indices)) for values, indices in rows]
+
+    def entry(self, probability: float, index: int) -> dict[str, Any]:
+        name = self.names[index]
+        return {
+            "class": name,
+            "index": index,
+            "probability": round(probability, 6),
+            "name": readable(name),
+        }
 
 
 def watch_head(model: nn.Module) -> list[Tensor]:
@@ -264,11 +297,21 @@ def watch_head(model: nn.Module) -> list[Tensor]:
     kept: list[Tensor] = []
 
     def keep(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        value = inputs[0].movedim(-1, 1) if isinstance(layer, nn.Linear) else inputs[0]
-        kept[:] = [value.flatten(2).mean(2) if value.ndim > 2 else value]
+        value = inputs[0]
+        if isinstance(layer, nn.Linear):
+            value = value.movedim(-1, 1)
+        if value.ndim > 2:
+            value = value.flatten(2).mean(2)
+        kept[:] = [value]
 
-    model.get_submodule(head_of(model)[0].rpartition(".")[0]).register_forward_pre_hook(keep)
+    layer = head_of(model)[0].rpartition(".")[0]
+    model.get_submodule(layer).register_forward_pre_hook(keep)
     return kept
+
+
+def short_name(name: str) -> str:
+    """Return the name of a class for a table."""
+    return readable(name)[:24]
 
 
 class Output:
@@ -276,65 +319,94 @@ class Output:
 
     def __init__(self, form: str, file: TextIO, names: Sequence[str], folder: Path) -> None:
         self.form, self.file, self.folder = form, file, folder
-        self.name_width = max(len(readable(name)[:24]) for name in names)
+        self.name_width = max(map(len, map(short_name, names)))
         self.columns = sys.maxsize  # of the terminal: a row has as many classes as fit
         self.width = 0  # of the first column of a table: the longest path so far
         self.has_head = False
         self.masks = Counter[str]()  # of each name
 
     def write(self, results: list[Result]) -> None:
-        self.width = max([self.width, *(len(one.path) for one in results)])
+        self.width = max([self.width, *(len(result.path) for result in results)])
         for result in results:
-            values = dict(result.values)
-            for name, value in values.items():
-                if isinstance(value, np.ndarray):
-                    values[name] = self.save(value, f"{Path(result.path).stem}_{name}")
+            values = self.with_files(result)
             if self.form == "csv":
-                cells = {"path": result.path}
-                for name, value in values.items():
-                    cells |= columns(name, value)
-                rows = [cells.values()] if self.has_head else [cells, cells.values()]
-                csv.writer(self.file, lineterminator="\n").writerows(rows)
-                self.has_head = True
+                self.write_cells(result.path, values)
             elif self.form == "jsonl":
                 self.file.write(json_text({"path": result.path, **values}) + "\n")
             else:
-                texts = (self.text(name, value) for name, value in values.items())
+                texts = map(self.text, values.keys(), values.values())
                 self.file.write("  ".join([f"{result.path:<{self.width}}", *texts]) + "\n")
         self.file.flush()
+
+    def with_files(self, result: Result) -> dict[str, Any]:
+        """Return the values of an image, with the paths of files in place of the masks."""
+        values = dict(result.values)
+        for name, value in values.items():
+            if isinstance(value, np.ndarray):
+                values[name] = self.save(value, f"{Path(result.path).stem}_{name}")
+        return values
+
+    def write_cells(self, path: str, values: Mapping[str, Any]) -> None:
+        """Write a row of a CSV file, and before the first row the names of the columns."""
+        cells = {"path": path}
+        for name, value in values.items():
+            cells |= cells_of(name, value)
+        writer = csv.writer(self.file, lineterminator="\n")
+        if not self.has_head:
+            writer.writerow(cells)
+        writer.writerow(cells.values())
+        self.has_head = True
 
     def text(self, name: str, value: Any) -> str:
         """Return a value as the text of a table; classes are columns of equal width."""
         if name != "predictions":
             return f"{name} {json_text(value)}"
-        value = value[: max(1, (self.columns - self.width) // (self.name_width + 10))]
-        return "  ".join(
-            f"{e['name'][:24]:<{self.name_width}} {100 * e['probability']:>5.1f} %" for e in value
-        )
+        number = max(1, (self.columns - self.width) // (self.name_width + 10))
+        return "  ".join(map(self.class_text, value[:number]))
+
+    def class_text(self, entry: Mapping[str, Any]) -> str:
+        percent = 100 * entry["probability"]
+        return f"{short_name(entry['class']):<{self.name_width}} {percent:>5.1f} %"
 
     def save(self, mask: np.ndarray, name: str) -> str:
         """Write a mask as a PNG file of 8 or 16 bits; return its path."""
         self.masks[name] += 1
-        number = f"-{self.masks[name]}" if self.masks[name] > 1 else ""
-        path = self.folder / f"{name}{number}.png"
+        if self.masks[name] > 1:
+            name = f"{name}-{self.masks[name]}"
+        path = self.folder / f"{name}.png"
         self.folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(mask.astype(np.uint8 if mask.max() < 256 else np.uint16)).save(path)
+        Image.fromarray(mask.astype(np.min_scalar_type(mask.max()))).save(path)
         return str(path)
 
 
-def columns(name: str, value: Any) -> dict[str, Any]:
-    """Return the cells of a value in a CSV file."""
+def cells_of(name: str, value: Any) -> dict[str, Any]:
+    """Return the cells of a value in a CSV file, by the names of their columns."""
     if name == "predictions":
-        cells = {}
+        classes, names = {}, {}
         for rank, entry in enumerate(value, 1):
-            cells[f"class_{rank}"] = entry["class"]
-            cells[f"probability_{rank}"] = f"{entry['probability']:.6f}"
-        return cells | {f"name_{rank}": entry["name"] for rank, entry in enumerate(value, 1)}
+            classes[f"class_{rank}"] = entry["class"]
+            classes[f"probability_{rank}"] = f"{entry['probability']:.6f}"
+            names[f"name_{rank}"] = entry["name"]
+        return classes | names
     if isinstance(value, list):
         value = dict(enumerate(value, 1))
-    if isinstance(value, dict):
-        return {f"{name}_{key}": number for key, number in value.items()}
-    return {name: value}
+    if not isinstance(value, dict):
+        return {name: value}
+    return {f"{name}_{key}": number for key, number in value.items()}
+
+
+def open_output(options: argparse.Namespace, names: Sequence[str]) -> Output:
+    """Choose the form of the output: a table on a terminal, with as many classes as fit."""
+    # Any path can be written.
+    sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
+    is_terminal = sys.stdout.isatty()
+    form = options.format
+    if form is None:
+        form = "table" if is_terminal else "jsonl"
+    output = Output(form, sys.stdout, names, options.out)
+    if is_terminal and options.top is None:
+        output.columns = get_terminal_size().columns
+    return output
 
 
 def predict_all(options: argparse.Namespace) -> int:
@@ -343,25 +415,26 @@ def predict_all(options: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", module="PIL")
     trained = open_trained(Path(options.checkpoint), options.overrides, classes=options.classes)
     device = resolve_device(trained.config.train.device)
-    predictor = Predictor(trained, device, top=options.top or 5, features=options.features)
-    # Any path can be written.
-    sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
-    form = options.format or ("table" if sys.stdout.isatty() else "jsonl")
-    output = Output(form, sys.stdout, predictor.names, options.out)
-    if sys.stdout.isatty() and options.top is None:
-        output.columns = get_terminal_size().columns
-    total = failed = 0
+    predictor = Predictor(trained, device, top=options.top or TOP, features=options.features)
+    output = open_output(options, predictor.names)
+    total = num_unreadable = 0
     for batch in predictor.predict_files(find_files(options.paths)):
-        output.write([result for result in batch if not result.reason])
+        good = []
+        for result in batch:
+            if result.reason:
+                cli.complain(f"{result.path[:200]}: {result.reason}")
+            else:
+                good.append(result)
+        output.write(good)
         total += len(batch)
-        for result in (result for result in batch if result.reason):
-            failed += 1
-            cli.complain(f"{result.path[:200]}: {result.reason}")
-    if failed:
-        cli.complain(f"{failed:,} of {total:,} files could not be read")
-    elif not total:
+        num_unreadable += len(batch) - len(good)
+    if total == 0:
         cli.complain("there are no images at these paths, and none in the list")
-    return 0 if total and not failed else 1
+        return 1
+    if num_unreadable:
+        cli.complain(f"{num_unreadable:,} of {total:,} files could not be read")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -10,10 +10,16 @@ from typing import TypeVar
 import torch
 
 from conf.terminal import duration
+from pipeline import machine
 
 SECONDS = 5.0  # between two lines of progress
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def num_cores() -> int:
+    """Return the number of threads that can compute at the same time, at least 1."""
+    return max(1, int(min(machine.cores(), machine.cpu_quota())))
 
 
 def in_threads(
@@ -39,12 +45,15 @@ def in_threads(
 
 def with_progress(items: Iterable[Item], total: int, unit: str) -> Iterator[Item]:
     """Pass the items on, and print their number, speed and the time left every few seconds."""
-    shown, before = time.monotonic(), 0
+    shown = time.monotonic()
+    before = 0  # items that were done at the last line
     for done, item in enumerate(items, 1):
         yield item
-        if (seconds := time.monotonic() - shown) > SECONDS:
-            rate = (done - before) / seconds
-            shown, before = time.monotonic(), done
-            left = duration((total - done) / rate)
-            text = f"{done:,} of {total:,} {unit}, {rate:,.0f} {unit}/s, {left} left"
-            print(text, file=sys.stderr, flush=True)
+        now = time.monotonic()
+        if now - shown < SECONDS:
+            continue
+        rate = (done - before) / (now - shown)
+        left = duration((total - done) / rate)
+        text = f"{done:,} of {total:,} {unit}, {rate:,.0f} {unit}/s, {left} left"
+        print(text, file=sys.stderr, flush=True)
+        shown, before = now, done

@@ -153,12 +153,15 @@ def test_features_of_other_models(name: str) -> None:
 def test_files_that_cannot_be_read_stay_in_order(
     damaged: Path, predictor: Predictor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = results(predictor, damaged, damaged / "sub" / ".hidden", damaged / "link.jpg")
+    os.mkfifo(damaged / "pipe")  # opening it would wait for a writer
+    others = [damaged / name for name in ("sub/.hidden", "link.jpg", "pipe")]
+    found = results(predictor, damaged, *others)
     said = capsys.readouterr().err.partition(": ")[2]
-    assert said.startswith(f"{damaged}: 3 files or folders are not read: not a regular")
+    assert said.startswith(f"{damaged}: 4 files or folders are not read: not a regular")
     reasons = {os.path.relpath(result.path, damaged): result.reason for result in found}
     files = ["line\nbreak.jpg", "sub.jpg", "text.png", "sub/\udcff.jpg", "sub/.hidden/hidden.jpg"]
-    assert list(reasons) == [*files, "link.jpg"] and len(found) == 6
+    assert list(reasons) == [*files, "link.jpg", "pipe"] and len(found) == 7
+    assert reasons["pipe"].startswith("not a regular file")
     assert reasons["link.jpg"] == "No such file or directory"
     assert "truncated" in reasons["sub.jpg"]
     assert "cannot identify image file" in reasons["text.png"]
