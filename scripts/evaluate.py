@@ -9,19 +9,20 @@ projects with 1,000 outputs are taken for ImageNet's classes, and folders named 
 data.val holds some of the model's classes, only their outputs compete.
 
 Prints loss, top-1, top-5, macro recall (balanced accuracy) and what log.values adds. Writes
-evaluation.json and the files of log.observers to --out, by default evaluation/<checkpoint>, and
-with data.val=/other/val evaluation/<checkpoint>,other,val. Earlier files are replaced.
+evaluation.json and the files of log.observers to --out, by default evaluation/<checkpoint> for the
+validation images of the run, and evaluation/<checkpoint>,other,val for those of /other/val, however
+this path is typed. Earlier files are replaced.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf.errors import UserError, describe
-from conf.schema import override_keys
+from conf.schema import Config, DataConfig, override_keys
 from scripts.lib.options import OUT, Parser, parse_paths
 
 
@@ -50,6 +51,7 @@ import torch
 from torch import Tensor, nn
 
 import train
+from conf.cli import require_root
 from engine.checkpoint import provenance
 from engine.compute import autocast, choose_precision, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
@@ -63,15 +65,18 @@ from pipeline.batch import LABEL, Batch
 from pipeline.build import Datasets
 from pipeline.class_names import imagenet_names
 from pipeline.dataset import Dataset
-from pipeline.feed import open_feed
+from pipeline.feed import Feed, open_feed
 from pipeline.index import find_storage
 from pipeline.loader import TASK_ROWS, start_forkserver
 from pipeline.machine import cores_for_workers
-from pipeline.splits import refuse_inside
+from pipeline.splits import held_out, refuse_inside
 from scripts.lib.progress import with_progress
 from scripts.lib.trained import Trained, build_val, exit_status, open_trained, sorted_as_text
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
+CURE = "give images of its classes, or --classes FILE with the names of all, one per line"
+Names = tuple[str, ...]  # of classes
+Outputs = tuple[Names, list[int]]  # names and places of outputs
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Evaluated:
     values: dict[str, float]
     rows: Rows  # of all images
     datasets: Datasets
-    classes: tuple[str, ...]  # that compete; a label and a prediction are positions in it
+    classes: Names  # that compete; a label and a prediction are positions in it
     summary: dict[str, Any]  # what is written to evaluation.json
 
 
@@ -96,16 +101,18 @@ def chosen_outputs(
 
     Raises UserError if there is not one output for each class, from which to choose.
     """
-    found: Tensor = network(images)
+    outputs: Tensor = network(images)
     if flip:
         mirrored = network(images.flip(-1)).float()
-        found = (found.float() + (mirrored.flip(-1) if mirrored.ndim > 3 else mirrored)) / 2
+        if mirrored.ndim > 3:
+            mirrored = mirrored.flip(-1)
+        outputs = (outputs.float() + mirrored) / 2
     if places is None:
-        return found
-    if found.shape[1] != count:
-        wrong = f"the model has {found.shape[1]} outputs for {count} classes"
-        raise UserError(f"data.val: has some of the classes, and {wrong}; give images of all")
-    return found[:, places]
+        return outputs
+    if outputs.shape[1] != count:
+        wrong = f"has some of the classes, and the model {outputs.shape[1]} outputs for {count}"
+        raise UserError("data.val", wrong, "give images of all classes")
+    return outputs[:, places]
 
 
 def evaluate_checkpoint(
@@ -121,45 +128,39 @@ def evaluate_checkpoint(
     Raises UserError if the data or the config does not fit the model, and LoaderError if an image
     cannot be read.
     """
-    config, device, loader = trained.config, world.device, trained.config.loader
+    config, device = trained.config, world.device
     metrics = Metrics.of(config)
-    micro_batches = make_schedule(config, loader.batch_size, world).num_micro_batches
     precision = choose_precision(config.train.precision, device)
     set_up_kernels(deterministic=config.train.deterministic, precision=precision)
     datasets = build_val(config)
     datasets.create_files()
     classes, places = outputs_of(trained, datasets, all_outputs=all_outputs)
-    labels = None if real is None else read_real(real, datasets.val)
+    labels: list[list[int]] = []
+    if real is not None:
+        labels = read_real(real, datasets.val)
     trained.check_size(datasets.val_image_size)
     model = trained.build(device)
     count = trained.num_classes
-    kept = None if places == [*range(count)] else torch.tensor(places, device=device)
-    chosen: Any = partial(chosen_outputs, model, places=kept, count=count, flip=flip)
+    kept = None
+    if places != list(range(count)):
+        kept = torch.tensor(places, device=device)
+    network: Any = partial(chosen_outputs, model, places=kept, count=count, flip=flip)
 
-    def measure(network: nn.Module, batch: Batch) -> Rows:
-        return train.validation_values(network if kept is None and not flip else chosen, batch)
+    def measure(_: nn.Module, batch: Batch) -> Rows:
+        return train.validation_values(network, batch)
 
-    tasks = math.ceil(len(datasets.val) / world.size / TASK_ROWS)
-    workers = cores_for_workers(world.local_size) if loader.workers == "auto" else loader.workers
-    fed = replace(config, loader=replace(loader, workers=min(workers, tasks)))
-    channels_last = trained.channels_last(model, device)
     began = time.perf_counter()
+    fed = with_workers(config, len(datasets.val), world)
+    channels_last = trained.channels_last(model, device)
     with (
         open_feed(fed, datasets, world, dtype_of(precision), channels_last) as feed,
         feed.for_validation(),
         autocast(device.type, precision),
     ):
-        batches = feed.val.batches(0, feed.num_val_batches)
-        if world.is_main:
-            batches = with_progress(batches, feed.num_val_batches, "batches")
-        # As in the run: sums depend on it in the last digits.
-        parted = (part for batch in batches for part in batch.split(micro_batches))
-        (validation,) = evaluate([model], measure, parted, world)
+        (validation,) = evaluate([model], measure, batches_of(feed, config, world), world)
     values, rows = validation.values(metrics), validation.rows
-    if labels is not None:
-        pairs = zip(rows["prediction"].tolist(), labels, strict=True)
-        hits = [place >= 0 and places[place] in known for place, known in pairs if known]
-        values["top1_real"] = 100 * sum(hits) / max(len(hits), 1)
+    if real is not None:
+        values["top1_real"] = top1_real(rows["prediction"].tolist(), places, labels)
     summary = {
         "checkpoint": str(trained.path),
         "name": trained.name,
@@ -171,7 +172,7 @@ def evaluate_checkpoint(
         "val_size": datasets.val_image_size,
         "flip": flip,
         "precision": precision,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": device_name(device),
         "data": config.data.root,
         "split": config.data.val,
         "classes": len(datasets.classes),
@@ -181,29 +182,77 @@ def evaluate_checkpoint(
     return Evaluated(trained, values, rows, datasets, classes, summary)
 
 
+def with_workers(config: Config, images: int, world: World) -> Config:
+    """Choose the number of workers of this rank: at most one for each task of the split."""
+    workers = config.loader.workers
+    if workers == "auto":
+        workers = cores_for_workers(world.local_size)
+    tasks = math.ceil(images / world.size / TASK_ROWS)
+    return replace(config, loader=replace(config.loader, workers=min(workers, tasks)))
+
+
+def batches_of(feed: Feed, config: Config, world: World) -> Iterator[Batch]:
+    """Yield the batches in the parts that the run has validated: the last digits depend on it."""
+    parts = make_schedule(config, config.loader.batch_size, world).num_micro_batches
+    batches = feed.val.batches(0, feed.num_val_batches)
+    if world.is_main:
+        batches = with_progress(batches, feed.num_val_batches, "batches")
+    for batch in batches:
+        yield from batch.split(parts)
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "cpu"
+
+
 def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Trained:
     """Adapt batch size and data folders to this machine. Raises UserError without data.root."""
-    config = trained.config
-    loader, data, typed = config.loader, config.data, override_keys(overrides)
+    config, typed = trained.config, override_keys(overrides)
+    batch_size = config.loader.batch_size
     if "loader.batch_size" not in typed:
-        most = CPU_BATCH if not trained.stored and world.device.type == "cpu" else sys.maxsize
-        loader = replace(loader, batch_size=min(loader.batch_size, most) * world.size)
-    if data.source == "folder" and not data.root:
-        if not os.path.isabs(data.val):
-            raise UserError("data.root is missing: give it, or data.val=/PATH (of <class>/*)")
-        data = replace(data, root=str(Path(data.val).parent))
-    found = find_storage(Path(os.path.expanduser(str(data.root)), data.val))
-    if data.source == "folder" and "data.val" in typed and not found and os.path.exists(data.val):
-        data = replace(data, val=os.path.abspath(data.val))  # in the current folder
-    if "data.val" in typed or ("data.root" in typed and found):  # not what the run has held out
-        data = replace(data, val_fraction=0.0, val_fold=None)
-    config = replace(config, augment=replace(config.augment, batch=[]))
-    return replace(trained, config=replace(config, loader=loader, data=data))
+        if not trained.stored and world.device.type == "cpu":
+            batch_size = min(batch_size, CPU_BATCH)
+        batch_size *= world.size
+    config = replace(
+        config,
+        augment=replace(config.augment, batch=[]),
+        loader=replace(config.loader, batch_size=batch_size),
+        data=data_for(config.data, typed),
+    )
+    require_root(config)
+    return replace(trained, config=config)
 
 
-def outputs_of(
-    trained: Trained, datasets: Datasets, *, all_outputs: bool = False
-) -> tuple[tuple[str, ...], list[int]]:
+def data_for(data: DataConfig, typed: Container[str]) -> DataConfig:
+    """Find the images: data.val is below data.root, or else in the current folder."""
+    root = data.root or os.path.dirname(data.val)
+    data = replace(data, root=root or None)
+    is_below_root = bool(find_storage(root_of(data) / data.val))
+    if "data.val" in typed:
+        if not is_below_root and os.path.exists(data.val):
+            data = replace(data, val=os.path.abspath(data.val))
+        return replace(data, val_fraction=0.0, val_fold=None)
+    if "data.root" in typed and is_below_root:
+        return replace(data, val_fraction=0.0, val_fold=None)
+    return data  # the images that the run has held out, or the same part of other images
+
+
+def root_of(data: DataConfig) -> Path:
+    return Path(data.root or "").expanduser().resolve()
+
+
+def split_path(data: DataConfig) -> Path:
+    """Return where the validation images are, without links; of held-out images, data.root."""
+    root = root_of(data)
+    if held_out(data):
+        return root
+    path = str((root / data.val).resolve())
+    return Path(path.removesuffix(".tar").removesuffix(".csv"))  # which need not be typed
+
+
+def outputs_of(trained: Trained, datasets: Datasets, *, all_outputs: bool = False) -> Outputs:
     """Find the outputs of the model that compete: by the names of the classes, else by position.
 
     Returns:
@@ -213,46 +262,53 @@ def outputs_of(
     Raises UserError if the images have other classes than the model.
     """
     known, classes, val = trained.classes, datasets.classes, datasets.val
-    every, where = [*range(trained.num_classes)], f"data.val={trained.config.data.val}: has"
+    every = list(range(trained.num_classes))
+    origin = f"data.val={trained.config.data.val}"
     if val.fields.get("label") != LABEL:
-        if known and known != classes and hasattr(val, "columns"):  # of numbers
-            trained_on = f"the model was trained on {', '.join(known)}; give these, in this order"
-            raise UserError(f"{where} the columns {', '.join(classes)}, {trained_on}")
+        if hasattr(val, "columns") and known not in ((), classes):  # of numbers
+            wrong = f"has the columns {', '.join(classes)}, not those of the model"
+            raise UserError(origin, wrong, f"give {', '.join(known)}, in this order")
         return known or classes, every
     for names, outputs in ((classes, known), imagenet_classes(trained, classes)):
         if set(names) <= set(outputs):
-            if all_outputs or len(names) == 1:  # one class alone would always be right
-                names += tuple(name for name in outputs if name not in names)
-            return names, [outputs.index(name) for name in names]
-    if known and (trained.stored or len(classes) != len(known)):
-        unknown, same = ", ".join(sorted({*classes} - {*known})[:10]), len(classes) == len(known)
-        wrong = f"{len(classes)} classes, of which the model does not know {unknown}"
-        cure = "give the data it was trained for" + ", or --classes FILE" * same
-        raise UserError(f"{where} {wrong} (it knows {', '.join(known[:3])}, ...); {cure}")
-    cure = "give --classes FILE with the names of the model's classes, one per line"
+            return named_outputs(names, outputs, all_outputs=all_outputs)
+    wrong = f"has {len(classes):,} classes, the model has {len(every):,}"
+    if known and trained.stored:
+        unknown = ", ".join(sorted(set(classes) - set(known))[:10])
+        wrong = f"{wrong}, which does not know {unknown} (it knows {', '.join(known[:3])}, ...)"
+        raise UserError(origin, wrong, CURE)
     if len(classes) != len(every):
-        raise UserError(f"{where} {len(classes)} classes, the model has {len(every)}; {cure}")
+        raise UserError(origin, wrong, CURE)
     if sorted_as_text(classes):
-        order = f"folders whose names are numbers, in the order {', '.join(classes[:3])}, ..."
+        wrong = f"has folders whose names are numbers, in the order {', '.join(classes[:3])}, ..."
         of_model = "and the model may have them in the order of numbers"
-        raise UserError(f"{where} {order}, {of_model}; {cure}")
+        raise UserError(origin, f"{wrong}, {of_model}", CURE)
     return classes, every
 
 
-def imagenet_classes(
-    trained: Trained, found: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def named_outputs(names: Names, outputs: Names, *, all_outputs: bool) -> Outputs:
+    """Return the outputs of these names, and behind them all others if those compete, too."""
+    if all_outputs or len(names) == 1:  # one class alone would always be right
+        names = tuple(dict.fromkeys(names + outputs))
+    return names, list(map(outputs.index, names))
+
+
+def imagenet_classes(trained: Trained, classes: Names) -> tuple[Names, Names]:
     """Return the names of the images' classes and of the outputs, WordNet IDs if they are known.
 
     Folders named 0 to 999 are ImageNet's classes in their order, as in ImageNet-V2. So are 1,000
     outputs without names, or with the readable ones that torchvision states.
     """
-    (imagenet, readable), known = zip(*imagenet_names().items(), strict=True), trained.classes
-    if all(map(str.isdecimal, found)) and sorted(map(int, found)) == [*range(len(imagenet))]:
-        found = tuple(imagenet[int(name)] for name in found)
+    imagenet = tuple(imagenet_names())
+    readable = tuple(imagenet_names().values())
+    known = trained.classes
+    if all(map(str.isdecimal, classes)):
+        numbers = list(map(int, classes))
+        if sorted(numbers) == list(range(len(imagenet))):
+            classes = tuple(map(imagenet.__getitem__, numbers))
     if trained.num_classes == len(imagenet) and known in ((), readable):
         known = imagenet
-    return found, known
+    return classes, known
 
 
 def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
@@ -264,13 +320,31 @@ def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
     try:
         lists = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(f"--real {path}: {describe(error)}; give real.json") from None
+        raise UserError(f"--real {path}", describe(error), "give real.json") from None
     names = [Path(dataset.name(row)).name for row in range(len(dataset))]
-    places = {name: place for place, name in enumerate(sorted(names))}
-    if not len(lists) == len(places) == len(names):
-        images = f"{len(names):,} images with {len(places):,} different names"
-        raise UserError(f"--real {path}: has {len(lists):,} lists for {images}; give one for each")
-    return [lists[places[name]] for name in names]
+    in_order = sorted(set(names))
+    if not len(lists) == len(in_order) == len(names):
+        images = f"{len(names):,} images with {len(in_order):,} different names"
+        wrong = f"has {len(lists):,} lists for {images}"
+        raise UserError(f"--real {path}", wrong, "give one for each")
+    labels = dict(zip(in_order, lists, strict=True))
+    return list(map(labels.__getitem__, names))
+
+
+def top1_real(predictions: list[int], places: list[int], labels: list[list[int]]) -> float:
+    """Return the percentage of images whose predicted output is one of their labels.
+
+    Args:
+        predictions: positions in `places`, or -1 for an image without a prediction.
+        places: of the outputs that compete, among those of the model.
+        labels: of each image; those without labels do not count.
+    """
+    outputs = [*places, -1]  # the last one is that of the prediction -1
+    hits = []
+    for prediction, correct in zip(predictions, labels, strict=True):
+        if correct:
+            hits.append(outputs[prediction] in correct)
+    return 100 * sum(hits) / max(len(hits), 1)
 
 
 def write(result: Evaluated, folder: Path) -> None:
@@ -283,43 +357,85 @@ def write(result: Evaluated, folder: Path) -> None:
     write_json(folder / "evaluation.json", content)
 
 
+def data_of_run(trained: Trained) -> DataConfig:
+    """Return where the run of a checkpoint had its images; of other files, the current folder."""
+    stored = trained.stored.get("config", {})
+    return DataConfig(
+        root=stored.get("data.root"),
+        train=stored.get("data.train", "train"),
+        val=stored.get("data.val", "val"),
+        val_fraction=stored.get("data.val_fraction", 0.0),
+        val_fold=stored.get("data.val_fold"),
+    )
+
+
 def name_of(trained: Trained) -> str:
-    """Return the name of a checkpoint and of its split: `,test`, and nothing for the run's val."""
-    data, run = trained.config.data, trained.stored.get("config", {})
-    root = "" if run.get("data.root", data.root) == data.root else str(data.root)
-    path = os.path.join(root, data.val).replace("/", ",")
-    return trained.name + {"val": "", ".": ",all"}.get(path, f",{path.strip(',')}")
+    """Return the name of a checkpoint and of its split: `,test`, and nothing for the run's val.
+
+    It depends on the folder that holds the images, and not on how its path was typed; below
+    data.root of the run it is short.
+    """
+    of_run = data_of_run(trained)
+    root = root_of(of_run)
+    path = split_path(trained.config.data)
+    if path == split_path(of_run):
+        return trained.name
+    if path == root:
+        return f"{trained.name},all"
+    if path.is_relative_to(root):
+        path = path.relative_to(root)
+    return f"{trained.name},{str(path).strip('/').replace('/', ',')}"
 
 
-def print_result(found: Evaluated, folder: Path) -> None:
-    metrics = Metrics.of(found.trained.config)
+def print_result(result: Evaluated, folder: Path) -> None:
+    trained, summary = result.trained, result.summary
+    metrics = Metrics.of(trained.config)
     metrics.entries["top1_real"] = Metric(".2f", " %")
-    results = ", ".join(metrics.text(name, value) for name, value in found.values.items())
-    images, seconds = found.summary["images"], found.summary["seconds"]
-    size = f"{images:,} images of {found.datasets.val_image_size} px, {images / seconds:,.0f}/s"
-    path, step = found.trained.path, found.summary["step"]
-    weights = f"weights   {path.name}" + (f", step {step:,}" if step else "")
-    say(weights, f"result    {results}", f"images    {size}", f"files     {folder}")
-    if (kept := len(found.classes)) < (every := found.trained.num_classes):
+    results = map(metrics.text, result.values.keys(), result.values.values())
+    images = summary["images"]
+    rate = images / summary["seconds"]
+    weights = trained.path.name
+    if summary["step"] is not None:
+        weights += f", step {summary['step']:,}"
+    say(f"weights   {weights}", f"result    {', '.join(results)}")
+    say(f"images    {images:,} images of {summary['val_size']} px, {rate:,.0f}/s")
+    say(f"files     {folder}")
+    kept, every = len(result.classes), trained.num_classes
+    if kept < every:
         say(f"note      only {kept:,} classes with images competed, not {every:,} (--all-outputs)")
-    if found.trained.stored and found.trained.config.data.val in (".", "train"):
+    if trained.stored and includes_training(trained):
         say("note      this counts training images, too, which the model knows")
 
 
+def includes_training(trained: Trained) -> bool:
+    """Return whether training images of the run are evaluated; those held out are no such."""
+    data, of_run = trained.config.data, data_of_run(trained)
+    learnt = split_path(replace(of_run, val=of_run.train, val_fraction=0.0, val_fold=None))
+    return held_out(data) is None and learnt.is_relative_to(split_path(data))
+
+
 def evaluate_one(options: argparse.Namespace) -> int:
-    (path,), overrides = map(Path, options.paths), options.overrides
+    path, overrides = Path(options.paths[0]), options.overrides
     trained = open_trained(path, overrides, classes=options.classes)
-    folder = options.out or Path("evaluation", name_of(trained) + (",flip" if options.flip else ""))
     if trained.config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model
     with join_world(trained.config.train.device, trained.config.loader.timeout_seconds) as world:
         trained = with_config(trained, overrides, world)
+        name = name_of(trained)
+        if options.flip:
+            name += ",flip"
+        folder = options.out or Path("evaluation", name)
         refuse_inside(folder, trained.config.data, f"--out {folder}")
-        choices = {name: getattr(options, name) for name in ("flip", "all_outputs", "real")}
-        found = evaluate_checkpoint(trained, world, **choices)
+        result = evaluate_checkpoint(
+            trained,
+            world,
+            flip=options.flip,
+            all_outputs=options.all_outputs,
+            real=options.real,
+        )
         if world.is_main:
-            print_result(found, folder)
-            write(found, folder)
+            print_result(result, folder)
+            write(result, folder)
     return 0
 
 

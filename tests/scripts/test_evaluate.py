@@ -159,7 +159,7 @@ def test_published_weights_on_some_of_the_classes(
         out = capsys.readouterr().out
         assert out.count("\n") == lines == 4 + ("only 7 classes with images" in out)
     (tmp_path / "val" / IMAGENET[5]).rename(tmp_path / "val" / "n00000000")
-    with pytest.raises(UserError, match="7 classes, the model has 1000; give --classes"):
+    with pytest.raises(UserError, match="7 classes, the model has 1,000; give images"):
         published_on(published, tmp_path)
 
 
@@ -247,6 +247,31 @@ def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_pat
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def test_one_name_for_a_test_set(
+    folder: Path, image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However its path is typed; the name of the run's own images is that of the checkpoint."""
+    data = Path(shutil.copytree(image_root, tmp_path / "data"))
+    as_tar(data / "val", tmp_path / "data" / "packed.tar")
+    (tmp_path / "link").symlink_to(data)
+    monkeypatch.chdir(tmp_path)
+    forms = {
+        "data,val": [
+            "data.val=data/val",
+            f"data.val={data}/val/",
+            "data.root=./data",
+            "data.root=link/",
+        ],
+        "data,packed": ["data.val=data/packed.tar", f"data.val={tmp_path}/link/packed"],
+    }
+    for end, typed in forms.items():
+        names = {evaluate.name_of(opened(folder, word)) for word in typed}
+        (name,) = names
+        assert name.endswith(f",{end}") and name.startswith(f"{folder.name},")
+    own = opened(folder, f"data.val={os.path.relpath(image_root)}/./val/")
+    assert evaluate.name_of(own) == own.name == f"{folder.name},best"
+
+
 def test_file_of_another_project(
     folder: Path, found: Evaluated, image_root: Path, tmp_path: Path
 ) -> None:
@@ -254,14 +279,15 @@ def test_file_of_another_project(
     torch.save(found.trained.weights, tmp_path / "weights.pth")
     other = published_on(tmp_path / "weights.pth", image_root)
     assert other.values == found.values and other.classes == CLASSES
-    assert (other.trained.stored, evaluate.name_of(other.trained)) == ({}, "weights.pth")
-    with pytest.raises(UserError, match="the model has 5; give --classes FILE"):
+    name = f"weights.pth{image_root}/val".replace("/", ",")  # of two test sets, two names
+    assert (other.trained.stored, evaluate.name_of(other.trained)) == ({}, name)
+    with pytest.raises(UserError, match=r"the model has 5; give .*--classes FILE"):
         outputs_of(replace(other.trained, num_classes=5), found.datasets)
     numbers = replace(found.datasets, classes=("01", "02", "10"))
     assert outputs_of(other.trained, numbers) == (numbers.classes, [0, 1, 2])
     with pytest.raises(UserError, match=r"order 1, 10, 2, .*--clas"):
         outputs_of(other.trained, replace(found.datasets, classes=("1", "10", "2")))
-    with pytest.raises(UserError, match=r"^data\.root is missing: give it, or "):
+    with pytest.raises(UserError, match=r"^data\.root: is missing; give "):
         opened(tmp_path / "weights.pth", *FOREIGN)
 
 

@@ -162,6 +162,8 @@ def test_files_that_cannot_be_read_stay_in_order(
     files = ["line\nbreak.jpg", "sub.jpg", "text.png", "sub/\udcff.jpg", "sub/.hidden/hidden.jpg"]
     assert list(reasons) == [*files, "link.jpg", "pipe"] and len(found) == 7
     assert reasons["pipe"].startswith("not a regular file")
+    with pytest.raises(SystemExit, match="2"):
+        predict.arguments([str(damaged / "pipe"), "image.jpg"])
     assert reasons["link.jpg"] == "No such file or directory"
     assert "truncated" in reasons["sub.jpg"]
     assert "cannot identify image file" in reasons["text.png"]
