@@ -158,33 +158,43 @@ def images_below(top: bytes, left_out: LeftOut, folders: list[bytes]) -> Iterato
                 left_out[path] = why_left_out(file)
 
 
+def list_classes(base: bytes, others: LeftOut) -> dict[bytes, ClassFolder]:
+    """List what each class folder holds, in the order of the names; add the rest to `others`."""
+    top = next(walk(base, others))
+    loose = _paths_in(base, filter(is_image, top.files))
+    others |= dict.fromkeys(loose, LOOSE)
+    with ThreadPoolExecutor(THREADS) as pool:
+        contents = list(pool.map(partial(_list_class, base), top.folders))
+    for content in contents:
+        others |= content.left_out
+    return dict(zip(top.folders, contents, strict=True))
+
+
 def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, list[bytes]]:
     """List the images in class folders, and all folders; add the rest to `others`.
 
-    `origin`: key=value, for messages. Raises UserError if there is no class, or one is empty.
+    `origin`: key=value, for messages. Raises UserError if there is no class, or some are empty.
     """
-    top = next(walk(base, others))
-    if not top.folders:
-        wrong = f"holds {len(top.files):,} files, and no folder for each class"
+    contents = list_classes(base, others)
+    if not contents:
+        wrong = "holds no folder for each class"
         raise UserError(origin, wrong, "put each image into <class>/, a folder in it")
     classes: Classes = {}
     listed = [base]
-    with ThreadPoolExecutor(THREADS) as pool:
-        contents = pool.map(partial(_list_class, base), top.folders)
-        for name, content in zip(top.folders, contents, strict=True):
-            folder = os.fsdecode(name)
-            if not content.images:
-                wrong = f"class folder {folder} holds no images (.jpg, .png, ...)"
-                cure = f"fill it or remove it. {count_left_out(content.left_out)}".rstrip(". ")
-                raise UserError(origin, wrong, cure)
-            if len(content.folders) > 1 and folder.lower() in SPLITS:
-                wrong = f"class folder {folder} holds folders, as a split does"
-                raise UserError(origin, wrong, "give data.train and data.val")
-            classes[name] = content.images
-            listed += content.folders
-            others |= content.left_out
-    loose = _paths_in(base, filter(is_image, top.files))
-    others |= dict.fromkeys(loose, LOOSE)
+    empty = []
+    for name, content in contents.items():
+        folder = os.fsdecode(name)
+        if not content.images:
+            empty.append(folder)
+        if len(content.folders) > 1 and folder.lower() in SPLITS:
+            wrong = f"class folder {folder} holds folders, as a split does"
+            raise UserError(origin, wrong, "give data.train and data.val")
+        classes[name] = content.images
+        listed += content.folders
+    if empty:
+        wrong = f"class folders without images (.jpg, .png, ...): {', '.join(empty[:10])}"
+        cure = f"fill or remove them. {count_left_out(others)}".rstrip(". ")
+        raise UserError(origin, wrong, cure)
     return classes, listed
 
 

@@ -72,11 +72,11 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     val = load_index(root / data.val, key="data.val")
     train = load_index(root / data.train, key="data.train")
     if train.classes != val.classes:
-        raise _other_classes(train, val)
+        raise other_classes(train, val)
     return train, val
 
 
-def _other_classes(train: Index, val: Index) -> UserError:
+def other_classes(train: Index, val: Index) -> UserError:
     """Return the error for splits of other classes: a label would mean two classes."""
     only_here = sorted(set(val.classes) - set(train.classes))[:5]
     only_there = sorted(set(train.classes) - set(val.classes))[:5]

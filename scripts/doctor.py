@@ -5,7 +5,8 @@
 
 Accepts train.py's key=value overrides. Lists every file and decodes 2,000 random files of each
 split, or every file with --all. Prints a row for each check: ok, warn or fail, the result, the
-remedy (->), and the files; on a terminal, at most 10. Fills the cache of a run, changes no more.
+remedy (->), and the files; on a terminal, at most 10. A fault of one kind does not hide others:
+data that training refuses is checked, too. Fills the cache of a run, changes no more.
 Exit status: 0 no check failed, 1 a check failed, 2 wrong arguments.
 """
 
@@ -26,14 +27,17 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 import train
 from conf.errors import RunError, UserError, describe
@@ -43,10 +47,12 @@ from engine.distributed import World, resolve_device
 from engine.log.plan import planned, setup_notes
 from engine.schedule import make_schedule
 from pipeline import decode, machine
-from pipeline.build import Datasets, build_datasets
+from pipeline.build import build_datasets
 from pipeline.dataset import Dataset, FolderDataset
-from pipeline.index import Index
-from scripts.lib.progress import in_threads, with_progress
+from pipeline.index import ImageFolder, Index, find_storage, load_index
+from pipeline.listing import SPLITS, LeftOut, count_left_out, list_classes
+from pipeline.splits import held_out, other_classes
+from scripts.lib.progress import in_threads, num_cores, with_progress
 from scripts.lib.published import published
 from scripts.lib.trained import exit_status, sorted_as_text
 
@@ -62,17 +68,17 @@ CURES = {
     SLOW: "scripts/prepare.py --side converts such JPEG files",
     TURNED: "training takes the stored pixels: data.exif_orientation=true turns them upright",
 }
-
-
-class NotChecked(Exception):  # noqa: N818 - not an error: an earlier row has the cause
-    """The reason why a check was skipped."""
+ALIKE = {"MPO": "JPEG"}  # a JPEG file with further pictures behind the first
+REFUSED = "training refuses to start"
+SHARED_MEMORY = "/dev/shm"
+FEWEST_FAKE = 100  # synthetic images, of which a tenth is for validation
 
 
 @dataclass(frozen=True)
 class Row:
     status: str  # ok, warn or fail
-    found: str
-    do: str = ""  # the remedy
+    result: str
+    remedy: str = ""
     details: tuple[str, ...] = ()  # lines to list, mostly files
 
 
@@ -96,64 +102,116 @@ class Case:
     """The input of the checks, and results that later checks use."""
 
     config: Config
-    sample: int | None = SAMPLE  # number of files to decode per split, or None for all
-    datasets: Datasets | None = None
+    sample: int = SAMPLE  # number of files to decode per split
+    indexes: dict[str, Index] = field(default_factory=dict)  # of each split that has files
+    is_refused: bool = False  # whether training refuses the images, which are checked nevertheless
     examined: dict[str, list[Examined]] = field(default_factory=dict)  # of each split
     compute: Compute | None = None
 
-    def splits(self) -> dict[str, Index]:
-        """Return the sample tables of both splits. Raises NotChecked without image files."""
-        if self.datasets is None:
-            raise NotChecked("needs the data, see data")
-        splits = {"train": self.datasets.train, "val": self.datasets.val}
-        indexes = {name: s.index for name, s in splits.items() if isinstance(s, FolderDataset)}
-        makes = type(self.datasets.train).create_files is not Dataset.create_files  # later
-        if len(indexes) < 2 or makes:
-            raise NotChecked(f"data.source={self.config.data.source} has no files of its own")
-        return indexes
-
 
 def data(case: Case) -> Iterator[Row]:
-    """List the images as training does, which refuses wrong folders and different classes."""
-    case.datasets = build_datasets(case.config)
-    for name, index in case.splits().items():
-        if "label" not in case.datasets.train.fields:
-            yield ok(f"{name}: {len(index):,} images of {index.root}")
-            continue
-        counts = np.bincount(index.labels.array, minlength=len(index.classes))
-        text = f"{name}: {len(index):,} images in {len(index.classes):,} classes of {index.root}"
-        yield ok(f"{text}, {counts.min():,} to {counts.max():,} each")
-    names = case.splits()["train"].classes
-    if sorted_as_text(names):
-        text = f"numbers sorted as text: {', '.join(names[:5])}"
+    """List the images as training does; if that refuses them, list each split by itself."""
+    source = case.config.data.source
+    try:
+        datasets = build_datasets(case.config)
+    except UserError as error:
+        mistakes = [str(error)]
+        if source == "folder":
+            case.is_refused = True
+            mistakes += list_apart(case)
+        for mistake in dict.fromkeys(mistakes):
+            yield fail(mistake, REFUSED)
+    else:
+        for name, dataset in (("train", datasets.train), ("val", datasets.val)):
+            has_files = type(dataset).create_files is Dataset.create_files  # and makes none later
+            if has_files and isinstance(dataset, FolderDataset):
+                case.indexes[name] = dataset.index
+        if not case.indexes:
+            yield ok(f"not checked: data.source={source} has no files of its own")
+    for name, index in case.indexes.items():
+        yield from listed(name, index)
+
+
+def listed(name: str, index: Index) -> Iterator[Row]:
+    classes = index.classes
+    counts = np.bincount(index.labels.array, minlength=len(classes))
+    text = f"{name}: {len(index):,} images in {len(classes):,} classes of {index.root}"
+    yield ok(f"{text}, {counts.min():,} to {counts.max():,} each")
+    if sorted_as_text(classes):
+        text = f"{index.root}: numbers sorted as text: {', '.join(classes[:5])}"
         yield warn(text, "label 2 is not folder 2: pad the names with zeros")
-    left_out = {index.root: index.left_out for index in case.splits().values()}
-    yield from (warn(f"{root}: {notice}") for root, notice in left_out.items() if notice)
+    if index.left_out:
+        yield warn(f"{index.root}: {index.left_out}")
+
+
+def list_apart(case: Case) -> Iterator[str]:
+    """List each split by itself; yield what training refuses about it."""
+    config = case.config.data
+    root = Path(config.root or "").expanduser()
+    splits = {"train": config.train, "val": config.val}
+    if held_out(config):
+        del splits["val"]
+        if not find_storage(root / config.train):
+            splits = {"root": "."}
+    for name, place in splits.items():
+        for folder in dict.fromkeys([root / place, existing_folder(root, name, place)]):
+            try:
+                case.indexes[name] = load_index(folder, key=f"data.{name}")
+            except UserError as error:
+                yield str(error)
+                list_images(case, name, folder)
+    classes = set(map(attrgetter("classes"), case.indexes.values()))
+    if len(classes) > 1:
+        yield str(other_classes(*case.indexes.values()))
+
+
+def existing_folder(root: Path, name: str, place: str) -> Path:
+    """Return the folder of a split; if there is none, another one that is named like the split."""
+    folder = root / place
+    if folder.is_dir():
+        return folder
+    similar = {SPLITS.get(path.name.lower()): path for path in root.glob("*/")}
+    return similar.get(name, folder)
+
+
+def list_images(case: Case, name: str, folder: Path) -> None:
+    """List the images of all class folders that hold some."""
+    left_out: LeftOut = {}
+    with suppress(OSError):  # there is no such folder
+        contents = list_classes(os.fsencode(folder.absolute()), left_out)
+        files = {os.fsdecode(key): value.images for key, value in contents.items() if value.images}
+        if files:
+            index = Index.of_files(ImageFolder(str(folder.absolute())), files)
+            case.indexes[name] = replace(index, left_out=count_left_out(left_out))
 
 
 def readable(case: Case) -> Iterator[Row]:
-    cores = max(1, int(min(machine.cores(), machine.cpu_quota())))
-    for name, index in case.splits().items():
+    look = partial(examine, decode.resolve("auto"))
+    for name, index in case.indexes.items():
         rows = sorted(np.random.default_rng(0).permutation(len(index))[: case.sample].tolist())
-        seen = in_threads(cores, partial(examine, index, decode.resolve("auto")), rows)
-        files = case.examined[name] = list(with_progress(seen, len(rows), "files"))
-        count = count_of(case, name)
+        examined = in_threads(num_cores(), partial(look, index), rows)
+        files = case.examined[name] = list(with_progress(examined, len(rows), "files"))
         bad = [f"{file.path}: {' '.join(file.problem.split())}" for file in files if file.problem]
         if bad:
-            most = case.config.data.max_bad_fraction if case.config.data.on_error == "skip" else 0
-            skips = name == "train" and len(bad) <= most * len(rows)
-            cure = "replace or remove them"
-            if name == "train":
-                most = min(1.0, 2 * len(bad) / len(rows))
-                cure += f", or set data.on_error=skip data.max_bad_fraction={most:.1g}"
-            cure += "; --all finds all of them" if len(rows) < len(index) else ""
-            text = f"{name}: {len(bad):,} of {count} cannot be read"
-            yield (warn if skips else fail)(text, cure, tuple(bad))
+            yield unreadable(case, name, bad)
         else:
-            yield ok(f"{name}: {count} decoded without errors")
+            yield ok(f"{name}: {len(files):,} of {len(index):,} images decoded without errors")
 
 
-def examine(index: Index, decoder: str, row: int) -> Examined:
+def unreadable(case: Case, name: str, bad: list[str]) -> Row:
+    """Return the row of files that training cannot read; it may skip some of its own."""
+    config, examined = case.config.data, len(case.examined[name])
+    row, remedy = fail, "replace or remove them (--all finds all of them)"
+    if name != "val":
+        most = min(1.0, 2 * len(bad) / examined)
+        remedy += f", or set data.on_error=skip data.max_bad_fraction={most:.1g}"
+        if config.on_error == "skip" and len(bad) <= config.max_bad_fraction * examined:
+            row = warn
+    result = f"{name}: {len(bad):,} of {examined:,} examined files cannot be read"
+    return row(result, remedy, tuple(bad))
+
+
+def examine(decoder: str, index: Index, row: int) -> Examined:
     """Decode a file in full, as training does, and find what is unusual about it."""
     file = Examined(row, index.path(row))
     try:
@@ -161,8 +219,6 @@ def examine(index: Index, decoder: str, row: int) -> Examined:
         with decode.open_image(content) as image:
             file.odd = tuple(oddities(image, file.path))
         pixels = decode.open_picture(content, decoder).pixels()
-    except UnidentifiedImageError:
-        file.problem = f"not an image, begins with {content[:16]!r}"
     except Exception as error:  # Pillow's plugins raise many kinds of error on broken files
         file.problem = describe(error)
     else:
@@ -175,8 +231,10 @@ def examine(index: Index, decoder: str, row: int) -> Examined:
 
 def oddities(image: Image.Image, path: str) -> Iterator[str]:
     """Yield keys of CURES."""
-    stated = Image.registered_extensions().get(os.path.splitext(path)[1].lower(), image.format)
-    if stated != image.format and {stated, image.format} != {"JPEG", "MPO"}:
+    ending = os.path.splitext(path)[1].lower()
+    own = str(image.format)
+    stated = Image.registered_extensions().get(ending, own)
+    if ALIKE.get(stated, stated) != ALIKE.get(own, own):
         yield MISNAMED
     if image.info.get("progressive") or image.mode == "CMYK" or image.width * image.height > LARGE:
         yield SLOW
@@ -185,26 +243,36 @@ def oddities(image: Image.Image, path: str) -> Iterator[str]:
 
 
 def odd_files(case: Case) -> Iterator[Row]:
-    files = good_files(case, "train") + good_files(case, "val")
-    for kind, cure in CURES.items():
+    """Report unusual files: if they are more than one in a hundred, it pays to convert them."""
+    files = list(chain.from_iterable(case.examined.values()))
+    cures = dict(CURES)
+    if case.config.data.exif_orientation:
+        del cures[TURNED]
+    for kind, cure in cures.items():
         paths = [file.path for file in files if kind in file.odd]
-        text = f"{len(paths):,} of {len(files):,} images are {kind}"
-        named = (", ".join(paths[:5]),) if paths else ()
-        accepted = kind == TURNED and case.config.data.exif_orientation
-        many = len(paths) > 0.01 * len(files) and not accepted  # better converted once
-        yield warn(text, cure, named) if many else ok(text, details=named)
+        text, examples = f"{len(paths):,} of {len(files):,} images are {kind}", tuple(paths[:5])
+        if len(paths) > 0.01 * len(files):
+            yield warn(text, cure, examples)
+        elif files:
+            yield ok(text, details=examples)
 
 
 def duplicates(case: Case) -> Iterator[Row]:
-    train, val = case.splits().values()
-    rows = [file.row for file in case.examined.get("val", [])]
+    if len(case.indexes) < 2:
+        return
+    train, val = case.indexes["train"], case.indexes["val"]
+    rows = [file.row for file in case.examined["val"]]
     pairs = duplicates_of(val, rows, train)
-    text = f"{len(pairs):,} of {count_of(case, 'val')} validation images are copies from train"
-    details = tuple(f"{val.path(a)} = {train.path(b)}" for a, b in pairs)
-    cure = "remove them from one split: they distort the accuracy by up to their fraction"
-    if many := 2 * len(pairs) > len(rows):
+    text = f"{len(pairs):,} of {len(rows):,} examined validation images are copies from train"
+    details = tuple(f"{val.path(own)} = {train.path(other)}" for own, other in pairs)
+    if 2 * len(pairs) > len(rows):
         cure = "validation accuracy would be meaningless: give another data.val"
-    yield (fail if many else warn)(text, cure, details) if pairs else ok(text)
+        yield fail(text, cure, details)
+    elif pairs:
+        cure = "remove them from one split: they distort the accuracy by up to their fraction"
+        yield warn(text, cure, details)
+    else:
+        yield ok(text)
 
 
 def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, int]]:
@@ -214,13 +282,19 @@ def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, 
     """
     others = list(range(len(train)))
     for key in (size, content):
-        ours = dict(zip(rows, in_threads(THREADS, partial(key, val), rows), strict=True))
-        theirs = dict(zip(others, in_threads(THREADS, partial(key, train), others), strict=True))
-        common = {*ours.values()} & {*theirs.values()} - {0, b""}
-        rows = [row for row in rows if ours[row] in common]
-        others = [row for row in others if theirs[row] in common]
-    first = {theirs[row]: row for row in reversed(others)}
-    return [(row, first[ours[row]]) for row in rows]
+        own_keys, other_keys = keys_of(key, val, rows), keys_of(key, train, others)
+        common = set(own_keys.values()) & set(other_keys.values()) - {0, b""}
+        rows, others = rows_with(own_keys, common), rows_with(other_keys, common)
+    first = {other_keys[row]: row for row in reversed(others)}
+    return [(row, first[own_keys[row]]) for row in rows]
+
+
+def keys_of(key: Callable[[Index, int], Any], index: Index, rows: list[int]) -> dict[int, Any]:
+    return dict(zip(rows, in_threads(THREADS, partial(key, index), rows), strict=True))
+
+
+def rows_with(keys: dict[int, Any], wanted: Container[Any]) -> list[int]:
+    return [row for row, key in keys.items() if key in wanted]
 
 
 def size(index: Index, row: int) -> int:
@@ -238,36 +312,42 @@ def content(index: Index, row: int) -> bytes:
 
 
 def colours(case: Case) -> Iterator[Row]:
-    config = case.config.data
+    config, files = case.config.data, next(iter(case.examined.values()), [])  # to train on
+    moments = [file.moments for file in files if file.moments is not None]
     if {len(config.mean), len(config.std)} - {1, 3}:
-        raise NotChecked("needs images with 3 channels")
-    files = good_files(case, "train")
-    if not (moments := [file.moments for file in files if file.moments is not None]):
-        raise NotChecked("needs the levels that 16-bit files lose, see plan")
+        yield ok("not checked: needs images with 3 channels")
+        return
+    if not moments:
+        return  # `readable` and `plan` have the cause: no files, or levels that 16-bit files lose
     mean, square = np.mean(moments, axis=0)
     std = np.sqrt(np.maximum(0, square - mean**2))
-    lists = [",".join(f"{v:.3f}" for v in values) for values in (mean, std.clip(0.001))]
-    text = "measured data.mean=[{}] data.std=[{}]".format(*lists)
+    text = f"measured data.mean={as_list(mean)} data.std={as_list(std.clip(0.001))}"
     # ImageNet has a mean of 0.05 and a deviation of 1.24 after normalisation with the usual values,
     # and 0.19 and 0.56 with 0.5 for both.
-    far = (abs(mean - config.mean) / config.std > 0.5) | (abs(std / config.std - 0.95) > 0.55)
-    if far.any() and case.config.model.weights is None:
+    far_mean = abs(mean - config.mean) / config.std > 0.5
+    far_std = abs(std / config.std - 0.95) > 0.55
+    if (far_mean | far_std).any() and case.config.model.weights is None:
         yield warn(f"{text}, far from the configured values", "set them, unless they are intended")
     else:
         yield ok(text)
 
 
-def good_files(case: Case, name: str) -> list[Examined]:
-    case.splits()
-    good = [file for file in case.examined.get(name, []) if not file.problem]
-    if not good:
-        raise NotChecked("needs readable files, see readable")
-    return good
+def as_list(values: np.ndarray) -> str:
+    return f"[{','.join(map('{:.3f}'.format, values))}]"
 
 
-def count_of(case: Case, name: str) -> str:
-    examined, total = len(case.examined.get(name, [])), len(case.splits()[name])
-    return f"all {total:,}" if examined == total else f"{examined:,} sampled of {total:,}"
+def with_synthetic(case: Case) -> Config:
+    """Return the config with as many synthetic images as there are files."""
+    indexes = case.indexes.values()
+    synthetic = replace(
+        case.config.data,
+        source="fake",
+        fake_images=max([FEWEST_FAKE, *map(len, indexes)]),
+        fake_classes=max([2, *(len(index.classes) for index in indexes)]),
+        val_fraction=0.0,
+        val_fold=None,
+    )
+    return replace(case.config, data=synthetic)
 
 
 def plan(case: Case) -> Iterator[Row]:
@@ -276,11 +356,13 @@ def plan(case: Case) -> Iterator[Row]:
     They tell of GPUs that are not used, and of a driver that does not fit.
     """
     device = resolve_device(case.config.train.device)
-    config = case.config = train.resolve_config(case.config, World(0, 1, 1, device))
-    if case.datasets is None:
-        raise NotChecked("there is no plan without data, see data")
+    world = World(0, 1, 1, device)
+    config = case.config = train.resolve_config(case.config, world)
+    if case.is_refused:
+        config = with_synthetic(case)
+        yield ok("synthetic images stand for those that training refuses, see data")
     # Again, with loader.decoder, which depends on the device, and what train.prepare has changed.
-    datasets, world = build_datasets(config, device), World(0, 1, 1, device)
+    datasets = build_datasets(config, device)
     schedule = make_schedule(config, len(datasets.train), world)
     case.compute = choose_compute(config, datasets, schedule, device)
     train.build_loss(config, datasets, case.compute)
@@ -290,9 +372,11 @@ def plan(case: Case) -> Iterator[Row]:
         yield warn(text, "without a network, give model.weights=FILE")
     else:  # refuses weights that do not exist or do not fit
         train.build_state(config, datasets, case.compute, world)
-    yield from (warn(n, "training still starts") for n in setup_notes(config, datasets, world))
+    for note in setup_notes(config, datasets, world):
+        yield warn(note, "training still starts")
     yield from map(ok, planned(datasets, schedule, case.compute))
-    if (quota := machine.cpu_quota()) < (threads := machine.cores()):
+    quota, threads = machine.cpu_quota(), machine.cores()
+    if quota < threads:
         cure = "if this is not intended, raise the container's --cpus or Slurm's --cpus-per-task"
         yield warn(f"a CPU quota of {quota:g} cores for {threads} hardware threads", cure)
 
@@ -300,9 +384,11 @@ def plan(case: Case) -> Iterator[Row]:
 def disk(case: Case) -> Iterator[Row]:
     """Compare the free space of run.dir with the checkpoints, and /dev/shm with what NCCL uses."""
     if case.compute is None:
-        raise NotChecked("needs the plan, see plan")
-    path = Path(case.config.run.dir).absolute()
-    folder = next(p for p in (path, *path.parents) if p.is_dir())
+        yield ok("not checked: needs the plan, see plan")
+        return
+    folder = Path(case.config.run.dir).absolute()
+    while not folder.is_dir():
+        folder = folder.parent
     # At most, in float32: the weights, their moving average and two moments of the optimiser.
     free, size = shutil.disk_usage(folder).free, 4 * 4 * case.compute.parameters
     number = case.config.checkpoint.keep + 2  # the best, and the one being written
@@ -314,15 +400,27 @@ def disk(case: Case) -> Iterator[Row]:
         yield fail(text, f"free {missing / 1e9:,.1f} GB more, or lower checkpoint.keep")
     else:
         yield ok(text)
-    if torch.cuda.device_count() > 1 and os.path.exists("/dev/shm"):
-        free = shutil.disk_usage("/dev/shm").free
-        text = f"/dev/shm: {free / (1 << 30):.2f} GiB free, which NCCL uses"
-        yield warn(text, "start the container with --ipc=host") if free < 256 << 20 else ok(text)
+    if torch.cuda.device_count() > 1:
+        yield shared_memory(shutil.disk_usage(SHARED_MEMORY).free)
 
 
-# Name -> check; later ones use earlier results
-EVERY = data, readable, odd_files, duplicates, colours, plan, disk
-CHECKS = {each.__name__.replace("_", " "): each for each in EVERY}
+def shared_memory(free: int) -> Row:
+    text = f"{SHARED_MEMORY}: {free / (1 << 30):.2f} GiB free, which NCCL uses"
+    if free < 256 << 20:
+        return warn(text, "start the container with --ipc=host")
+    return ok(text)
+
+
+# Later checks use results of earlier ones.
+CHECKS = {
+    "data": data,
+    "readable": readable,
+    "odd files": odd_files,
+    "duplicates": duplicates,
+    "colours": colours,
+    "plan": plan,
+    "disk": disk,
+}
 
 
 def check(case: Case) -> Iterator[tuple[str, Row]]:
@@ -330,36 +428,40 @@ def check(case: Case) -> Iterator[tuple[str, Row]]:
 
     An error that training would raise is a failure; a check that cannot run is only a warning.
     """
-    reported = set[str]()
     for name, look in CHECKS.items():
         try:
-            yield from ((name, row) for row in look(case))
+            for row in look(case):
+                yield name, row
         except (UserError, RunError) as error:
-            yield name, fail(str(error), "training refuses to start")
-        except NotChecked as reason:
-            if str(reason) not in reported:
-                yield name, (ok if case.datasets else warn)(f"not checked: {reason}")
-            reported.add(str(reason))
+            yield name, fail(str(error), REFUSED)
         except Exception as error:
             yield name, warn(f"check failed with an error: {describe(error)}")
 
 
 def main(case: Case) -> int:
     """Print each row, and below it the remedy and the details, on a terminal up to NAMED."""
-    counts, margin = Counter[str](), max(map(len, CHECKS)) + 8
+    counts = Counter[str]()
+    width = max(map(len, CHECKS)) + 2
+    margin = " " * (width + 6)
+    most = sys.maxsize
+    if sys.stdout.isatty():
+        most = NAMED
     for name, row in check(case):
         counts[row.status] += 1
-        most = NAMED if sys.stdout.isatty() else len(row.details)
-        below = [f"-> {row.do}"] * bool(row.do) + list(row.details[:most])
-        if len(row.details) > most:
-            below.append(f"and {len(row.details) - most:,} more: redirect the output to list all")
-        below = [f"{'':{margin}}{text}" for text in below]
-        print(f"{row.status:<6}{name:<{margin - 6}}{row.found}", *below, sep="\n", flush=True)
-    print(", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "fail")))
-    return 1 if counts["fail"] else 0
+        print(f"{row.status:<6}{name:<{width}}{row.result}")
+        if row.remedy:
+            print(f"{margin}-> {row.remedy}")
+        for detail in row.details[:most]:
+            print(f"{margin}{detail}")
+        num_left = len(row.details[most:])
+        if num_left > 0:
+            print(f"{margin}and {num_left:,} more: redirect the output to list all")
+        sys.stdout.flush()
+    print(f"{counts['ok']} ok, {counts['warn']} warn, {counts['fail']} fail")
+    return int(counts["fail"] > 0)
 
 
 if __name__ == "__main__":
     # Each time the files are listed, it would warn of what `data` reports once.
     logging.getLogger("pipeline.index").setLevel(logging.ERROR)
-    sys.exit(exit_status(partial(main, Case(CONFIG, None if OPTIONS.all else SAMPLE))))
+    sys.exit(exit_status(partial(main, Case(CONFIG, sys.maxsize if OPTIONS.all else SAMPLE))))
