@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -43,30 +44,48 @@ from scripts.lib.trained import exit_status
 
 WINDOWS = 5
 FOREVER = 1 << 40  # steps
-Stage = tuple[str, list[float], str]
-"""Name, images/s in each window, and a remark for the table, perhaps with lines below it."""
+KEPT_BATCHES = 4  # that stay on the device to measure the step alone
+WARM_UP_STEPS = {"cuda": 20}  # type of the device -> steps, 2 of others
+
+
+class Stage(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    rates: list[float]  # images/s in each window
+    note: str  # for the table, perhaps with lines below it
 
 
 def measure_stages(config: Config, *, only: Sequence[str], seconds: float) -> Iterator[Stage]:
     """Measure some of STAGES, in their order. Raises UserError if config or data are wrong."""
     with join_world(config.train.device) as world:
-        config = train.resolve_config(config, world)
-        # With a small learning rate, no number of steps diverges.
-        slow, constant = replace(config.optim, lr=1e-3), schema.ScheduleConfig("constant")
-        config = replace(config, optim=slow, schedule=constant)
-        if config.model.compile == "auto" and world.device.type == "cuda":  # also for a short run
-            config = replace(config, model=replace(config.model, compile="default"))
+        config = for_measuring(train.resolve_config(config, world), world)
         parts = train.build_parts(config, world, {})
-        datasets, compute = parts.datasets, parts.compute
         if "loader" in only:
-            with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
-                # Complete batches in host memory, as fast as the loader delivers them.
-                sizes = (len(batch.samples) for batch in feed.train.loader.batches(0, FOREVER))
-                warm_up(sizes, feed)
-                note = f"{feed.pool.active} workers, batch {config.loader.batch_size}"
-                yield "loader", windows(sizes, seconds), note
-        if "step" in only or "train" in only:
-            yield from (stage for stage in measure_steps(parts, world, seconds) if stage[0] in only)
+            yield measure_loader(parts, world, seconds)
+        if set(only) != {"loader"}:
+            for stage in measure_steps(parts, world, seconds):
+                if stage.name in only:
+                    yield stage
+
+
+def for_measuring(config: Config, world: World) -> Config:
+    """Return a config that does not diverge in any number of steps, and compiles the model."""
+    optim, schedule = replace(config.optim, lr=1e-3), schema.ScheduleConfig("constant")
+    config = replace(config, optim=optim, schedule=schedule)
+    if config.model.compile == "auto" and world.device.type == "cuda":  # also for a short run
+        config = replace(config, model=replace(config.model, compile="default"))
+    return config
+
+
+def measure_loader(parts: train.Parts, world: World, seconds: float) -> Stage:
+    """Measure complete batches in host memory, as fast as the loader delivers them."""
+    config, compute = parts.schedule.config, parts.compute
+    with open_feed(config, parts.datasets, world, compute.dtype, compute.channels_last) as feed:
+        sizes = (len(batch.samples) for batch in feed.train.loader.batches(0, FOREVER))
+        warm_up(sizes, feed)
+        note = f"{feed.pool.active} workers, batch {config.loader.batch_size}"
+        return Stage("loader", windows(sizes, seconds), note)
 
 
 def windows(
@@ -78,8 +97,9 @@ def windows(
     """
     rates = []
     for _ in range(WINDOWS):
-        began, done = time.perf_counter(), 0
-        while done == 0 or time.perf_counter() - began < seconds / WINDOWS:
+        began = time.perf_counter()
+        done = next(sizes)
+        while time.perf_counter() - began < seconds / WINDOWS:
             done += next(sizes)
         finish()
         rates.append(done / (time.perf_counter() - began))
@@ -88,15 +108,19 @@ def windows(
 
 def warm_up(sizes: Iterator[int], feed: Feed) -> None:
     """Take the batches that were decoded before the measurement."""
-    for _ in range(feed.train.loader.ring.slots + feed.train.depth):
+    take(sizes, feed.train.loader.ring.slots + feed.train.depth)
+
+
+def take(sizes: Iterator[int], steps: int) -> None:
+    for _ in range(steps):
         next(sizes)
 
 
 def measure_steps(parts: train.Parts, world: World, seconds: float) -> list[Stage]:
-    """Measure train.py's optimiser step, on four batches that stay on the device and then fed."""
-    datasets, compute, state = parts.datasets, parts.compute, parts.state
-    config = parts.schedule.config
-    train_on_batch = train.build_step(parts.schedule, compute, parts.loss_fn, state, world)
+    """Measure train.py's optimiser step, on batches that stay on the device and then fed."""
+    compute, state, schedule = parts.compute, parts.state, parts.schedule
+    config, device = schedule.config, world.device
+    train_on_batch = train.build_step(schedule, compute, parts.loss_fn, state, world)
     meter = Meter(world)
 
     def trained(batches: Iterable[Batch]) -> Iterator[int]:
@@ -104,13 +128,12 @@ def measure_steps(parts: train.Parts, world: World, seconds: float) -> list[Stag
             meter.add(train_on_batch(batch))
             yield len(batch.samples)
 
-    finish = torch.get_device_module(world.device).synchronize
-    with open_feed(config, datasets, world, compute.dtype, compute.channels_last) as feed:
-        kept = [batch.clone() for batch in feed.train.batches(0, 4)]
-        fit_memory(parts.schedule, train_on_batch, state, world, kept[:1])
+    finish = torch.get_device_module(device).synchronize
+    with open_feed(config, parts.datasets, world, compute.dtype, compute.channels_last) as feed:
+        kept = [batch.clone() for batch in feed.train.batches(0, KEPT_BATCHES)]
+        fit_memory(schedule, train_on_batch, state, world, kept[:1])
         sizes = trained(cycle(kept))
-        for _ in range(20 if world.device.type == "cuda" else 2):
-            next(sizes)
+        take(sizes, WARM_UP_STEPS.get(device.type, 2))
         finish()
         alone = windows(sizes, seconds, finish)
         sizes = trained(feed.train.batches(0, FOREVER))
@@ -118,18 +141,21 @@ def measure_steps(parts: train.Parts, world: World, seconds: float) -> list[Stag
         finish()
         feed.step_times()
         fed = windows(sizes, seconds, finish)
-        feed.step_rate = median(alone) if world.device.type != "cpu" else 0.0  # for the verdict
+        if device.type != "cpu":
+            feed.step_rate = median(alone)  # for the verdict
         verdict = judge([feed.step_times()], 0.0, world, feed)
-    note = f"{config.model.name}, batch {parts.schedule.batch_size}, {compute.precision}, "
-    note += f"compile {compute.compile_mode}, batch already on the device"
-    lines = ["the step, fed by the loader", *(f"verdict   {line}" for line in verdict.sentences)]
-    return [("step", alone, note), ("train", fed, "\n".join(lines))]
+    note = f"{config.model.name}, batch {schedule.batch_size}, {compute.precision}"
+    note = f"{note}, compile {compute.compile_mode}, batch already on the device"
+    lines = ["the step, fed by the loader"]
+    lines += [f"verdict   {sentence}" for sentence in verdict.sentences]
+    return [Stage("step", alone, note), Stage("train", fed, "\n".join(lines))]
 
 
 def main() -> int:
-    for name, rates, note in measure_stages(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds):
-        spread = f"({min(rates):,.0f}-{max(rates):,.0f})"
-        print(f"{name:<12} {median(rates):>10,.0f} images/s  {spread}  {note}")
+    for stage in measure_stages(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds):
+        slowest, fastest = min(stage.rates), max(stage.rates)
+        rate = f"{median(stage.rates):>10,.0f} images/s  ({slowest:,.0f}-{fastest:,.0f})"
+        print(f"{stage.name:<12} {rate}  {stage.note}")
     return 0
 
 

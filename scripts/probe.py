@@ -31,6 +31,7 @@ if __name__ == "__main__":
 
 import json
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,18 +41,34 @@ from conf.errors import UserError, describe
 NEIGHBOURS, TEMPERATURE = 20, 0.07
 
 
-def read_features(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the features of images, float32 [N, C], and their folders, [N]. Raises UserError."""
+class Features(NamedTuple):
+    """The features of some images."""
+
+    values: np.ndarray  # float32 [N, C]
+    folders: np.ndarray  # names, [N]
+
+    @property
+    def num_channels(self) -> int:
+        return int(self.values.shape[1])
+
+
+def read_features(path: Path) -> Features:
+    """Read the JSON lines of predict.py --features. Raises UserError."""
     features, folders = [], []
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             for row in map(json.loads, file):
                 features.append(np.array(row["features"], np.float32))
                 folders.append(Path(row["path"]).parent.name)
-        return np.stack(features), np.array(folders)
+        return Features(np.stack(features), np.array(folders))
     except (OSError, ValueError, LookupError, TypeError) as error:
         cure = "give the FILE of `python scripts/predict.py runs/NAME FOLDER --features > FILE`"
-        raise UserError(f"{path}: {getattr(error, 'strerror', describe(error))}; {cure}") from None
+        raise UserError(str(path), describe(error), cure) from None
+
+
+def vote_weights(distances: np.ndarray) -> np.ndarray:
+    """Return the weights of neighbours from their cosine distances, 1 - similarity."""
+    return np.exp((1 - distances) / TEMPERATURE)
 
 
 def probe_features(train: Path, val: Path) -> int:
@@ -60,22 +77,29 @@ def probe_features(train: Path, val: Path) -> int:
         from sklearn.model_selection import GridSearchCV, ShuffleSplit
         from sklearn.neighbors import KNeighborsClassifier
     except ImportError:
-        raise UserError("needs scikit-learn; run `pip install scikit-learn`") from None
-    (bank, labels), (queries, truth) = read_features(train), read_features(val)
-    if unknown := sorted({*truth} - {*labels}):
-        raise UserError(f"{val}: has images in the folder {unknown[0]}, and {train} has none there")
-    if (sizes := [bank.shape[1], queries.shape[1]])[0] != sizes[1]:
-        raise UserError(f"{val}: has {sizes[1]} features, {train} has {sizes[0]}; use one model")
-    votes = {"metric": "cosine", "weights": lambda distance: np.exp((1 - distance) / TEMPERATURE)}
-    knn = KNeighborsClassifier(min(NEIGHBOURS, len(bank)), **votes).fit(bank, labels)
+        raise UserError("needs scikit-learn", cure="run `pip install scikit-learn`") from None
+    bank, queries = read_features(train), read_features(val)
+    classes = set(bank.folders)
+    unknown = sorted(set(queries.folders) - classes)
+    if unknown:
+        wrong = f"has images in the folder {unknown[0]}, and {train} has none there"
+        raise UserError(str(val), wrong, "give images of the same classes")
+    if queries.num_channels != bank.num_channels:
+        wrong = f"has {queries.num_channels} features, {train} has {bank.num_channels}"
+        raise UserError(str(val), wrong, "use one model")
+    number = min(NEIGHBOURS, len(bank.values))
+    knn = KNeighborsClassifier(number, metric="cosine", weights=vote_weights)
+    knn.fit(*bank)
     # Of equally good penalties the largest, so the smallest C
-    tried, tenth = {"C": 10.0 ** np.arange(-6, 7)}, ShuffleSplit(1, test_size=0.1, random_state=0)
-    linear = GridSearchCV(LogisticRegression(max_iter=1000), tried, cv=tenth).fit(bank, labels)
-    found = {"knn": knn, f"linear, penalty {1 / linear.best_params_['C']:g}": linear}
-    classes = len({*labels})
-    print(f"{len(bank):,} training, {len(queries):,} validation images, {classes:,} classes")
-    for name, model in found.items():
-        print(f"top1 {100 * model.score(queries, truth):.2f} %  {name}")
+    choices = {"C": 10.0 ** np.arange(-6, 7)}
+    tenth = ShuffleSplit(1, test_size=0.1, random_state=0)
+    linear = GridSearchCV(LogisticRegression(max_iter=1000), choices, cv=tenth)
+    linear.fit(*bank)
+    penalty = 1 / linear.best_params_["C"]
+    images = f"{len(bank.values):,} training, {len(queries.values):,} validation images"
+    print(f"{images}, {len(classes):,} classes")
+    print(f"top1 {100 * knn.score(*queries):.2f} %  knn")
+    print(f"top1 {100 * linear.score(*queries):.2f} %  linear, penalty {penalty:g}")
     return 0
 
 

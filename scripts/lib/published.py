@@ -45,10 +45,14 @@ def published(name: str, path: Path, *, val_size: int | None = None) -> Stated |
     if entry is None or model != name:
         return None
     transforms = entry.transforms()
-    (side,), (short_side,) = transforms.crop_size, transforms.resize_size
+    (side,) = transforms.crop_size
+    (short_side,) = transforms.resize_size
     values = _preprocessing(side, short_side, transforms.interpolation.value, val_size)
-    values |= {"data.image_size": side, "data.mean": transforms.mean, "data.std": transforms.std}
-    return Stated(values, tuple(entry.meta["categories"] or ()))  # none for features without a head
+    values["data.image_size"] = side
+    values["data.mean"] = transforms.mean
+    values["data.std"] = transforms.std
+    names = entry.meta["categories"] or ()  # none for features without a head
+    return Stated(values, tuple(names))
 
 
 def stored_name(content: Any) -> str | None:
@@ -81,21 +85,26 @@ def _of_timm(name: str, val_size: int | None) -> Stated | None:
             about = timm.models.PretrainedCfg(**timm.create_model(name).pretrained_cfg)
     if about is None:
         return None
-    side = (about.test_input_size or about.input_size)[-1]
-    short_side = math.floor(side / (about.test_crop_pct or about.crop_pct))
+    input_size = about.test_input_size or about.input_size
+    crop_pct = about.test_crop_pct or about.crop_pct
     # The check of augment.val refuses what its transforms do not support, such as squash.
-    interpolation = about.interpolation if about.crop_mode == "center" else about.crop_mode
-    values = _preprocessing(side, short_side, interpolation, val_size)
-    values |= {"data.image_size": about.input_size[-1]}
-    values |= {"data.mean": list(about.mean), "data.std": list(about.std)}
-    return Stated(values, tuple(getattr(about, "label_names", None) or ()))
+    interpolation = about.interpolation
+    if about.crop_mode != "center":
+        interpolation = about.crop_mode
+    side = input_size[-1]
+    values = _preprocessing(side, math.floor(side / crop_pct), interpolation, val_size)
+    values["data.image_size"] = about.input_size[-1]
+    values["data.mean"] = list(about.mean)
+    values["data.std"] = list(about.std)
+    names = getattr(about, "label_names", None) or ()
+    return Stated(values, tuple(names))
 
 
 def _preprocessing(
     side: int, short_side: int, interpolation: str, val_size: int | None
 ) -> dict[str, Any]:
     """Return keys that resize to `short_side` and crop `side`, or `val_size` in proportion."""
-    size = side if val_size is None else val_size
+    size = val_size or side
     resize: dict[str, Any] = {"size": round(short_side * size / side)}
     if interpolation != "bilinear":
         resize["interpolation"] = interpolation
@@ -105,19 +114,24 @@ def _preprocessing(
 
 def exported(path: Path) -> Stated | None:
     """Return what a file of scripts/export.py states about itself; None for other files."""
-    texts = safetensors_metadata(path) if path.suffix == ".safetensors" else {}
+    if path.suffix != ".safetensors":
+        return None
+    texts = safetensors_metadata(path)
     if not {"model", "preprocessing", "classes"} <= texts.keys():
         return None
     model, about = json.loads(texts["model"]), json.loads(texts["preprocessing"])
+    shape = about["input"]["shape"]
+    side = model["image_size"]
     values = {
         "model.name": model["name"],
         "model.args": model.get("args", {}),
-        "data.image_size": model["image_size"],
-        "data.val_size": about["input"]["shape"][-1],
+        "data.image_size": side,
+        "data.val_size": shape[-1],
         "data.mean": about["mean"],
         "data.std": about["std"],
         "augment.val": about["transforms"],
         "data.exif_orientation": about.get("exif_orientation", False),
     }
-    shape = (*about["input"]["shape"][1:-2], *2 * [model["image_size"]])  # without the batch
-    return Stated(values, tuple(json.loads(texts["classes"])), model["num_classes"], shape)
+    classes = tuple(json.loads(texts["classes"]))
+    # Without the batch, and of the training images
+    return Stated(values, classes, model["num_classes"], (*shape[1:-2], side, side))

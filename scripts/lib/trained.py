@@ -30,10 +30,13 @@ from pipeline.build import Datasets, build_image_transforms, build_splits, check
 from pipeline.dataset import FakeDataset
 from pipeline.splits import held_out
 from scripts.lib.options import is_training_key
-from scripts.lib.published import exported, published, stored_name
+from scripts.lib.published import Stated, exported, published, stored_name
 
 # Keys of the training or the machine, not of the model: their defaults are used.
 OTHERS = ("loader.", "log.", "model.weights", "model.freeze", "train.device")
+# Keys that a checkpoint fixes; `model` is the group.
+FIXED_KEYS = ("model.name", "model.args", "data.image_size")
+FIXED = {"model", *FIXED_KEYS}
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,19 @@ class Trained:
         model = self._model()
         models.fit_weights(model, self.weights, origin=str(self.path))
         channels_last = self.channels_last(model, device)
-        layout = torch.channels_last if channels_last else torch.preserve_format
-        model = model.to(device).to(memory_format=layout)
-        rewritten = self.stored.get("model_input", {}).get("rewrites_layers") is True
-        rewrite = self.config.model.rewrite if rewritten and device.type == "cuda" else None
-        if rewrite and choose_precision(self.config.train.precision, device) == "bf16":
+        model = model.to(device)
+        if channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        rewrite = self.config.model.rewrite
+        if rewrite and self._rewrites_layers(device):
             import_object(rewrite, "model.rewrite")(model, channels_last=channels_last)
         return model.eval()
+
+    def _rewrites_layers(self, device: torch.device) -> bool:
+        """Return whether the run has replaced layers, as on a GPU in bf16, and this is one."""
+        rewritten = self.stored.get("model_input", {}).get("rewrites_layers")
+        precision = choose_precision(self.config.train.precision, device)
+        return (rewritten, device.type, precision) == (True, "cuda", "bf16")
 
     def _model(self) -> nn.Module:
         model, channels = self.config.model, self.image_shape[-3]
@@ -129,71 +138,78 @@ def open_trained(
     path = checkpoint.find_checkpoint(path)
     content = models.read_file(path, origin=str(path))
     weights = models.weights_in(content, origin=str(path))
-    count, shape, model_input, stored, averaged = None, None, {}, {}, False
+    stored: dict[str, Any] = {}
+    averaged = False
     if checkpoint.is_ours(content):
+        averaged = bool(content["state"].get("ema"))
         stored = {name: value for name, value in content.items() if name != "state"}
         stored["validation"] = content["state"].get("last", {})  # perhaps of an earlier step
-        model_input, averaged = content["model_input"], bool(content["state"].get("ema"))
-        config, names = _config_of_run(content, overrides), model_input.get("classes", ())
-        count, shape = len(names) or None, model_input.get("image_shape")
-    elif stated := exported(path):
-        config, names = from_checkpoint(stated.values, overrides), stated.classes
-        count, shape = stated.num_classes, stated.image_shape
+        stated: Stated | None = _stated_by_run(content, overrides)
     else:
-        config, names = _config_of_foreign(path, content, overrides)
-    size = model_input.get("image_size", config.data.image_size)
-    if count is None or shape is None:
+        stated = exported(path)
+    if stated is not None:
+        config = from_checkpoint(stated.values, overrides)
+    else:
+        stated = _stated_by_library(path, content, overrides)
+        config = from_overrides(overrides, decided=stated.values)
+    num_classes, shape = stated.num_classes, stated.image_shape
+    if num_classes is None or shape is None:
+        size = stored.get("model_input", {}).get("image_size", config.data.image_size)
         channels, outputs = sizes_in(weights, config.model, image_size=size, origin=str(path))
-        count, shape = count or outputs, shape or (channels, size, size)
+        num_classes = num_classes or outputs
+        shape = shape or (channels, size, size)
     check_channels(config.data, shape[-3])
+    names = stated.classes
     if classes is not None:
-        names = _read_names(classes, count)
-    known = tuple(names) if len(names) == count else ()
-    return Trained(path, config, weights, averaged, count, known, tuple(shape), stored)
+        names = _read_names(classes, num_classes)
+    if len(names) != num_classes:
+        names = ()
+    return Trained(path, config, weights, averaged, num_classes, names, tuple(shape), stored)
 
 
-def _config_of_run(content: dict[str, Any], overrides: Sequence[str]) -> Config:
-    if "data.image_size" in override_keys(overrides):
-        raise UserError("data.image_size: is fixed by the checkpoint; write data.val_size")
-    stored = content["config"]
-    if fixed := {"model", "model.args", "model.name"} & override_keys(overrides):
-        has = " ".join(f"{key}={show(stored[key])}" for key in ("model.name", "model.args"))
-        raise UserError(f"{min(fixed)}: is fixed by the checkpoint, which has {has}; leave it out")
-    kept = [k for k in stored if not is_training_key(k) and not k.startswith(OTHERS)]
+def _stated_by_run(content: dict[str, Any], overrides: Sequence[str]) -> Stated:
+    """Return what a checkpoint says about its model. Raises UserError for keys that it fixes."""
+    stored, model_input = content["config"], content["model_input"]
+    fixed = sorted(FIXED & override_keys(overrides))
+    if fixed:
+        has = " ".join(f"{key}={show(stored[key])}" for key in FIXED_KEYS)
+        cure = "leave it out; data.val_size is the size of other images"
+        raise UserError(fixed[0], f"is fixed by the checkpoint, which has {has}", cure)
+    kept = [key for key in stored if not is_training_key(key) and not key.startswith(OTHERS)]
     values = {key: stored[key] for key in kept}
     # The share of one rank, which fits into the memory of one device.
     values["loader.batch_size"] = stored["loader.batch_size"] // stored.get("ranks", 1)
-    return from_checkpoint(values, overrides)
+    classes = tuple(model_input.get("classes", ()))
+    return Stated(values, classes, len(classes) or None, model_input.get("image_shape"))
 
 
-def _config_of_foreign(
-    path: Path, content: Any, overrides: Sequence[str]
-) -> tuple[Config, Sequence[str]]:
-    """Return the config that the overrides and the library state, and the names of the classes."""
+def _stated_by_library(path: Path, content: Any, overrides: Sequence[str]) -> Stated:
+    """Return what torchvision or timm states about a file, for a model that the overrides name."""
     typed = override_keys(overrides)
     if not typed & {"model", "model.name", "recipe"}:
+        cure = "give model.name=NAME, of torchvision, of timm as timm/NAME, or of models/"
         name = stored_name(content)
-        says = f" (the file says {name}, which is timm/{name} if timm made it)" if name else ""
-        cure = f"give model.name=NAME{says}, of torchvision, of timm as timm/NAME, or of models/"
-        raise UserError(f"{path}: is no checkpoint of this version of the program; {cure}")
+        if name:
+            cure = f"{cure}; the file says {name}, which is timm/{name} if timm made it"
+        raise UserError(str(path), "is no checkpoint of this version of the program", cure)
     config = from_overrides(overrides)
-    val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
-    stated = published(config.model.name, path, val_size=val_size)
-    if stated is None:
-        return config, ()
-    return from_overrides(overrides, decided=stated.values), stated.classes
+    val_size = None
+    if typed & {"data.image_size", "data.val_size"}:
+        val_size = config.data.val_size
+    return published(config.model.name, path, val_size=val_size) or Stated({}, ())
 
 
-def _read_names(path: Path, count: int) -> list[str]:
+def _read_names(path: Path, count: int) -> tuple[str, ...]:
     try:
         names = path.read_text("utf-8-sig", "surrogateescape").splitlines()
     except OSError as error:
-        raise UserError(f"--classes {path}: {error.strerror}; give a text file") from None
-    if len(names) != count or len(set(names)) != count:
-        has = f"has {len(set(names))} different lines, the model has {count} classes"
+        raise UserError(f"--classes {path}", str(error.strerror), "give a text file") from None
+    different = set(names)
+    if not len(names) == len(different) == count:
+        wrong = f"has {len(different)} different lines, the model has {count} classes"
         cure = "give one name per line, in the order of the logits"
-        raise UserError(f"--classes {path}: {has}; {cure}")
-    return names
+        raise UserError(f"--classes {path}", wrong, cure)
+    return tuple(names)
 
 
 def build_val(config: Config) -> Datasets:
@@ -202,7 +218,9 @@ def build_val(config: Config) -> Datasets:
     data.root need not hold a training split, unless validation images are held out of it.
     """
     transform = build_image_transforms(config.augment.val, "augment.val")
-    data = config.data if held_out(config.data) else replace(config.data, train=config.data.val)
+    data = config.data
+    if not held_out(data):
+        data = replace(data, train=data.val)
     _, val, classes = build_splits(config, data, transform, transform)
     nothing = FakeDataset(config.loader.batch_size, len(classes), 1)
     return Datasets(nothing, val, classes, 1, transform.image_size)
@@ -226,9 +244,18 @@ def sizes_in(
     head = head_of(model)
     sizes = [weights[key].shape[0] for key in head if key in weights and weights[key].ndim]
     if not sizes:
-        raise UserError(f"{origin}: has no {', '.join(head)} of model.name={config.name}; check it")
-    layers = ((n, m.weight) for n, m in model.named_modules() if isinstance(m, nn.Conv2d))
-    name, built = next(layers, ("", torch.empty(0)))
-    stored = weights.get(f"{name}.weight", built)
-    # In proportion, because a stem may see blocks of pixels.
-    return RGB * stored.shape[1] // built.shape[1] if stored.ndim == 4 else RGB, sizes[0]
+        wrong = f"has no {', '.join(head)} of model.name={config.name}"
+        raise UserError(origin, wrong, "check it")
+    return _channels_in(weights, model), sizes[0]
+
+
+def _channels_in(weights: Mapping[str, Tensor], model: nn.Module) -> int:
+    """Return the number of input channels; RGB without a convolution."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d):
+            stored = weights.get(f"{name}.weight", module.weight)
+            if stored.ndim != 4:
+                return RGB
+            # In proportion, because a stem may see blocks of pixels.
+            return RGB * stored.shape[1] // module.weight.shape[1]
+    return RGB
