@@ -24,6 +24,7 @@ if __name__ == "__main__":
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import cycle
 from statistics import median
@@ -71,20 +72,29 @@ def measure_stages(config: Config, *, only: Sequence[str], seconds: float) -> It
 
 def for_measuring(config: Config, world: World) -> Config:
     """Return a config that does not diverge in any number of steps, and compiles the model."""
-    optim, schedule = replace(config.optim, lr=1e-3), schema.ScheduleConfig("constant")
+    optim = replace(config.optim, lr=1e-3)
+    schedule = schema.ScheduleConfig("constant")
     config = replace(config, optim=optim, schedule=schedule)
     if config.model.compile == "auto" and world.device.type == "cuda":  # also for a short run
-        config = replace(config, model=replace(config.model, compile="default"))
+        model = replace(config.model, compile="default")
+        config = replace(config, model=model)
     return config
+
+
+def feed_of(parts: train.Parts, world: World) -> AbstractContextManager[Feed]:
+    compute = parts.compute
+    return open_feed(
+        parts.schedule.config, parts.datasets, world, compute.dtype, compute.channels_last
+    )
 
 
 def measure_loader(parts: train.Parts, world: World, seconds: float) -> Stage:
     """Measure complete batches in host memory, as fast as the loader delivers them."""
-    config, compute = parts.schedule.config, parts.compute
-    with open_feed(config, parts.datasets, world, compute.dtype, compute.channels_last) as feed:
-        sizes = (len(batch.samples) for batch in feed.train.loader.batches(0, FOREVER))
+    with feed_of(parts, world) as feed:
+        batches = feed.train.loader.batches(0, FOREVER)
+        sizes = (len(batch.samples) for batch in batches)
         warm_up(sizes, feed)
-        note = f"{feed.pool.active} workers, batch {config.loader.batch_size}"
+        note = f"{feed.pool.active} workers, batch {feed.config.loader.batch_size}"
         return Stage("loader", windows(sizes, seconds), note)
 
 
@@ -108,7 +118,8 @@ def windows(
 
 def warm_up(sizes: Iterator[int], feed: Feed) -> None:
     """Take the batches that were decoded before the measurement."""
-    take(sizes, feed.train.loader.ring.slots + feed.train.depth)
+    decoded = feed.train.loader.ring.slots + feed.train.depth
+    take(sizes, decoded)
 
 
 def take(sizes: Iterator[int], steps: int) -> None:
@@ -119,7 +130,7 @@ def take(sizes: Iterator[int], steps: int) -> None:
 def measure_steps(parts: train.Parts, world: World, seconds: float) -> list[Stage]:
     """Measure train.py's optimiser step, on batches that stay on the device and then fed."""
     compute, state, schedule = parts.compute, parts.state, parts.schedule
-    config, device = schedule.config, world.device
+    device = world.device
     train_on_batch = train.build_step(schedule, compute, parts.loss_fn, state, world)
     meter = Meter(world)
 
@@ -129,7 +140,7 @@ def measure_steps(parts: train.Parts, world: World, seconds: float) -> list[Stag
             yield len(batch.samples)
 
     finish = torch.get_device_module(device).synchronize
-    with open_feed(config, parts.datasets, world, compute.dtype, compute.channels_last) as feed:
+    with feed_of(parts, world) as feed:
         kept = [batch.clone() for batch in feed.train.batches(0, KEPT_BATCHES)]
         fit_memory(schedule, train_on_batch, state, world, kept[:1])
         sizes = trained(cycle(kept))
@@ -144,7 +155,8 @@ def measure_steps(parts: train.Parts, world: World, seconds: float) -> list[Stag
         if device.type != "cpu":
             feed.step_rate = median(alone)  # for the verdict
         verdict = judge([feed.step_times()], 0.0, world, feed)
-    note = f"{config.model.name}, batch {schedule.batch_size}, {compute.precision}"
+    model = schedule.config.model.name
+    note = f"{model}, batch {schedule.batch_size}, {compute.precision}"
     note = f"{note}, compile {compute.compile_mode}, batch already on the device"
     lines = ["the step, fed by the loader"]
     lines += [f"verdict   {sentence}" for sentence in verdict.sentences]

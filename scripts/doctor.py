@@ -26,8 +26,8 @@ import hashlib
 import logging
 import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -69,6 +69,7 @@ CURES = {
     TURNED: "training takes the stored pixels: data.exif_orientation=true turns them upright",
 }
 ALIKE = {"MPO": "JPEG"}  # a JPEG file with further pictures behind the first
+RowsByKey = dict[Any, list[int]]  # size or hash of a file -> rows of an Index
 REFUSED = "training refuses to start"
 SHARED_MEMORY = "/dev/shm"
 FEWEST_FAKE = 100  # synthetic images, of which a tenth is for validation
@@ -135,10 +136,12 @@ def data(case: Case) -> Iterator[Row]:
 def listed(name: str, index: Index) -> Iterator[Row]:
     classes = index.classes
     counts = np.bincount(index.labels.array, minlength=len(classes))
+    fewest, most = counts.min(), counts.max()
     text = f"{name}: {len(index):,} images in {len(classes):,} classes of {index.root}"
-    yield ok(f"{text}, {counts.min():,} to {counts.max():,} each")
+    yield ok(f"{text}, {fewest:,} to {most:,} each")
     if sorted_as_text(classes):
-        text = f"{index.root}: numbers sorted as text: {', '.join(classes[:5])}"
+        first = ", ".join(classes[:5])
+        text = f"{index.root}: numbers sorted as text: {first}"
         yield warn(text, "label 2 is not folder 2: pad the names with zeros")
     if index.left_out:
         yield warn(f"{index.root}: {index.left_out}")
@@ -176,22 +179,25 @@ def existing_folder(root: Path, name: str, place: str) -> Path:
 
 def list_images(case: Case, name: str, folder: Path) -> None:
     """List the images of all class folders that hold some."""
+    root = os.path.abspath(folder)
     left_out: LeftOut = {}
     with suppress(OSError):  # there is no such folder
-        contents = list_classes(os.fsencode(folder.absolute()), left_out)
+        contents = list_classes(os.fsencode(root), left_out)
         files = {os.fsdecode(key): value.images for key, value in contents.items() if value.images}
         if files:
-            index = Index.of_files(ImageFolder(str(folder.absolute())), files)
+            index = Index.of_files(ImageFolder(root), files)
             case.indexes[name] = replace(index, left_out=count_left_out(left_out))
 
 
 def readable(case: Case) -> Iterator[Row]:
     look = partial(examine, decode.resolve("auto"))
     for name, index in case.indexes.items():
-        rows = sorted(np.random.default_rng(0).permutation(len(index))[: case.sample].tolist())
+        in_random_order = np.random.default_rng(0).permutation(len(index))
+        rows = sorted(in_random_order[: case.sample].tolist())
         examined = in_threads(num_cores(), partial(look, index), rows)
-        files = case.examined[name] = list(with_progress(examined, len(rows), "files"))
-        bad = [f"{file.path}: {' '.join(file.problem.split())}" for file in files if file.problem]
+        files = list(with_progress(examined, len(rows), "files"))
+        case.examined[name] = files
+        bad = [f"{file.path}: {file.problem}" for file in files if file.problem]
         if bad:
             yield unreadable(case, name, bad)
         else:
@@ -200,8 +206,10 @@ def readable(case: Case) -> Iterator[Row]:
 
 def unreadable(case: Case, name: str, bad: list[str]) -> Row:
     """Return the row of files that training cannot read; it may skip some of its own."""
-    config, examined = case.config.data, len(case.examined[name])
-    row, remedy = fail, "replace or remove them (--all finds all of them)"
+    config = case.config.data
+    examined = len(case.examined[name])
+    row = fail
+    remedy = "replace or remove them (--all finds all of them)"
     if name != "val":
         most = min(1.0, 2 * len(bad) / examined)
         remedy += f", or set data.on_error=skip data.max_bad_fraction={most:.1g}"
@@ -220,9 +228,10 @@ def examine(decoder: str, index: Index, row: int) -> Examined:
             file.odd = tuple(oddities(image, file.path))
         pixels = decode.open_picture(content, decoder).pixels()
     except Exception as error:  # Pillow's plugins raise many kinds of error on broken files
-        file.problem = describe(error)
+        file.problem = " ".join(describe(error).split())
     else:
-        step = max(1, min(pixels.shape[:2]) // 64)  # about 64 pixels along the short side
+        short_side = min(pixels.shape[:2])
+        step = max(1, short_side // 64)  # about 64 pixels along it
         grid = pixels[::step, ::step].reshape(-1, 3) / 255
         if decode.DARK not in decode.lost_in_rgb(content):  # else the levels are gone
             file.moments = np.stack([grid.mean(0), (grid**2).mean(0)])
@@ -250,7 +259,8 @@ def odd_files(case: Case) -> Iterator[Row]:
         del cures[TURNED]
     for kind, cure in cures.items():
         paths = [file.path for file in files if kind in file.odd]
-        text, examples = f"{len(paths):,} of {len(files):,} images are {kind}", tuple(paths[:5])
+        text = f"{len(paths):,} of {len(files):,} images are {kind}"
+        examples = tuple(paths[:5])
         if len(paths) > 0.01 * len(files):
             yield warn(text, cure, examples)
         elif files:
@@ -280,27 +290,36 @@ def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, 
 
     Compares sizes, then the content of files of equal size.
     """
-    others = list(range(len(train)))
+    train_rows = list(range(len(train)))
     for key in (size, content):
-        own_keys, other_keys = keys_of(key, val, rows), keys_of(key, train, others)
-        common = set(own_keys.values()) & set(other_keys.values()) - {0, b""}
-        rows, others = rows_with(own_keys, common), rows_with(other_keys, common)
-    first = {other_keys[row]: row for row in reversed(others)}
-    return [(row, first[own_keys[row]]) for row in rows]
+        val_keys = keys_of(key, val, rows)
+        train_keys = keys_of(key, train, train_rows)
+        common = val_keys.keys() & train_keys.keys() - {0, b""}
+        rows = rows_with(common, val_keys)
+        train_rows = rows_with(common, train_keys)
+    pairs = [(row, train_keys[key][0]) for key in common for row in val_keys[key]]
+    return sorted(pairs)
 
 
-def keys_of(key: Callable[[Index, int], Any], index: Index, rows: list[int]) -> dict[int, Any]:
-    return dict(zip(rows, in_threads(THREADS, partial(key, index), rows), strict=True))
+def keys_of(key: Callable[[Index, int], Any], index: Index, rows: list[int]) -> RowsByKey:
+    rows_by_key: RowsByKey = defaultdict(list)
+    keys = in_threads(THREADS, partial(key, index), rows)
+    for row, value in zip(rows, keys, strict=True):
+        rows_by_key[value].append(row)
+    return rows_by_key
 
 
-def rows_with(keys: dict[int, Any], wanted: Container[Any]) -> list[int]:
-    return [row for row, key in keys.items() if key in wanted]
+def rows_with(keys: Iterable[Any], rows_by_key: RowsByKey) -> list[int]:
+    return sorted(chain.from_iterable(map(rows_by_key.__getitem__, keys)))
 
 
 def size(index: Index, row: int) -> int:
     """Return the size of a file in bytes; 0 if there is none."""
+    length = int(index.places.array[row, 2])
+    if length:  # in a tar file
+        return length
     with suppress(OSError):
-        return int(index.places.array[row, 2]) or os.stat(index.path(row)).st_size  # 0: in no tar
+        return os.stat(index.path(row)).st_size
     return 0
 
 
@@ -312,7 +331,8 @@ def content(index: Index, row: int) -> bytes:
 
 
 def colours(case: Case) -> Iterator[Row]:
-    config, files = case.config.data, next(iter(case.examined.values()), [])  # to train on
+    config = case.config.data
+    files = next(iter(case.examined.values()), [])  # to train on
     moments = [file.moments for file in files if file.moments is not None]
     if {len(config.mean), len(config.std)} - {1, 3}:
         yield ok("not checked: needs images with 3 channels")
@@ -375,7 +395,8 @@ def plan(case: Case) -> Iterator[Row]:
     for note in setup_notes(config, datasets, world):
         yield warn(note, "training still starts")
     yield from map(ok, planned(datasets, schedule, case.compute))
-    quota, threads = machine.cpu_quota(), machine.cores()
+    quota = machine.cpu_quota()
+    threads = machine.cores()
     if quota < threads:
         cure = "if this is not intended, raise the container's --cpus or Slurm's --cpus-per-task"
         yield warn(f"a CPU quota of {quota:g} cores for {threads} hardware threads", cure)
@@ -389,11 +410,12 @@ def disk(case: Case) -> Iterator[Row]:
     folder = Path(case.config.run.dir).absolute()
     while not folder.is_dir():
         folder = folder.parent
+    free = shutil.disk_usage(folder).free
     # At most, in float32: the weights, their moving average and two moments of the optimiser.
-    free, size = shutil.disk_usage(folder).free, 4 * 4 * case.compute.parameters
+    size = 4 * 4 * case.compute.parameters
     number = case.config.checkpoint.keep + 2  # the best, and the one being written
-    text = f"{folder}: {free / 1e9:,.1f} GB free; {number} checkpoints up to {size / 1e6:,.0f} MB"
     missing = number * size - free
+    text = f"{folder}: {free / 1e9:,.1f} GB free; {number} checkpoints up to {size / 1e6:,.0f} MB"
     if not os.access(folder, os.W_OK):
         yield fail(f"{folder}: cannot be written", "give a run.dir with write permission")
     elif missing > 0:

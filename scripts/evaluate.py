@@ -188,7 +188,8 @@ def with_workers(config: Config, images: int, world: World) -> Config:
     if workers == "auto":
         workers = cores_for_workers(world.local_size)
     tasks = math.ceil(images / world.size / TASK_ROWS)
-    return replace(config, loader=replace(config.loader, workers=min(workers, tasks)))
+    loader = replace(config.loader, workers=min(workers, tasks))
+    return replace(config, loader=loader)
 
 
 def batches_of(feed: Feed, config: Config, world: World) -> Iterator[Batch]:
@@ -274,13 +275,15 @@ def outputs_of(trained: Trained, datasets: Datasets, *, all_outputs: bool = Fals
             return named_outputs(names, outputs, all_outputs=all_outputs)
     wrong = f"has {len(classes):,} classes, the model has {len(every):,}"
     if known and trained.stored:
-        unknown = ", ".join(sorted(set(classes) - set(known))[:10])
-        wrong = f"{wrong}, which does not know {unknown} (it knows {', '.join(known[:3])}, ...)"
+        unknown = sorted(set(classes) - set(known))
+        wrong = f"{wrong}, which does not know {', '.join(unknown[:10])}"
+        wrong = f"{wrong} (it knows {', '.join(known[:3])}, ...)"
         raise UserError(origin, wrong, CURE)
     if len(classes) != len(every):
         raise UserError(origin, wrong, CURE)
     if sorted_as_text(classes):
-        wrong = f"has folders whose names are numbers, in the order {', '.join(classes[:3])}, ..."
+        order = ", ".join(classes[:3])
+        wrong = f"has folders whose names are numbers, in the order {order}, ..."
         of_model = "and the model may have them in the order of numbers"
         raise UserError(origin, f"{wrong}, {of_model}", CURE)
     return classes, every
@@ -321,7 +324,8 @@ def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
         lists = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"--real {path}", describe(error), "give real.json") from None
-    names = [Path(dataset.name(row)).name for row in range(len(dataset))]
+    paths = map(dataset.name, range(len(dataset)))
+    names = list(map(os.path.basename, paths))
     in_order = sorted(set(names))
     if not len(lists) == len(in_order) == len(names):
         images = f"{len(names):,} images with {len(in_order):,} different names"
@@ -384,7 +388,8 @@ def name_of(trained: Trained) -> str:
         return f"{trained.name},all"
     if path.is_relative_to(root):
         path = path.relative_to(root)
-    return f"{trained.name},{str(path).strip('/').replace('/', ',')}"
+    place = str(path).strip("/").replace("/", ",")
+    return f"{trained.name},{place}"
 
 
 def print_result(result: Evaluated, folder: Path) -> None:
@@ -410,8 +415,9 @@ def print_result(result: Evaluated, folder: Path) -> None:
 def includes_training(trained: Trained) -> bool:
     """Return whether training images of the run are evaluated; those held out are no such."""
     data, of_run = trained.config.data, data_of_run(trained)
-    learnt = split_path(replace(of_run, val=of_run.train, val_fraction=0.0, val_fold=None))
-    return held_out(data) is None and learnt.is_relative_to(split_path(data))
+    training = replace(of_run, val=of_run.train, val_fraction=0.0, val_fold=None)
+    is_inside = split_path(training).is_relative_to(split_path(data))
+    return is_inside and held_out(data) is None
 
 
 def evaluate_one(options: argparse.Namespace) -> int:

@@ -238,8 +238,9 @@ class Predictor:
     @torch.no_grad()
     def predict(self, results: Sequence[Result]) -> None:
         """Replace the image of each result, [S, S, C], by what is predicted for it."""
-        images = torch.from_numpy(np.stack([result.values[IMAGE] for result in results]))
-        inputs = self.format.normalised(images.to(self.device))  # float32 [B, C, S, S]
+        images = np.stack([result.values[IMAGE] for result in results])  # [B, S, S, C]
+        levels = torch.from_numpy(images).to(self.device)
+        inputs = self.format.normalised(levels)  # float32 [B, C, S, S]
         inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
         with autocast(self.device.type, self.precision):
             outputs = self.model(inputs)
@@ -250,7 +251,8 @@ class Predictor:
             values["features"] = self.last_input[0].float()
         names = [PRINTED_AS.get(name, name) for name in values]
         columns = map(self.column, values.keys(), values.values())
-        for result, row in zip(results, zip(*columns, strict=True), strict=True):
+        rows = zip(*columns, strict=True)
+        for result, row in zip(results, rows, strict=True):
             result.values = dict(zip(names, row, strict=True))
 
     def column(self, name: str, value: Tensor) -> list[Any]:
@@ -264,7 +266,8 @@ class Predictor:
             return self.most_probable(value)
         rows: list[Any] = value.tolist()
         if value.is_floating_point():  # with the digits that float32 has
-            rows = np.char.mod("%.7g", value.float().cpu().numpy()).astype(float).tolist()
+            texts = np.char.mod("%.7g", value.float().cpu().numpy())
+            rows = texts.astype(float).tolist()
         if value.shape[1:] != (len(self.names),):
             return rows
         return [dict(zip(self.names, row, strict=True)) for row in rows]
@@ -275,8 +278,8 @@ class Predictor:
         if classes == 1:
             raise UserError(f"the model has one output, which is no probability of classes; {CURE}")
         best = probabilities.topk(min(self.top, classes))
-        rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        return [list(map(self.entry, values, indices)) for values, indices in rows]
+        values, indices = best.values.tolist(), best.indices.tolist()
+        return [list(map(self.entry, *row)) for row in zip(values, indices, strict=True)]
 
     def entry(self, probability: float, index: int) -> dict[str, Any]:
         name = self.names[index]
@@ -332,11 +335,15 @@ class Output:
             if self.form == "csv":
                 self.write_cells(result.path, values)
             elif self.form == "jsonl":
-                self.file.write(json_text({"path": result.path, **values}) + "\n")
+                self.write_line(json_text({"path": result.path, **values}))
             else:
+                path = f"{result.path:<{self.width}}"
                 texts = map(self.text, values.keys(), values.values())
-                self.file.write("  ".join([f"{result.path:<{self.width}}", *texts]) + "\n")
+                self.write_line("  ".join([path, *texts]))
         self.file.flush()
+
+    def write_line(self, text: str) -> None:
+        self.file.write(f"{text}\n")
 
     def with_files(self, result: Result) -> dict[str, Any]:
         """Return the values of an image, with the paths of files in place of the masks."""
@@ -375,7 +382,8 @@ class Output:
             name = f"{name}-{self.masks[name]}"
         path = self.folder / f"{name}.png"
         self.folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(mask.astype(np.min_scalar_type(mask.max()))).save(path)
+        dtype = np.min_scalar_type(mask.max())
+        Image.fromarray(mask.astype(dtype)).save(path)
         return str(path)
 
 

@@ -87,7 +87,7 @@ def probe_features(train: Path, val: Path) -> int:
     if queries.num_channels != bank.num_channels:
         wrong = f"has {queries.num_channels} features, {train} has {bank.num_channels}"
         raise UserError(str(val), wrong, "use one model")
-    number = min(NEIGHBOURS, len(bank.values))
+    number = min(NEIGHBOURS, len(bank.folders))
     knn = KNeighborsClassifier(number, metric="cosine", weights=vote_weights)
     knn.fit(*bank)
     # Of equally good penalties the largest, so the smallest C
@@ -96,10 +96,12 @@ def probe_features(train: Path, val: Path) -> int:
     linear = GridSearchCV(LogisticRegression(max_iter=1000), choices, cv=tenth)
     linear.fit(*bank)
     penalty = 1 / linear.best_params_["C"]
-    images = f"{len(bank.values):,} training, {len(queries.values):,} validation images"
-    print(f"{images}, {len(classes):,} classes")
-    print(f"top1 {100 * knn.score(*queries):.2f} %  knn")
-    print(f"top1 {100 * linear.score(*queries):.2f} %  linear, penalty {penalty:g}")
+    num_train, num_val = len(bank.folders), len(queries.folders)
+    print(f"{num_train:,} training, {num_val:,} validation images, {len(classes):,} classes")
+    top1 = 100 * knn.score(*queries)
+    print(f"top1 {top1:.2f} %  knn")
+    top1 = 100 * linear.score(*queries)
+    print(f"top1 {top1:.2f} %  linear, penalty {penalty:g}")
     return 0
 
 

@@ -110,9 +110,13 @@ class Trained:
         return (rewritten, device.type, precision) == (True, "cuda", "bf16")
 
     def _model(self) -> nn.Module:
-        model, channels = self.config.model, self.image_shape[-3]
-        sizes: Any = {"image_size": self.image_size, "in_channels": channels}
-        return models.build(model.name, num_classes=self.num_classes, args=model.args, **sizes)
+        return models.build(
+            self.config.model.name,
+            num_classes=self.num_classes,
+            image_size=self.image_size,
+            in_channels=self.image_shape[-3],
+            args=self.config.model.args,
+        )
 
 
 def exit_status(command: Callable[[], int]) -> int:
@@ -141,9 +145,10 @@ def open_trained(
     stored: dict[str, Any] = {}
     averaged = False
     if checkpoint.is_ours(content):
-        averaged = bool(content["state"].get("ema"))
-        stored = {name: value for name, value in content.items() if name != "state"}
-        stored["validation"] = content["state"].get("last", {})  # perhaps of an earlier step
+        stored = dict(content)
+        state = stored.pop("state")
+        stored["validation"] = state.get("last", {})  # perhaps of an earlier step
+        averaged = bool(state.get("ema"))
         stated: Stated | None = _stated_by_run(content, overrides)
     else:
         stated = exported(path)
@@ -175,12 +180,15 @@ def _stated_by_run(content: dict[str, Any], overrides: Sequence[str]) -> Stated:
         has = " ".join(f"{key}={show(stored[key])}" for key in FIXED_KEYS)
         cure = "leave it out; data.val_size is the size of other images"
         raise UserError(fixed[0], f"is fixed by the checkpoint, which has {has}", cure)
-    kept = [key for key in stored if not is_training_key(key) and not key.startswith(OTHERS)]
-    values = {key: stored[key] for key in kept}
+    values = {}
+    for key, value in stored.items():
+        if not (is_training_key(key) or key.startswith(OTHERS)):
+            values[key] = value
     # The share of one rank, which fits into the memory of one device.
     values["loader.batch_size"] = stored["loader.batch_size"] // stored.get("ranks", 1)
     classes = tuple(model_input.get("classes", ()))
-    return Stated(values, classes, len(classes) or None, model_input.get("image_shape"))
+    num_classes = len(classes) or None
+    return Stated(values, classes, num_classes, model_input.get("image_shape"))
 
 
 def _stated_by_library(path: Path, content: Any, overrides: Sequence[str]) -> Stated:
