@@ -72,7 +72,7 @@ ALIKE = {"MPO": "JPEG"}  # a JPEG file with further pictures behind the first
 RowsByKey = dict[Any, list[int]]  # size or hash of a file -> rows of an Index
 REFUSED = "training refuses to start"
 SHARED_MEMORY = "/dev/shm"
-FEWEST_FAKE = 100  # synthetic images, of which a tenth is for validation
+FEWEST_FAKE = 10  # synthetic images, of which a tenth is for validation
 
 
 @dataclass(frozen=True)

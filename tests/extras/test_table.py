@@ -85,5 +85,5 @@ def test_other_columns_than_those_of_the_model_are_refused(tmp_path: Path) -> No
     config = from_overrides(["data=table", f"data.root={tmp_path}"])
     trained = SimpleNamespace(classes=("a", "b"), num_classes=2, config=config)
     text = "path,b,a\n1.jpg,1,2\n"
-    with pytest.raises(UserError, match=r"^data\.val=val: has the columns b, a, the .* on a, b"):
+    with pytest.raises(UserError, match=r"^data\.val=val: has the columns b, a, .*; give a, b"):
         outputs_of(trained, load_table(tmp_path, train=text, val=text))  # type: ignore[arg-type]
