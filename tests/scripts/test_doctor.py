@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +48,10 @@ def only(rows: Any) -> Any:
     return row
 
 
+def of_status(status: str, rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.status == status]
+
+
 def test_a_healthy_dataset(ranks: Ranks, root: Path, tmp_path: Path) -> None:
     (root / "train" / "dots" / "1.heic").touch()  # told once
     before = {p: p.lstat().st_mtime_ns for p in root.rglob("*")}
@@ -83,8 +89,8 @@ def test_folders_that_do_not_fit(root: Path) -> None:
     for split in ("train", "val"):
         for number, name in zip(("1", "2", "10"), CLASSES, strict=True):
             (root / split / name).rename(root / split / number)
-    warnings = [row.result for row in look(root, sample=1)["data"] if row.status == "warn"]
-    train_names, train_folder, val_names, val_folder = warnings
+    warnings = of_status("warn", look(root, sample=1)["data"])
+    train_names, train_folder, val_names, val_folder = map(attrgetter("result"), warnings)
     assert train_names == f"{root}/train: numbers sorted as text: 1, 10, 2"
     assert val_names == f"{root}/val: numbers sorted as text: 1, 10, 2"
     assert "train: 1 file" in train_folder and ": .heic (1)" in train_folder
@@ -107,7 +113,7 @@ def test_each_fault_is_found_in_one_run(root: Path) -> None:
     (root / "val").rename(root / "Validation")
     (root / "train").rename(root / "training")
     found = look(root, "model.weights=gone.pth")
-    mistakes = "\n".join(row.result for row in found["data"] if row.status == "fail")
+    mistakes = "\n".join(map(attrgetter("result"), of_status("fail", found["data"])))
     for text in (
         f"data.train={root}/train: there is no such folder",
         f"data.val={root}/val: there is no such folder",
@@ -115,11 +121,11 @@ def test_each_fault_is_found_in_one_run(root: Path) -> None:
         "only there: ['dots']; only here: ['cats']",
     ):
         assert mistakes.count(text) == 1, mistakes
-    assert ".heic (1)" in only(row.result for row in found["data"] if row.status == "warn")
+    assert ".heic (1)" in only(of_status("warn", found["data"])).result
     train, val = found["readable"]
     assert only(train.details).startswith(f"{root}/training/dots/01.jpg: OSError")
     assert only(val.details) == f"{root}/Validation/cats/empty.jpg: empty, 0 bytes"
-    odd = only(row for row in found["odd files"] if row.status == "warn")
+    odd = only(of_status("warn", found["odd files"]))
     assert odd.details == (f"{root}/training/dots/odd.jpg",)
     assert "cats/copy.jpg = " in only(only(found["duplicates"]).details)
     assert found["plan"][-1].result.startswith("model.weights=gone.pth: cannot be read")
@@ -166,7 +172,7 @@ def test_unusual_files_are_a_warning_above_a_fraction(root: Path, kind: str) -> 
     case = case_of(root)
     for check in (doctor.data, doctor.readable):
         assert {row.status for row in check(case)} == {"ok"}
-    row = only(row for row in doctor.odd_files(case) if row.status == "warn")
+    row = only(of_status("warn", doctor.odd_files(case)))
     assert row.result.startswith("1 of 52 images are ") and "odd.jpg" in only(row.details)
     if kind == "turned":
         case.config.data.exif_orientation = True
