@@ -69,10 +69,10 @@ CURES = {
     TURNED: "training takes the stored pixels: data.exif_orientation=true turns them upright",
 }
 ALIKE = {"MPO": "JPEG"}  # a JPEG file with further pictures behind the first
-RowsByKey = dict[Any, list[int]]  # size or hash of a file -> rows of an Index
 REFUSED = "training refuses to start"
 SHARED_MEMORY = "/dev/shm"
 FEWEST_FAKE = 10  # synthetic images, of which a tenth is for validation
+RowsByKey = dict[Any, list[int]]  # size or hash of a file -> rows of an Index
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,9 @@ def data(case: Case) -> Iterator[Row]:
                 case.indexes[name] = dataset.index
         if not case.indexes:
             yield ok(f"not checked: data.source={source} has no files of its own")
-    for name, index in case.indexes.items():
-        yield from listed(name, index)
+    rows = map(listed, case.indexes.keys(), case.indexes.values())
+    # Splits of one folder, of which a part is held out, have the same warnings.
+    yield from dict.fromkeys(chain.from_iterable(rows))
 
 
 def listed(name: str, index: Index) -> Iterator[Row]:
@@ -332,7 +333,7 @@ def content(index: Index, row: int) -> bytes:
 
 def colours(case: Case) -> Iterator[Row]:
     config = case.config.data
-    files = next(iter(case.examined.values()), [])  # to train on
+    files = next(iter(case.examined.values()), [])  # of train, if it can be listed
     moments = [file.moments for file in files if file.moments is not None]
     if {len(config.mean), len(config.std)} - {1, 3}:
         yield ok("not checked: needs images with 3 channels")
@@ -403,27 +404,30 @@ def plan(case: Case) -> Iterator[Row]:
 
 
 def disk(case: Case) -> Iterator[Row]:
-    """Compare the free space of run.dir with the checkpoints, and /dev/shm with what NCCL uses."""
-    if case.compute is None:
-        yield ok("not checked: needs the plan, see plan")
-        return
+    """Check that run.dir can be written and has space, and /dev/shm, which NCCL uses."""
     folder = Path(case.config.run.dir).absolute()
     while not folder.is_dir():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    # At most, in float32: the weights, their moving average and two moments of the optimiser.
-    size = 4 * 4 * case.compute.parameters
-    number = case.config.checkpoint.keep + 2  # the best, and the one being written
-    missing = number * size - free
-    text = f"{folder}: {free / 1e9:,.1f} GB free; {number} checkpoints up to {size / 1e6:,.0f} MB"
     if not os.access(folder, os.W_OK):
         yield fail(f"{folder}: cannot be written", "give a run.dir with write permission")
-    elif missing > 0:
-        yield fail(text, f"free {missing / 1e9:,.1f} GB more, or lower checkpoint.keep")
+    if case.compute is None:
+        yield ok(f"{folder}: space for checkpoints is not checked, see plan")
     else:
-        yield ok(text)
+        yield space_for_checkpoints(folder, case.compute.parameters, case.config.checkpoint.keep)
     if torch.cuda.device_count() > 1:
         yield shared_memory(shutil.disk_usage(SHARED_MEMORY).free)
+
+
+def space_for_checkpoints(folder: Path, parameters: int, keep: int) -> Row:
+    free = shutil.disk_usage(folder).free
+    # At most, in float32: the weights, their moving average and two moments of the optimiser.
+    size = 4 * 4 * parameters
+    number = keep + 2  # the best, and the one being written
+    missing = number * size - free
+    text = f"{folder}: {free / 1e9:,.1f} GB free; {number} checkpoints up to {size / 1e6:,.0f} MB"
+    if missing > 0:
+        return fail(text, f"free {missing / 1e9:,.1f} GB more, or lower checkpoint.keep")
+    return ok(text)
 
 
 def shared_memory(free: int) -> Row:

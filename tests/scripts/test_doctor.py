@@ -77,7 +77,7 @@ def test_data_without_files_and_a_check_that_raises(
     said = "not checked: data.source=fake has no files of its own"
     assert (only(found["data"]).status, only(found["data"]).result) == ("ok", said)
     assert only(found["plan"]).result.startswith("check failed with an error: ZeroDivisionError: ")
-    assert only(found["disk"]).result == "not checked: needs the plan, see plan"
+    assert only(found["disk"]).result.endswith(": space for checkpoints is not checked, see plan")
     assert found.keys() == doctor.CHECKS.keys() - {"readable", "odd files", "duplicates", "colours"}
     assert doctor.main(case_of(tmp_path / "none", "data=fake")) == 0
     assert f"\nwarn  plan {7 * ' '}check failed with an error: " in capsys.readouterr().out
@@ -129,6 +129,8 @@ def test_each_fault_is_found_in_one_run(root: Path) -> None:
     assert odd.details == (f"{root}/training/dots/odd.jpg",)
     assert "cats/copy.jpg = " in only(only(found["duplicates"]).details)
     assert found["plan"][-1].result.startswith("model.weights=gone.pth: cannot be read")
+    found = look(root / "Validation", "data.val_fraction=0.5", sample=1)
+    assert [row.status for row in found["data"]] == ["ok", "ok"]
     found = look(root / "training", "data.val_fraction=0.5")
     assert [row.status for row in found["data"]] == ["fail", "ok", "warn"]
     assert only(found["readable"]).details == train.details
