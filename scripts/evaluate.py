@@ -144,7 +144,9 @@ def evaluate_checkpoint(
     kept = None
     if places != list(range(count)):
         kept = torch.tensor(places, device=device)
-    network: Any = partial(chosen_outputs, model, places=kept, count=count, flip=flip)
+    network: Any = model  # itself, where that is enough: a fork may call it with more inputs
+    if flip or kept is not None:
+        network = partial(chosen_outputs, model, places=kept, count=count, flip=flip)
 
     def measure(_: nn.Module, batch: Batch) -> Rows:
         return train.validation_values(network, batch)
@@ -366,7 +368,6 @@ def data_of_run(trained: Trained) -> DataConfig:
     stored = trained.stored.get("config", {})
     return DataConfig(
         root=stored.get("data.root"),
-        train=stored.get("data.train", "train"),
         val=stored.get("data.val", "val"),
         val_fraction=stored.get("data.val_fraction", 0.0),
         val_fold=stored.get("data.val_fold"),
@@ -408,16 +409,8 @@ def print_result(result: Evaluated, folder: Path) -> None:
     kept, every = len(result.classes), trained.num_classes
     if kept < every:
         say(f"note      only {kept:,} classes with images competed, not {every:,} (--all-outputs)")
-    if trained.stored and includes_training(trained):
+    if trained.stored and summary["split"] in (".", "train"):
         say("note      this counts training images, too, which the model knows")
-
-
-def includes_training(trained: Trained) -> bool:
-    """Return whether training images of the run are evaluated; those held out are no such."""
-    data, of_run = trained.config.data, data_of_run(trained)
-    training = replace(of_run, val=of_run.train, val_fraction=0.0, val_fold=None)
-    is_inside = split_path(training).is_relative_to(split_path(data))
-    return is_inside and held_out(data) is None
 
 
 def evaluate_one(options: argparse.Namespace) -> int:
