@@ -384,6 +384,12 @@ WRONG: list[tuple[Source, dict[str, Change], str]] = [
     # Shards and Parquet.
     (NOTHING, {"train.tar": tar(WITHOUT_LABEL)}, "train/a.jpg has no label; add train/a.cls"),
     (NOTHING, {"train.tar": tar({"a.jpg": b"", "a.json": "["})}, "a.json: holds no label"),
+    (NOTHING, {"train.tar": tar(dict.fromkeys(("a.1.jpg", "a.1.cls", "a.2.jpg"), b""))}, "several"),
+    (
+        NOTHING,
+        {"train.tar": tar({"a.jpg": b"", "a.seg.png": b"", "a.cls": b"1"})},
+        "a: has several",
+    ),
     (NOTHING, {"a.parquet": lambda: image_and(label=[1])[:-100]}, "a.parquet: is damaged or inco"),
     (NOTHING, {"a.parquet": lambda: image_and(label=[7])}, "a.parquet: is damaged or incomplete ("),
     (

@@ -207,10 +207,15 @@ def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:
     samples = []
     for key, files in records.items():
         label = record_label(f"{shard}: {key}", files)
-        for extension, place in files.items():
-            if is_image(f".{extension}"):
-                name = f"{shard}/{key}.{extension}"
-                samples.append(Sample(split, label, name, place))
+        endings = [f".{extension}" for extension in files]
+        images = list(filter(is_image, endings))
+        has_labels = any(ending.endswith(LABEL_ENDINGS) for ending in endings)
+        if has_labels and len(images) > 1:
+            cure = "keep one image for each key, which ends at the first dot of a name"
+            raise UserError(f"{shard}: {key}", f"has several images ({', '.join(images)})", cure)
+        for ending in images:
+            place = files[ending.removeprefix(".")]
+            samples.append(Sample(split, label, f"{shard}/{key}{ending}", place))
     return samples
 
 
