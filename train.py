@@ -1,11 +1,12 @@
-"""Train an image classifier, or a network for another supervised task.
+"""Train an image classifier, or a network for another task on images of one size.
 
     python train.py data.root=/imagenet
     torchrun --nproc-per-node 8 train.py data.root=/imagenet
 
 This file contains the algorithm from top to bottom: the loop, the step, its loss, the validation.
 models/ has the networks. Fork this file: no module that it imports depends on it. Scripts call
-`resolve_config`, the functions `build_...`, `validation_values` and `predictions`.
+`resolve_config`, the functions `build_...`, `validation_values` and `predictions`. All ranks must
+call what is marked "Collective.", at the same step.
 """
 
 if __name__ == "__main__":
@@ -73,9 +74,8 @@ from pipeline.loader import start_forkserver
 def train(config: Config) -> dict[str, Any]:
     """Train to the last step, or until a signal; return what summary.json holds.
 
-    Raises:
-        UserError: the config or the data is wrong; usually before the run directory is created.
-        LoaderError, CheckpointError, TrainingError: training failed.
+    Raises UserError if the config or the data is wrong, usually before the run directory is
+    created; LoaderError, CheckpointError or TrainingError if the training fails.
     """
     started = time.monotonic()
     with ExitStack() as stack:
@@ -85,7 +85,9 @@ def train(config: Config) -> dict[str, Any]:
         run = enter(Run(config, world))
         parts = build_parts(config, world, run.read_checkpoint())
         schedule, compute, state = parts.schedule, parts.compute, parts.state
-        run.resume(state, parts.checkpoint_metadata(), schedule.stop_step)
+        run.resume(
+            state, checkpoint_metadata(parts.datasets, schedule, compute), schedule.stop_step
+        )
         print_plan(parts.datasets, schedule, compute, state, run)
         if run.finished_summary is not None:
             return run.finished_summary
@@ -96,9 +98,9 @@ def train(config: Config) -> dict[str, Any]:
         train_on_batch = enter(build_step(schedule, compute, parts.loss_fn, state, world))
         stop = enter(StopSignal(world, feed.pool))
         first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
-        # If it reduces the micro-batch, it also calls train_on_batch.set_micro_batches.
+        # fit_memory may reduce the micro-batch, in the schedule and in train_on_batch.
         schedule = fit_memory(schedule, train_on_batch, state, world, first_batches)
-        tuner = tune_loader(feed, train_on_batch, state, run, tracker)
+        tuner = tune_loader(feed, train_on_batch, state, run, tracker.print)
         run.note_measured(schedule.fitted_micro_batch, feed.decode_mode)
         log = RunLog(feed, schedule, compute, train_on_batch, state, run, tracker, parts.metrics)
         enter(garbage_collection_paused())
@@ -106,14 +108,14 @@ def train(config: Config) -> dict[str, Any]:
             validate(log, stop)
             save(log)
 
-        # A signal to one rank ends the loop before the same step on all ranks.
+        # When one rank receives a signal, all ranks end the loop before the same step.
         for batch in stop.interruptible(feed.train.batches(state.step, schedule.stop_step)):
             log.begin_step(batch)
             values = train_on_batch(batch)  # lr, forward, backward, all-reduce, clip, update, EMA
             state.step += 1
             due = schedule.due(state.step)  # log, epoch, validate, save
-            newest = log.end_step(values, due)
-            check_loss(newest)  # often of an earlier step: reading this one's would wait
+            row = log.end_step(values, due)
+            check_loss(row)  # often of an earlier step: reading this one's would wait
             tuner.follow(log.timed_rows)  # loader.workers=auto: more or fewer workers
             if due.validate:
                 validate(log, stop)
@@ -128,7 +130,7 @@ def train(config: Config) -> dict[str, Any]:
 def build_step(
     schedule: Schedule, compute: Compute, loss_fn: Loss, state: TrainState, world: World
 ) -> StepGraph:
-    """Return `train_step` for one batch, on a GPU as a CUDA graph. Collective."""
+    """Return what runs `train_step` on a batch; on a GPU, it replays a CUDA graph. Collective."""
     config = schedule.config
     network = world.wrap(state.model, compute.image_shape)
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
@@ -321,9 +323,6 @@ class Parts:
     metrics: Metrics
     state: TrainState
 
-    def checkpoint_metadata(self) -> dict[str, Any]:
-        return checkpoint_metadata(self.datasets, self.schedule, self.compute)
-
 
 def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Parts:
     """Find the images, and build what the training needs. Collective.
@@ -347,7 +346,7 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
     with compute.autocast():
         example = Batch.zeros(datasets.train.fields, world.device)
         (dry_run,) = evaluate([state.model], validation_values, [example], world)
-    metrics.best_by.check(metrics.functions(dry_run.rows))
+    metrics.best_by.check(metrics.computations(dry_run.rows))
     with world.shared_errors():
         datasets.create_files()  # such as synthetic images, which a dataset draws
     return Parts(datasets, schedule, compute, loss_fn, metrics, state)

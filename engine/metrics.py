@@ -126,7 +126,7 @@ class Metrics:
         metric = self[name]
         return f"{name} {number:{metric.form}}{metric.unit}"
 
-    def functions(self, rows: Mapping[str, Tensor]) -> dict[str, Computation]:
+    def computations(self, rows: Mapping[str, Tensor]) -> dict[str, Computation]:
         """Return what computes each value of a validation, by name: its `compute`, or a mean.
 
         A `compute` needs all of its inputs. An input is not averaged, unless it has an entry.

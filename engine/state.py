@@ -103,7 +103,7 @@ class TrainState:
     step: int = 0
     best_validation: dict[str, float] = field(default_factory=dict)  # best row by train.best_by
     last_validation: dict[str, float] = field(default_factory=dict)  # the newest validation row
-    # Differences from a run with this config: its first checkpoint, and changes accepted at a step
+    # Lines for the user: where the run began, and changes that were accepted when it resumed
     history: list[str] = field(default_factory=list)
     # For fp16, which has a smaller range than fp32: gradients below 6e-8 are zero
     scaler: GradScaler = field(default_factory=lambda: GradScaler(enabled=False))

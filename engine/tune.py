@@ -8,14 +8,13 @@ CPU's mode, the number of workers then follows the log rows, which changes no re
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
 from conf.errors import describe
 from engine.distributed import World
-from engine.log.tracker import Tracker
 from engine.run import Run
 from engine.state import TrainState, restored_on_exit
 from engine.step_graph import FIRST_STEPS, StepGraph
@@ -54,18 +53,18 @@ FORGET_WINDOWS = 100  # then, the cause of a slow step may have ended: it is loo
 class Rule:
     """The number of workers for the next steps, from windows of the last ones."""
 
-    alone: float  # images/s of the step while workers take none of its cores
-    last: StepTimes  # the newest window
+    step_rate_alone: float  # images/s of the step while workers take none of its cores
+    last_window: StepTimes  # the newest window
     correction: float = 1.0  # images/s by the times of a worker, over those that arrive
     slope: float = 0.0  # seconds per image that each worker adds to the step; 0: not known
     recent: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=AVERAGED_WINDOWS))
-    kept: int = 0  # windows with this number
+    windows_kept: int = 0  # windows with this number
     changes: int = 0  # of the number, since the step became faster or slower without one
 
     def next_number(self, window: StepTimes, most: int) -> int:
         """Return how many workers the next steps get, at most `most`."""
         self.compare(window)
-        self.last = window
+        self.last_window = window
         self.recent.append(window)
         times = mean_of(self.recent)
         if times.data_wait > MIN_GAIN:
@@ -74,42 +73,42 @@ class Rule:
         number = self.best_number(times, most)
         if number != window.workers:
             self.changes += 1
-            self.kept = 0
+            self.windows_kept = 0
             self.recent.clear()
         return number
 
     def compare(self, window: StepTimes) -> None:
         """Compare the step with that of the window before: what did other workers change?"""
-        self.kept += 1
-        added = window.workers - self.last.workers
-        differs = abs(window.demand / self.last.demand - 1) > NOISE
+        self.windows_kept += 1
+        added = window.workers - self.last_window.workers
+        differs = abs(window.demand / self.last_window.demand - 1) > NOISE
         if added == 0:
-            if differs or self.kept > FORGET_WINDOWS:  # other programs have begun or ended
+            if differs or self.windows_kept > FORGET_WINDOWS:  # other programs have begun or ended
                 self.slope, self.correction = 0.0, 1.0
                 self.changes = 0
-                self.kept = 1
+                self.windows_kept = 1
                 self.recent.clear()
         elif differs:
-            seconds = 1 / window.demand - 1 / self.last.demand
+            seconds = 1 / window.demand - 1 / self.last_window.demand
             self.slope = max(0.0, seconds / added)
         elif added < 0 and self.slope == 0:
-            self.alone = window.demand  # fewer workers made it no faster
+            self.step_rate_alone = window.demand  # fewer workers made it no faster
 
     def best_number(self, times: StepTimes, most: int) -> int:
         """Return the number of workers that promises the most images/s."""
         now = times.workers
         never_waits = times.data_wait <= MIN_GAIN
-        is_slow = times.demand < SLOW_STEP * self.alone
+        is_slow = times.demand < SLOW_STEP * self.step_rate_alone
         if never_waits and is_slow and self.slope == 0:
             waiting = now * times.per_worker * times.core_ms / 1000  # workers that wait for a core
             fewer = max(now / TRIED_PART, waiting)
             return max(1, now - math.ceil(fewer))
-        demand = max(times.demand, self.alone)
+        demand = max(times.demand, self.step_rate_alone)
         wanted = MARGIN * self.correction * demand
         enough = min(most, math.ceil(wanted / times.per_worker))
         rate = partial(self.predicted_rate, times)
         best = max(range(enough, 0, -1), key=rate)  # the largest of those that are as good
-        gain = MIN_GAIN if self.changes < 2 else max(MIN_GAIN, PATIENCE / self.kept)
+        gain = MIN_GAIN if self.changes < 2 else max(MIN_GAIN, PATIENCE / self.windows_kept)
         if rate(best) > (1 + gain) * rate(now):
             return best
         if now > SPARE_SUPPLY * enough and len(self.recent) == AVERAGED_WINDOWS:
@@ -120,7 +119,7 @@ class Rule:
         """Predict the images/s with a number of workers: those of the step or of the workers."""
         present = 1 / times.demand  # seconds per image
         added = self.slope * (workers - times.workers)
-        step = max(min(present, 1 / self.alone), present + added)
+        step = max(min(present, 1 / self.step_rate_alone), present + added)
         # Workers wait for cores as the step does.
         core_ms = times.core_ms * step / present
         worker_ms = times.cpu_ms + times.storage_ms + core_ms
@@ -130,8 +129,8 @@ class Rule:
 class Tuner:
     """Measures at the start, and follows the run. `rule`: None while nothing is followed."""
 
-    def __init__(self, feed: Feed, world: World, tracker: Tracker) -> None:
-        self.feed, self.world, self.tracker = feed, world, tracker
+    def __init__(self, feed: Feed, world: World, say: Callable[[str], None]) -> None:
+        self.feed, self.world, self.say = feed, world, say
         self.rule: Rule | None = None
         self.first_row = 0  # of the present window
         self.seen = 0  # rows so far
@@ -155,7 +154,7 @@ class Tuner:
         resident = next(feed.train.batches(first_step, first_step + 1)).clone()
         feed.step_rate = self.measure_step(train_on_batch, resident)
         text = f"the step takes {feed.step_rate:,.0f} images/s on a batch that is on the GPU"
-        self.tracker.print(f"autotune  {text}")
+        self.say(f"autotune  {text}")
         first = self.measure_mode(feed.decode_modes[0], first_step)
         mode = self.choose_mode(first.rate, first_step)
         feed.set_decode_mode(mode)
@@ -168,7 +167,7 @@ class Tuner:
             workers = max(1, workers - 1)  # a thread of this process waits for the device
         feed.pool.activate(workers)
         feed.set_decode_mode(mode, demand=ENOUGH_ON_DEVICE * feed.step_rate)
-        self.tracker.print(f"autotune  decoder={feed.decoder_name}, at first {workers=}")
+        self.say(f"autotune  decoder={feed.decoder_name}, at first {workers=}")
 
     def measure_step(self, train_on_batch: StepGraph, resident: Batch) -> float:
         """Return the images/s of the step on a batch on the device: the median of rounds."""
@@ -222,15 +221,15 @@ class Tuner:
             per_worker = times._replace(storage_ms=0.0).per_worker
             times = times._replace(rate=feed.num_cores * per_worker)
         text = f"{feed.num_cores} workers with decoder={feed.decoder_name}"
-        self.tracker.print(f"autotune  {text} make {times.rate:,.0f} images/s")
+        self.say(f"autotune  {text} make {times.rate:,.0f} images/s")
         return times
 
 
 def tune_loader(
-    feed: Feed, train_on_batch: StepGraph, state: TrainState, run: Run, tracker: Tracker
+    feed: Feed, train_on_batch: StepGraph, state: TrainState, run: Run, say: Callable[[str], None]
 ) -> Tuner:
     """Measure for loader.workers=auto; return what follows the run. Collective."""
-    tuner = Tuner(feed, run.world, tracker)
+    tuner = Tuner(feed, run.world, say)
     measured = is_measured(run.config, run.world.device)
     if measured and run.stop_step - state.step >= MIN_BATCHES:
         with restored_on_exit(state):

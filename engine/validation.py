@@ -16,7 +16,7 @@ from pipeline.feed import Feed
 
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.
-`engine.metrics.Metrics.functions` makes the values of a validation from them."""
+`engine.metrics.Metrics.computations` makes the values of a validation from them."""
 Columns = dict[str, list[Tensor]]  # name -> the values of each batch
 Rows = dict[str, Tensor]
 """What `Measure` has returned for all samples of a split, in its order, [N, ...]."""
@@ -30,7 +30,7 @@ class Validation(NamedTuple):
 
     def values(self, metrics: Metrics) -> dict[str, float]:
         """Return the means of the rows, and what `Metric.compute` gives for them."""
-        return {name: float(compute()) for name, compute in metrics.functions(self.rows).items()}
+        return {name: float(compute()) for name, compute in metrics.computations(self.rows).items()}
 
 
 @torch.no_grad()

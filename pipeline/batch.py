@@ -13,7 +13,7 @@ from conf.errors import UserError
 from pipeline.clock import BatchEvents
 
 IMAGE = "image"  # the field that is the input of the network
-TARGET = "target"  # the field that batch transforms add: the mixed form of `BatchTransforms.label`
+TARGET = "target"  # the field that batch transforms add: mixed labels, float [B, classes]
 NO_MEMORY = torch.empty(0)
 
 

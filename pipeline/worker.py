@@ -37,7 +37,7 @@ WAIT_SECONDS = 5e-4
 # Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
-Rows = dict[str, np.ndarray]  # name of a field -> [B, *shape] of one batch
+SlotArrays = dict[str, np.ndarray]  # name of a field -> [B, *shape] of one batch
 Skipped = tuple[int, str]  # index and message of an unreadable sample
 
 
@@ -143,7 +143,7 @@ def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -
 
 
 def _fill_row(
-    ring: Ring, batch: Rows, row: int, epoch: int, index: int, skipped: list[Skipped]
+    ring: Ring, batch: SlotArrays, row: int, epoch: int, index: int, skipped: list[Skipped]
 ) -> int:
     """Fill a row with the first readable one of a sample's `candidates`; return its index.
 
@@ -170,7 +170,7 @@ def _fill_row(
     raise UnreadableError(first)
 
 
-def _write(ring: Ring, batch: Rows, row: int, sample: Mapping[str, Any]) -> None:
+def _write(ring: Ring, batch: SlotArrays, row: int, sample: Mapping[str, Any]) -> None:
     for name, rows in batch.items():
         if name in sample:
             rows[row] = _fitting(name, sample[name], rows)

@@ -155,7 +155,7 @@ class RunLog:
         """Report a validation. `row`: the values of its result, and those of the raw model."""
         seconds = time.monotonic() - self._pause_began
         row = row | {"split": "val", "images": result.images, "seconds": seconds}
-        names, epochs = self.metrics.functions(result.rows), self.config.train.epochs
+        names, epochs = self.metrics.computations(result.rows), self.config.train.epochs
         self.tracker.print(console.val_line(row, names, self.metrics, epochs, best=best))
         added = self._notify(lambda observer: observer.validated(row, result.rows))
         self._write(row | added)

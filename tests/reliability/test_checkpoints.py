@@ -16,7 +16,7 @@ import train
 from conf.errors import UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
-from engine.run import Run
+from engine.run import Run, checkpoint_metadata
 from scripts.lib.trained import open_trained
 from tests.engine.plans import ALONE
 from tests.helpers import small_run
@@ -63,6 +63,7 @@ def readers(taken: Path, image_root: Path) -> list[Reader]:
     """What opens a path: a run that resumes from it, or has it as its newest one, and weights."""
     config = small_run.compose(image_root, taken.parents[1], *OPTIONS)
     parts = train.build_parts(config, ALONE, checkpoint.load(taken))
+    metadata = checkpoint_metadata(parts.datasets, parts.schedule, parts.compute)
 
     def resume(path: Path) -> None:
         started = replace(
@@ -72,7 +73,7 @@ def readers(taken: Path, image_root: Path) -> list[Reader]:
         )
         with Run(started, ALONE) as opened:
             opened.read_checkpoint()
-            opened.resume(parts.state, parts.checkpoint_metadata(), parts.schedule.stop_step)
+            opened.resume(parts.state, metadata, parts.schedule.stop_step)
 
     model = models.build("resnet_tiny", num_classes=3, image_size=32)
     return [

@@ -22,7 +22,11 @@ from tests.engine.plans import ALONE
 from tests.engine.tune.hosts import Host
 from tests.pipeline.loaders import opened
 
-NONE: Any = SimpleNamespace(print=lambda line: None)
+
+def say_nothing(line: str) -> None:
+    pass
+
+
 MODES = ("cpu", "first", "second")
 
 
@@ -31,7 +35,7 @@ class Rated(Tuner):
 
     def __init__(self, rates: dict[str, float], step_rate: float, world: World) -> None:
         feed: Any = SimpleNamespace(decode_modes=tuple(rates), step_rate=step_rate)
-        super().__init__(feed, world, NONE)
+        super().__init__(feed, world, say_nothing)
         self.rates = rates
 
     def measure_mode(self, mode: str, first_step: int) -> StepTimes:
@@ -87,7 +91,7 @@ class Followed:
     def __init__(self, feed: Feed, clock: Clock, host: Host) -> None:
         self.feed, self.clock, self.host = feed, clock, host
         feed.num_cores, feed.max_workers = host.num_cores, host.max_workers
-        self.tuner = Tuner(feed, ALONE, NONE)
+        self.tuner = Tuner(feed, ALONE, say_nothing)
         self.batches = feed.train.batches(0, 10_000)
         self.rows: list[TimedRow] = []
 
