@@ -12,18 +12,16 @@ import itertools
 import json
 import math
 import os
-import re
 import shlex
 import signal
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean, stdev
 from subprocess import DEVNULL, Popen
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hydra import initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -37,15 +35,19 @@ from conf.compose import from_overrides, to_yaml
 from conf.errors import UserError
 from conf.named import ROOT
 from conf.overrides import read_overrides
-from conf.schema import FIELDS, NAMES, Config, group_names
+from conf.schema import Config, group_names
 from conf.start import handle_stops, stop_with_parent
-from conf.terminal import duration
+
+if TYPE_CHECKING:
+    from engine.metrics import Metrics  # imports torch
 
 MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
 MAX_JOBS = 10_000
 REPEATS = ("data.val_fold", "train.seed")  # the table ends with the mean over their values
 WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
-MAXIMISE = {"hydra/sweeper=optuna": ["hydra.sweeper.direction=maximize"]}  # else it minimises
+OPTUNA = "hydra/sweeper=optuna"  # minimises by default
+
+Overrides = tuple[str, ...]
 
 
 def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:
@@ -56,117 +58,149 @@ def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:
         raise UserError("-m: a sweep does not run under torchrun or srun; run it once per value")
     sweep = Sweep(words)
     if options.cfg is None:
-        require_root(next(iter(sweep.jobs.values())))
+        require_root(sweep.config(sweep.jobs[0]))
         return sweep.run_jobs()
-    print(*(f"---\n{to_yaml(job, options.package)}" for job in sweep.jobs.values()), sep="", end="")
-    if more := math.prod(map(len, sweep.columns)) - len(sweep.jobs):
-        print(f"# and {more} more jobs")
+    for job in sweep.jobs:
+        print(f"---\n{to_yaml(sweep.config(job), options.package)}", end="")
+    if sweep.num_jobs > len(sweep.jobs):
+        print(f"# and {sweep.num_jobs - len(sweep.jobs)} more jobs")
     return 0
+
+
+class Result(NamedTuple):
+    """How a job has ended."""
+
+    value: float | None  # the best one of train.best_by; None if there is none
+    score: float  # higher is better
+    status: str
 
 
 class Sweep:
     """The jobs of a command line. Raises UserError for a mistake in a value or a composed job.
 
-    `columns`: the overrides of each of the `keys` that vary. `jobs`: those of a job -> its config,
-    for the first MOST jobs; for the first job only if a plugin is the sweeper.
+    `columns`: key that varies -> its overrides. `jobs`: the overrides of the first MOST jobs; only
+    of the first job if a plugin is the sweeper.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
-        self.settings = [word for word in words if re.match(r"[+~]*hydra[./]", word)]
-        self.sweeper = next((w for w in self.settings if w.startswith("hydra/sweeper=")), "")
-        self.fixed, self.keys, self.columns = list[str](), list[str](), list[list[str]]()
-        for word in (word for word in words if word not in self.settings):
+        fixed: list[str] = []
+        settings: list[str] = []
+        swept: dict[str, str] = {}
+        self.columns: dict[str, list[str]] = {}
+        for word in words:
             key, values = _key(word), _values(word)
-            if not values:
-                self.fixed.append(word)
-                continue
-            self.keys.append(key)
-            self.columns.append([f"{key}={value}" for value in values])
-            # To Hydra, which has no config here, the key is new. Only its basic sweeper knows glob.
-            swept = f"{key}={','.join(values)}" if "=glob(" in word else word.lstrip("+")
-            self.settings.append(f"++{swept}")
-        if math.prod(map(len, self.columns)) > MAX_JOBS:
-            raise UserError(f"-m: more than {MAX_JOBS:,} jobs; give fewer values")
-        read_overrides(itertools.chain(*self.columns))
-        jobs = itertools.islice(itertools.product(*self.columns), 1 if self.sweeper else MOST)
-        self.jobs = {job: _named(self.fixed, job)[1] for job in jobs}
-        if len({config.run.dir for config in self.jobs.values()}) < len(self.jobs):
-            keys = [k for key in self.keys for k in (key, f"{key}.name") if k in FIELDS]
-            own = "-".join(f"${{{key}}}" for key in keys)
-            cure = f"leave out run.dir and run.name, or give only 'run.name=NAME-{own}'"
-            raise UserError(f"-m: jobs have the same run directory; {cure}")
-        name = ",".join(["sweep", *self.keys])[:90]
+            if key.startswith(("hydra.", "hydra/")):
+                settings.append(word)
+            elif values:
+                self.columns[key] = [f"{key}={value}" for value in values]
+                swept[key] = _for_hydra(word, values)
+            else:
+                fixed.append(word)
+        self.fixed = tuple(fixed)
+        self.settings = [*settings, *swept.values()]  # of Hydra
+        self.has_plugin = any(word.startswith("hydra/sweeper=") for word in settings)
+        self.num_jobs = math.prod(map(len, self.columns.values()))
+        if self.num_jobs > MAX_JOBS:
+            raise UserError("-m", f"more than {MAX_JOBS:,} jobs", "give fewer values")
+        read_overrides(itertools.chain(*self.columns.values()))
+        composed = 1 if self.has_plugin else MOST
+        self.jobs = [*itertools.islice(self.all_jobs(), composed)]
+        folders = {self.config(job).run.dir for job in self.jobs}
+        if len(folders) < len(self.jobs):
+            cure = "leave out run.dir and run.name, or write each key that varies into run.name, "
+            cure += f"such as 'run.name=NAME-${{{next(iter(self.columns))}}}'"
+            raise UserError("-m", "jobs have the same run directory", cure)
+        name = ",".join(["sweep", *self.columns])[:90]
         digest = hashlib.sha256(" ".join([*self.fixed, *self.settings]).encode()).hexdigest()[:8]
-        self.folder = Path(next(iter(self.jobs.values())).run.dir).parent / f"{name},{digest}"
+        self.folder = Path(self.config(self.jobs[0]).run.dir).parent / f"{name},{digest}"
+
+    def all_jobs(self) -> Iterator[Overrides]:
+        return itertools.product(*self.columns.values())
+
+    def config(self, job: Overrides) -> Config:
+        return _config(self.fixed, job)
 
     def run_jobs(self) -> int:
         """Run the jobs, and print a table with the best first; return 0 if all have finished.
 
         A job that fails does not stop the sweep: a learning rate that diverges is a result.
         """
-        count = 0 if self.sweeper else math.prod(map(len, self.columns))
-        script = os.path.abspath(sys.argv[0])
-        run_job = partial(_run_job, script, self.fixed, count, took=[])
-        quiet = [{f"override hydra/{each}_logging": "disabled"} for each in ("job", "hydra")]
+        total = "" if self.has_plugin else f" of {self.num_jobs:,}"
+        run_job = partial(_run_job, os.path.abspath(sys.argv[0]), self.fixed, total)
+        quiet = [{"override hydra/job_logging": "disabled"}]
+        quiet += [{"override hydra/hydra_logging": "disabled"}]
         own = {"sweep": {"dir": str(self.folder), "subdir": "."}, "output_subdir": None}
         ConfigStore.instance().store("sweep", {"defaults": [*quiet, "_self_"], "hydra": own})
         # A launcher may run `run_job` in another process, which imports this package.
         os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        settings = ["hydra.mode=MULTIRUN", *MAXIMISE.get(self.sweeper, []), *self.settings]
+        settings = ["hydra.mode=MULTIRUN", *self.settings]
+        if OPTUNA in settings:
+            settings.insert(0, "hydra.sweeper.direction=maximize")
         try:
             with initialize_config_module("hydra.conf", version_base="1.3"):
                 hydra: Any = GlobalHydra.instance().hydra
                 hydra.multirun("sweep", run_job, settings)
         except (HydraException, RuntimeError) as error:  # of Hydra, or of a plugin
-            what = str(error).splitlines()[0]
-            if what.startswith("In 'hydra/config': Could not find"):
-                what += "; install this plugin of Hydra, docs/config.md names some"
-            raise UserError(f"-m: {what}") from None
-        return 0 if self.sweeper else self._print_table()
+            cure = "docs/config.md names plugins of Hydra, which pip installs"
+            raise UserError("-m", str(error).splitlines()[0], cure) from None
+        return 0 if self.has_plugin else self._print_table()
 
     def _print_table(self) -> int:
         """Print the best value of each job, and means over REPEATS; return 0 if all finished."""
         from engine.metrics import Metrics  # imports torch
 
-        config = next(iter(self.jobs.values()))
-        metrics = Metrics.of(config)
-        by, lower = metrics.best_by.name, metrics.best_by.lower_is_better
-        form, unit = metrics[by].form, metrics[by].unit.replace(" ", ", ")
-        rows, repeats = [], defaultdict(list)
-        widths = [max(map(len, column)) for column in self.columns]
-        for job in itertools.product(*self.columns):
-            config = self.jobs.get(job) or _named(self.fixed, job)[1]
-            score, value, status = _result(config)
+        metrics = Metrics.of(self.config(self.jobs[0]))
+        by = metrics.best_by
+        form, unit = metrics[by.name].form, metrics[by.name].unit
+        results = {job: _result(self.config(job)) for job in self.all_jobs()}
+        best_first = sorted(results, key=lambda job: results[job].score, reverse=True)
+        widths = [max(map(len, column)) for column in self.columns.values()]
+        print(f"best {by.name}{unit.replace(' ', ', ')}, the best job first:")
+        for job in best_first:
+            value = results[job].value
             text = "no result" if value is None else f"{value:9{form}}"
-            text += "  " + " ".join(map(str.ljust, job, widths))
-            rows.append((-score, status, text.rstrip(), config.run.dir))
-            if value is not None:
-                repeats["".join(f"  {w}" for w in job if _key(w) not in REPEATS)].append(value)
-        rows.sort(key=lambda row: row[0])
-        print(f"best {by}{unit}, the best job first:")
-        print(*(text for *_, text, _ in rows), sep="\n")
-        for fixed, found in sorted(repeats.items(), key=lambda r: mean(r[1]), reverse=not lower):
-            if len(found) > 1:
-                spread = f"standard deviation {stdev(found):{form}}"
-                print(f"{mean(found):9{form}}  mean of {len(found)} best values, {spread}{fixed}")
+            print(f"{text}  {' '.join(map(str.ljust, job, widths))}".rstrip())
+        self._print_means(results, metrics)
         self.folder.mkdir(parents=True, exist_ok=True)  # with another hydra.sweep.dir
-        folders = (f"{os.path.relpath(folder, self.folder)}\n" for *_, folder in rows)
-        (self.folder / "runs.txt").write_text("".join(folders), "utf-8")  # for report.py
+        folders = [os.path.relpath(self.config(job).run.dir, self.folder) for job in best_first]
+        (self.folder / "runs.txt").write_text("\n".join([*folders, ""]), "utf-8")  # for report.py
         print(f"report    python scripts/report.py {shlex.quote(str(self.folder))}")
-        if repeats and not {*self.keys} & {*REPEATS}:
-            for name, more in (("evaluate", ""), ("predict", " NEW_IMAGE.jpg")):  # of the best
-                print(f"{name:<9} python scripts/{name}.py {shlex.quote(rows[0][-1])}{more}")
-        return int(any(status != "finished" for _, status, *_ in rows))
+        return int(any(result.status != "finished" for result in results.values()))
+
+    def _print_means(self, results: Mapping[Overrides, Result], metrics: "Metrics") -> None:
+        """Print the means over REPEATS, and which values of the best job limit the search."""
+        groups: dict[Overrides, list[float]] = defaultdict(list)
+        for job, result in results.items():
+            if result.value is not None:
+                group = tuple(word for word in job if _key(word) not in REPEATS)
+                groups[group].append(result.value)
+        means = {group: mean(values) for group, values in groups.items()}
+        by = metrics.best_by
+        form = metrics[by.name].form
+        best_first = sorted(means, key=means.__getitem__, reverse=not by.lower_is_better)
+        for group in best_first:
+            values = groups[group]
+            if len(values) > 1:
+                text = f"{means[group]:9{form}}  mean of {len(values)} best values"
+                spread = f"standard deviation {stdev(values):{form}}"
+                print("  ".join([f"{text}, {spread}", *group]))
+        for group in best_first[:1]:
+            self._print_limits(group)
+
+    def _print_limits(self, best: Overrides) -> None:
+        """Say which numbers of the best job are the lowest or highest tried."""
+        for word in best:
+            tried = _numbers(self.columns[_key(word)])
+            if len(tried) < 2:
+                continue
+            if word == tried[0]:
+                print(f"note      {word} is the lowest value tried; a lower one may be better")
+            if word == tried[-1]:
+                print(f"note      {word} is the highest value tried; a higher one may be better")
 
 
 def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+")
-
-
-def _named(fixed: Sequence[str], job: Sequence[str]) -> tuple[list[str], Config]:
-    """Return the overrides and the config of a job; its run's default name has all varied keys."""
-    config = from_overrides(words := [*fixed, *job], varied=[_key(word) for word in job])
-    return [*words, f"run.name={config.run.name}"], config
+    return override.partition("=")[0].lstrip("+~")
 
 
 def _values(text: str) -> list[str]:
@@ -175,42 +209,68 @@ def _values(text: str) -> list[str]:
         override = OverridesParser.create().parse_override(text)
     except HydraException:
         return []  # composing says what is wrong
-    values: Any = override.value()
-    if not override.is_sweep_override() or _key(text) not in NAMES:  # composing refuses such a key
+    if not override.is_sweep_override():
         return []
+    values: Any = override.value()
     if override.is_interval_sweep():
         return [str(values.start)]
-    names = group_names(_key(text))
-    found = values.filter(names) if "=glob(" in text else override.sweep_string_iterator()
-    found = [*itertools.islice(found, MAX_JOBS + 1)]
+    if "=glob(" in text:
+        names = values.filter(group_names(_key(text)))
+    else:
+        names = itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1)
+    found = [*names]
     if not found:
-        raise UserError(f"{text}: has no value; give at least one")
+        raise UserError(text, "has no value", "give at least one")
     return found
 
 
-def _run_job(script: str, fixed: list[str], count: int, _: Any, *, took: list[float]) -> float:
+def _for_hydra(word: str, values: Sequence[str]) -> str:
+    """Return an override for Hydra, to which each key is new: it has no config here."""
+    if "=glob(" in word:  # which only the basic sweeper knows
+        return f"++{_key(word)}={','.join(values)}"
+    return f"++{word.lstrip('+')}"
+
+
+def _numbers(column: Sequence[str]) -> list[str]:
+    """Return the overrides of a key in ascending order; none if their values are not numbers."""
+    try:
+        return sorted(column, key=lambda word: float(word.partition("=")[2]))
+    except ValueError:
+        return []
+
+
+@cache
+def _config(fixed: Overrides, job: Overrides) -> Config:
+    """Return the config of a job; its run's default name has all keys that vary."""
+    return from_overrides([*fixed, *job], varied=[_key(word) for word in job])
+
+
+def _run_job(script: str, fixed: Overrides, total: str, _: Any) -> float:
     """Run the job of Hydra, unless its run has finished; return its score. A mistake ends all."""
-    number, job = HydraConfig.get().job.num + 1, HydraConfig.get().overrides.task
-    job = [word.lstrip("+") for word in job]
+    name = f"job {HydraConfig.get().job.num + 1:,}{total}"
+    job = tuple(word.lstrip("+") for word in HydraConfig.get().overrides.task)
     GlobalHydra.instance().clear()  # composing uses Hydra, too
-    overrides, config = _named(fixed, job)
-    done = _result(config)[2] == "finished" and config.checkpoint.resume != "never"
-    done = done and Path(config.run.dir, "config.yaml").read_text("utf-8") == to_yaml(config)
-    name, left = f"job {number:,}{f' of {count:,}' if count else ''}", ""
-    if took and count:
-        left = f", about {duration(mean(took) * (count + 1 - number))} left for the sweep"
-    print(f"{name}{left}: {' '.join(job)}", flush=True)
-    if done:
+    config = _config(fixed, job)
+    print(f"{name}: {' '.join(job)}", flush=True)
+    if _has_finished(config):
         print(f"finished  {config.run.dir}")
-        return _result(config)[0]
-    began = time.monotonic()
-    status = _run_child([sys.executable, script, *overrides])
-    took.append(time.monotonic() - began)
-    if status == 2 or status > 128:
-        cure = "run the same command again to continue" if status > 2 else "correct the command"
-        print(f"sweep stopped in {name}; {cure}")
+        return _result(config).score
+    command = [sys.executable, script, *fixed, *job, f"run.name={config.run.name}"]
+    status = _run_child(command)
+    if status == 2:
+        print(f"sweep stopped in {name}; correct the command")
         sys.exit(status)
-    return WORST if status else _result(config)[0]
+    if status > 128:
+        print(f"sweep stopped in {name}; run the same command again to continue")
+        sys.exit(status)
+    return WORST if status else _result(config).score
+
+
+def _has_finished(config: Config) -> bool:
+    """Whether a run has ended with this config, and need not start again."""
+    if config.checkpoint.resume == "never" or _result(config).status != "finished":
+        return False
+    return Path(config.run.dir, "config.yaml").read_text("utf-8") == to_yaml(config)
 
 
 def _run_child(command: Sequence[str]) -> int:
@@ -230,12 +290,13 @@ def _run_child(command: Sequence[str]) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _result(config: Config) -> tuple[float, float | None, str]:
-    """Return a run's score (higher is better), its best value of train.best_by, and its status."""
+def _result(config: Config) -> Result:
     try:
         summary = json.loads(Path(config.run.dir, "summary.json").read_text("utf-8"))
     except (OSError, ValueError):
-        return WORST, None, ""
+        return Result(None, WORST, "")
     by = config.train.best_by
-    value, sign = summary[f"best_{by.removeprefix('-')}"], -1 if by.startswith("-") else 1
-    return WORST if value is None else sign * value, value, summary["status"]
+    value = summary[f"best_{by.removeprefix('-')}"]
+    if value is None:
+        return Result(None, WORST, summary["status"])
+    return Result(value, -value if by.startswith("-") else value, summary["status"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -55,7 +56,7 @@ def test_a_large_sweep_is_composed_in_part(capsys: pytest.CaptureFixture[str]) -
 MISTAKES = {
     "optim.lr=0.1,-2": "optim.lr=-2: not allowed; give a number > 0",
     "model=glob(zzz*)": "model=glob(zzz*): has no value; give at least one",
-    "optim.lr=1,2 run.dir=x": "or give only 'run.name=NAME-${optim.lr}'",
+    "optim.lr=1,2 run.dir=x": "such as 'run.name=NAME-${optim.lr}'",
     "train.seed=range(0,10000000000)": "-m: more than 10,000 jobs",
     "optim.lr=1,2 data.root=gone": "data.root=gone: there is no folder or file /",
 }
@@ -144,8 +145,8 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
     assert (status, started) == (1, ["0", "1", "2"])
     first, second, third = (NAME.replace(",", f",train.seed={seed},") for seed in range(3))
     (own,) = (tmp_path / "runs").glob("sweep,train.seed,*")
-    assert "job 2 of 3, about 0:0" in out and "job 3 of 3, about 0:0" in out
-    assert out.partition(" left for the sweep: train.seed=2\n")[2].splitlines() == [
+    assert "\njob 2 of 3: train.seed=1\n" in out
+    assert out.partition("job 3 of 3: train.seed=2\n")[2].splitlines() == [
         f"run       runs/{third}",
         *("steps 1", "end"),
         "best top1, %, the best job first:",
@@ -161,15 +162,27 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
     assert sweep(tmp_path, [0, 0, 0])[:2] == (0, ["1"])
 
 
-def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("best", "notes"),
+    [
+        ("0.1", ["optim.lr=0.1 is the lowest value tried"]),
+        ("0.2", []),
+        ("0.25", ["optim.lr=0.25 is the highest value tried"]),
+    ],
+)
+def test_table(best: str, notes: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """The best job is first. A line says if its number is the lowest or highest that was tried."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("extras.sweep._result", lambda job: (job.optim.lr, job.optim.lr, ""))
-    assert Sweep([FAKE, "optim.lr=0.1,0.25", "schedule=step,cosine"])._print_table() == 1
-    _, best, _, third, _, _, evaluate, predict = capsys.readouterr().out.splitlines()
-    aligned = "     0.25  optim.lr=0.25 schedule=step", "     0.10  optim.lr=0.1  schedule=step"
-    assert (best, third) == aligned
-    folder = "runs/resnet50,schedule=step,optim.lr=0.25,data=fake"
-    assert f"scripts/evaluate.py {folder}" in evaluate and f"predict.py {folder} " in predict
+    sweep = Sweep([FAKE, "optim.lr=0.1,0.25,0.2", "schedule=step,cosine"])
+    for job in sweep.jobs:
+        folder = Path(sweep.config(job).run.dir)
+        folder.mkdir(parents=True)
+        top1 = 50 * job.count(f"optim.lr={best}") + job.count("schedule=step")
+        (folder / "summary.json").write_text(json.dumps({"status": "stopped", "best_top1": top1}))
+    assert sweep._print_table() == 1
+    out = capsys.readouterr().out
+    assert out.splitlines()[1] == f"    51.00  {f'optim.lr={best}':<13} schedule=step"
+    assert re.findall("note      (.*);", out) == notes
 
 
 @pytest.mark.parametrize(
