@@ -10,6 +10,7 @@ run's identity.
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import models
 from conf.compose import from_overrides, with_size
@@ -28,6 +29,7 @@ IMAGES_SEEN = 500 * 512
 MIN_EPOCHS, MAX_EPOCHS = 10, 100
 WARMUP = 10  # epochs divided by this; 5 in BiT, 20 in ViT
 MAX_BATCH = 256  # the recipe states the learning rate for it
+MODEL_KEYS = ("model", "model.name")  # typed, they choose the model
 
 
 def prepare(config: Config, world: World) -> Config:
@@ -48,24 +50,31 @@ def complete(config: Config, images: int, ranks: int = 1) -> Config:
             "(those of model.name), a checkpoint, a file of torchvision or timm, or a run's folder"
         )
     typed = override_keys(config.overrides)
-    decided = {
+    decided_by = {
         f"from {config.model.weights}": of_weights(config, typed),
         f"for {images:,} training images": of_images(images, ranks, config, typed),
     }
-    flat = {key: v for values in decided.values() for key, v in values.items() if key not in typed}
-    found = from_overrides(config.overrides, decided=flat)
-    used, notes = config_values(found), list(found.notes)
-    for reason, values in decided.items():
-        same = [f"{k}={show(used[k])}" for k in values if flat.get(k) and used[k] == flat[k]]
-        notes += [f"{reason}: {', '.join(same)}"] if same else []
-    return replace(found, run=config.run, notes=notes)  # the run is named after the overrides alone
+    decided: dict[str, Any] = {}
+    for values in decided_by.values():
+        decided |= {key: value for key, value in values.items() if key not in typed}
+    completed = from_overrides(config.overrides, decided=decided)
+    used = config_values(completed)
+    notes = list(completed.notes)
+    for reason, values in decided_by.items():
+        texts = [f"{key}={show(used[key])}" for key in values if key in decided]
+        if texts:
+            notes.append(f"{reason}: {', '.join(texts)}")
+    # The run is named after the overrides alone.
+    return replace(completed, run=config.run, notes=notes)
 
 
 def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> KeyValues:
     """Return batch size, learning rate and length for a number of training images."""
-    batch_size, epochs = config.loader.batch_size, config.train.epochs
+    batch_size = config.loader.batch_size
     if "loader.batch_size" not in typed:
-        batch_size = max(1, min(MAX_BATCH, suited_batch(images), images) // ranks) * ranks
+        of_rank = min(MAX_BATCH, suited_batch(images), images) // ranks
+        batch_size = max(1, of_rank) * ranks
+    epochs = config.train.epochs
     if "train.epochs" not in typed:
         epochs = min(MAX_EPOCHS, max(MIN_EPOCHS, round(IMAGES_SEEN / images)))
     return {
@@ -80,38 +89,70 @@ def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> KeyVa
 
 def of_weights(config: Config, typed: set[str]) -> KeyValues:
     """Return the model's name and preprocessing, as far as the file or its library states them."""
-    path, content = Path(str(config.model.weights)), {}
-    if config.model.weights != "pretrained":
-        path = checkpoint.find_checkpoint(path)
-        content = models.read_file(path, origin=f"model.weights={config.model.weights}")
-    names_model = bool(typed & {"model", "model.name"})
-    if checkpoint.is_ours(content):
-        values = {**content["config"], "data.image_size": content["model_input"]["image_size"]}
-    elif own := exported(path):
-        values = own.values
-    else:
-        stored = stored_name(content)
-        if stored is not None and stored not in models.available():
-            stored = f"timm/{stored}"  # timm's files name the model without the prefix
-        stored, _ = torchvision_files().get(path.name, (stored, None))
-        name = config.model.name if names_model else stored or config.model.name
-        val_size = config.data.val_size if typed & {"data.image_size", "data.val_size"} else None
-        stated = published(name, path, val_size=val_size)
-        values = {"model.name": name} | (stated.values if stated else {})
-    val, size = values.get("augment.val"), values.get("data.val_size", 0)
-    if val and "resize" not in str(val).lower():  # of files of about this size: scale others to it
-        kind = "bicubic" if "bicubic" in str(values.get("augment.train")) else "bilinear"
-        val = [{"resize": {"size": size, "interpolation": kind}}, *val]
-    values = values | ({"augment.val": with_size(val, size, "${data.val_size}")} if val else {})
-    keys = ["data.mean", "data.std", "data.val_size", "data.image_size", "augment.val"]
-    keys += [] if names_model else ["model.name", "model.args"]
-    values = {key: values[key] for key in keys if key in values}
-    if "bicubic" in str(values.get("augment.val")):
-        size = config.data.image_size if "data.image_size" in typed else values["data.image_size"]
-        values["augment.train"] = deepcopy(config.augment.train)
-        for entry in values["augment.train"]:  # with the interpolation of the weights
-            if isinstance(entry, dict) and "random_resized_crop" in entry:
-                entry["random_resized_crop"] |= {"size": size, "interpolation": "bicubic"}
+    stated = _stated(config, typed)
+    keys = ["data.mean", "data.std", "data.val_size", "data.image_size"]
+    if typed.isdisjoint(MODEL_KEYS):
+        keys += ["model.name", "model.args"]
+    values = {key: stated[key] for key in keys if key in stated}
     if "data.image_size" in typed:
+        values["data.image_size"] = config.data.image_size
         values["data.val_size"] = "${data.image_size}"
+    if "augment.val" in stated:
+        values["augment.val"] = _val_transforms(stated)
+    if "bicubic" in str(values.get("augment.val")):
+        size = values["data.image_size"]
+        values["augment.train"] = _with_bicubic_crops(config.augment.train, size)
     return values
+
+
+def _stated(config: Config, typed: set[str]) -> KeyValues:
+    """Return the keys that the weights state: those of a run or an exported file, or published."""
+    path = Path(str(config.model.weights))
+    if config.model.weights == "pretrained":
+        return _published(config, typed, path, None)
+    path = checkpoint.find_checkpoint(path)
+    content = models.read_file(path, origin=f"model.weights={config.model.weights}")
+    if checkpoint.is_ours(content):
+        image_size = content["model_input"]["image_size"]
+        return {**content["config"], "data.image_size": image_size}
+    own = exported(path)
+    if own is not None:
+        return own.values
+    return _published(config, typed, path, stored_name(content))
+
+
+def _published(config: Config, typed: set[str], path: Path, stored: str | None) -> KeyValues:
+    """Return what the library of a model states. `stored`: the name of the model in the file."""
+    name = config.model.name
+    if typed.isdisjoint(MODEL_KEYS):
+        if stored is not None:  # timm's files name the model without the prefix
+            name = stored if stored in models.available() else f"timm/{stored}"
+        name, _ = torchvision_files().get(path.name, (name, None))
+    val_size = None
+    if not typed.isdisjoint(("data.image_size", "data.val_size")):
+        val_size = config.data.val_size
+    stated = published(name, path, val_size=val_size)
+    if stated is None:
+        return {"model.name": name}
+    return {"model.name": name, **stated.values}
+
+
+def _val_transforms(stated: KeyValues) -> list[Any]:
+    """Return augment.val of the weights. Its sizes equal to data.val_size follow this key."""
+    size, transforms = stated["data.val_size"], stated["augment.val"]
+    if transforms and "resize" not in str(transforms).lower():
+        # Of files of about this size: scale others to it.
+        is_bicubic = "bicubic" in str(stated.get("augment.train"))
+        interpolation = "bicubic" if is_bicubic else "bilinear"
+        resize = {"resize": {"size": size, "interpolation": interpolation}}
+        transforms = [resize, *transforms]
+    return list(with_size(transforms, size, "${data.val_size}"))
+
+
+def _with_bicubic_crops(transforms: list[Any], size: int) -> list[Any]:
+    """Return augment.train with the interpolation of the weights, and their size."""
+    changed = deepcopy(transforms)
+    for entry in changed:
+        if isinstance(entry, dict) and "random_resized_crop" in entry:
+            entry["random_resized_crop"] |= {"size": size, "interpolation": "bicubic"}
+    return changed
