@@ -64,9 +64,9 @@ def test_images_are_held_out_of_one_table(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("val", "says"),
     [
-        ("path,a\n1.jpg,1\n2.jpg,cat\n", "2.jpg: cat: give 1 finite number"),
-        ("path,a\n1.jpg,1e39\n", "1.jpg: 1e39: give 1 finite number"),
-        ("path,a,a\n1.jpg,1,1\n", "path,a,a: give each column a name of its own"),
+        ("path,a\n1.jpg,1\n2.jpg,cat\n", "2.jpg: cat; give 1 finite number"),
+        ("path,a\n1.jpg,1e39\n", "1.jpg: 1e39; give 1 finite number"),
+        ("path,a,a\n1.jpg,1,1\n", "path,a,a; give each column a name of its own"),
         ("", "write path,NAME,... into the first line"),
         ("path,a\ngone.jpg,1\ngone/b.jpg,2\n", "there is no gone.jpg, nor any other"),
         ("path,b\n1.jpg,1\n", "has the columns ['b'], training has ['a']"),
