@@ -8,14 +8,16 @@ torchrun are those of one process.
 """
 
 import atexit
+import math
 import os
 import sys
+from bisect import bisect
 from dataclasses import replace
 from pathlib import Path
 
 from conf.compose import from_overrides
 from conf.errors import UserError
-from conf.schema import Config, show
+from conf.schema import Config, RunConfig, show
 from engine.checkpoint import file_name
 from engine.distributed import World
 from engine.run import Run
@@ -28,29 +30,42 @@ def choose_size(config: Config, world: World, sizes: dict[int, int]) -> Config:
     `sizes`: epoch -> side of the training images in pixels from then on. Raises UserError if they
     do not fit the config.
     """
-    epochs, side, length = list(sizes), config.data.image_size, config.train.epochs
+    _check_sizes(config, sizes)
+    with world.shared_errors():
+        images = len(build_datasets(config).train)
+    step = Run(config, world).read_checkpoint().get("step", 0)
+    # First step of each size, ascending: the number of steps before its epoch, rounded up -> px
+    starts = {-(-epoch * images // config.loader.batch_size): side for epoch, side in sizes.items()}
+    stop = config.train.max_steps or math.inf
+    reached = [first for first in starts if first < stop]
+    position = bisect(reached, step)
+    start, later = reached[position - 1], reached[position:]
+    overrides = [*config.overrides, f"data.image_size={starts[start]}"]
+    overrides.append(f"data.val_size={config.data.val_size}")
+    if later:
+        overrides.append(f"train.max_steps={later[0]}")
+    sized = from_overrides(overrides)
+    if later:
+        text = f"{starts[start]} px until step {later[0]:,}, then the program starts again"
+        sized.notes.append(text)
+        if getattr(sys.modules["__main__"], "CONFIG", None) is config:  # not called by a script
+            _start_again_after(later[0], config.run)
+    accept = config.checkpoint.accept_changes or 0 < step == start
+    checkpoint = replace(sized.checkpoint, accept_changes=accept)
+    return replace(sized, run=config.run, overrides=config.overrides, checkpoint=checkpoint)
+
+
+def _check_sizes(config: Config, sizes: dict[int, int]) -> None:
+    side, length, epochs = config.data.image_size, config.train.epochs, list(sizes)
     if epochs != sorted({0, *epochs}) or epochs[-1] >= length or sizes[epochs[-1]] != side:
         ends = f"the last with data.image_size={side} and before train.epochs={show(length)}"
         raise UserError(f"train.prepare: sizes={show(sizes)}: give `epoch: px` from 0 on, {ends}")
-    with world.shared_errors():
-        images = len(build_datasets(config).train)
-    starts = {-(-epoch * images // config.loader.batch_size): side for epoch, side in sizes.items()}
-    step, own = Run(config, world).read_checkpoint().get("step", 0), config.run
-    last = config.train.max_steps or max(step, *starts) + 1
-    start = max(first for first in starts if first <= min(step, last - 1))
-    end = min((first for first in starts if start < first < last), default=None)
-    overrides = [f"data.image_size={starts[start]}", f"data.val_size={config.data.val_size}"]
-    overrides += [] if end is None else [f"train.max_steps={end}"]
-    found = from_overrides([*config.overrides, *overrides])
-    if end is not None:
-        found.notes.append(f"{starts[start]} px until step {end:,}, then the program starts again")
-        path = Path(own.dir, "checkpoints", file_name(end))
-        if getattr(sys.modules["__main__"], "CONFIG", None) is config:  # not called by a script
-            resume = [f"run.dir={own.dir}", f"run.name={own.name}", "checkpoint.resume=auto"]
-            atexit.register(_start_again, path, _written(path), resume)
-    accept = config.checkpoint.accept_changes or 0 < step == start
-    checkpoint = replace(found.checkpoint, accept_changes=accept)
-    return replace(found, run=own, overrides=config.overrides, checkpoint=checkpoint)
+
+
+def _start_again_after(step: int, run: RunConfig) -> None:
+    path = Path(run.dir, "checkpoints", file_name(step))
+    resume = [f"run.dir={run.dir}", f"run.name={run.name}", "checkpoint.resume=auto"]
+    atexit.register(_start_again, path, _written(path), resume)
 
 
 def _written(path: Path) -> float:

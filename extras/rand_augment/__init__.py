@@ -40,9 +40,13 @@ LEVEL = whole(0, 255)
 
 def _rotation(degrees: float, size: tuple[int, int]) -> tuple[float, ...]:
     """Compute the matrix of Image.rotate, about the centre."""
-    angle, (x, y) = -math.radians(degrees % 360), (size[0] / 2, size[1] / 2)
-    cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
-    return cos, sin, -x * cos - y * sin + x, -sin, cos, x * sin - y * cos + y
+    x, y = size[0] / 2, size[1] / 2
+    angle = -math.radians(degrees % 360)
+    cos = round(math.cos(angle), 15)
+    sin = round(math.sin(angle), 15)
+    from_x = -x * cos - y * sin + x
+    from_y = x * sin - y * cos + y
+    return cos, sin, from_x, -sin, cos, from_y
 
 
 # Operations that move pixels: name -> affine matrix (a, b, c, d, e, f) of (number, (width,
@@ -70,45 +74,81 @@ LISTS = dict.fromkeys(("torchvision", "wide"), ("identity", *_COMMON))
 LISTS["timm"] = (*_COMMON, "invert", "solarize_add")
 
 
+class Strongest(NamedTuple):
+    """The numbers of operations of the greatest strength."""
+
+    shear: float
+    degrees: float
+    blend: float  # 0.9: from 0.1 to 1.9 times the image
+    bits: int  # that posterize drops
+
+
+STRONGEST = dict.fromkeys(LISTS, Strongest(shear=0.3, degrees=30, blend=0.9, bits=4))
+STRONGEST["wide"] = Strongest(shear=0.99, degrees=135, blend=0.99, bits=6)
+
+
 def apply(image: Image.Image, operation: Operation) -> Image.Image:
     """Apply an operation to an RGB image. The kernels make the same pixels."""
     name, value, interpolation, fill = operation
     if name == "identity":
         return image
     if name in MATRICES:
-        matrix, mode = MATRICES[name](value, image.size), Image.Resampling(interpolation)
+        matrix = MATRICES[name](value, image.size)
+        mode = Image.Resampling(interpolation)
         return image.transform(image.size, Image.Transform.AFFINE, matrix, mode, fillcolor=fill)
     if name in BLENDED:
         return getattr(ImageEnhance, name.capitalize())(image).enhance(value)
     if name in LEVELS:
-        return image.point([LEVELS[name](level, int(value)) for level in range(256)] * 3)
+        levels = [LEVELS[name](level, int(value)) for level in range(256)]
+        return image.point(3 * levels)
     return getattr(ImageOps, name)(image)
 
 
 def number_of(name: str, strength: float, size: tuple[int, int], operations: str) -> float:
     """Convert a strength in [-1, 1] to an operation's number, on an image of (width, height)."""
-    wide, timm, s = operations == "wide", operations == "timm", abs(strength)
+    strongest = STRONGEST[operations]
     if name in ("shear_x", "shear_y"):
-        return strength * (0.99 if wide else 0.3)
-    if name in ("translate_x", "translate_y"):
-        side = size[name == "translate_y"]
-        if timm:
-            return round(strength * 0.45 * side, 6)  # Pillow accumulates a last bit
-        return int(strength * (32 if wide else 150 / 331 * side))
-    if name == "rotate":  # degrees
-        return strength * (135 if wide else 30)
-    if name in ("brightness", "color", "contrast", "sharpness"):
-        return 1 + strength * (0.99 if wide else 0.9)
-    if name == "posterize":  # the mask of the bits to keep
-        if timm:  # not 0, as timm's for the strongest: Pillow refuses it
-            return 256 - 2 ** (8 - max(4 - int(4 * s), 1))
-        return 256 - 2 ** round((6 if wide else 4) * s)
-    if name == "solarize":  # the lowest level to invert
-        # Rounded first: a product may lose a last bit.
-        return 256 - int(256 * s) if timm else math.ceil(round(255 * (1 - s), 6))
+        return strength * strongest.shear
+    if name == "rotate":
+        return strength * strongest.degrees
+    if name in BLENDED:
+        return 1 + strength * strongest.blend
+    if name == "translate_x":
+        return _translation(strength, size[0], operations)
+    if name == "translate_y":
+        return _translation(strength, size[1], operations)
+    if name == "posterize":
+        return _posterize_mask(abs(strength), operations)
+    if name == "solarize":
+        return _solarize_level(abs(strength), operations)
     if name == "solarize_add":
-        return int(110 * s)
+        return int(110 * abs(strength))
     return 0
+
+
+def _translation(strength: float, side: int, operations: str) -> float:
+    """Return the pixels to move by."""
+    if operations == "timm":
+        return round(strength * 0.45 * side, 6)  # Pillow accumulates a last bit
+    if operations == "wide":
+        return int(strength * 32)
+    return int(strength * (150 / 331 * side))
+
+
+def _posterize_mask(strength: float, operations: str) -> int:
+    """Return the mask of the bits to keep."""
+    if operations == "timm":  # not 0, as timm's for the strongest: Pillow refuses it
+        dropped_bits = 8 - max(4 - int(4 * strength), 1)
+    else:
+        dropped_bits = round(STRONGEST[operations].bits * strength)
+    return int(256 - 2**dropped_bits)
+
+
+def _solarize_level(strength: float, operations: str) -> int:
+    """Return the lowest level to invert."""
+    if operations == "timm":
+        return 256 - int(256 * strength)
+    return math.ceil(round(255 * (1 - strength), 6))  # a product may lose a last bit
 
 
 @dataclass(kw_only=True)
@@ -149,7 +189,8 @@ class RandAugment:
     def _sample_one(self, size: tuple[int, int], rng: random.Random) -> Operation:
         if self.p < 1 and rng.random() >= self.p:
             return Operation("identity", 0)
-        strength, names = self._strength(rng) / STRENGTHS, LISTS[self.operations]
+        strength = self._strength(rng) / STRENGTHS
+        names = LISTS[self.operations]
         name = names[int(rng.random() * len(names))]
         sign = 1 if rng.random() < 0.5 else -1
         value = number_of(name, sign * strength, size, self.operations)
@@ -167,7 +208,8 @@ class RandAugment:
             return int(rng.random() * (STRENGTHS + 1))
         if self.magnitude_std == 0:
             return self.magnitude
-        return min(max(round(rng.gauss(self.magnitude, self.magnitude_std)), 0), STRENGTHS)
+        drawn = round(rng.gauss(self.magnitude, self.magnitude_std))
+        return min(max(drawn, 0), STRENGTHS)
 
 
 @dataclass(kw_only=True)
