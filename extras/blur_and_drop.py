@@ -57,11 +57,13 @@ class BlurredConv(nn.Conv2d):
 
 def blur_strided_convolutions(model: nn.Module) -> int:
     """Blur the inputs of convolutions with a stride above 1, as in FFCV; return their number."""
-    convolutions = [layer for layer in model.modules() if type(layer) is nn.Conv2d]
-    strided = [c for c in convolutions if max(c.stride) > 1 and c.in_channels >= MIN_CHANNELS]
-    for layer in strided:
-        layer.__class__ = BlurredConv
-    return len(strided)
+    blurred = 0
+    for layer in model.modules():
+        if type(layer) is nn.Conv2d and max(layer.stride) > 1:
+            if layer.in_channels >= MIN_CHANNELS:
+                layer.__class__ = BlurredConv
+                blurred += 1
+    return blurred
 
 
 class DroppedBlock(nn.Module):

@@ -31,7 +31,7 @@ Plane = NDArray[np.floating[Any]]  # float32 [H, W]
 COUNTS = {"train": 2000, "val": 500}  # images of each split
 MARKER = "demo.json"
 # version: of the drawings, raised with any change that alters a pixel
-MARKED = {"version": 1, "seed": 0, **{f"{split}_images": count for split, count in COUNTS.items()}}
+MARKED = {"version": 1, "seed": 0, "train_images": COUNTS["train"], "val_images": COUNTS["val"]}
 
 logger = logging.getLogger(__name__)
 
@@ -85,16 +85,19 @@ def grain(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
 
 
 def plaid(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
-    wide, narrow = rng.uniform(0.35, 0.6), rng.uniform(0.1, 0.2)
-    warp, weft = (
-        np.maximum(_edge(_triangle(x) - 1 + wide), _edge(narrow - _triangle(x))) for x in (u, v)
-    )
-    return 0.5 * (warp + weft)
+    wide = rng.uniform(0.35, 0.6)
+    narrow = rng.uniform(0.1, 0.2)
+    return 0.5 * (_threads(u, wide, narrow) + _threads(v, wide, narrow))
 
 
 def zigzag(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
     swing = rng.uniform(0.6, 0.9) * _triangle(0.5 * u)
     return _edge(_triangle(v + swing) - rng.uniform(0.35, 0.65))
+
+
+def _threads(x: Plane, wide: float, narrow: float) -> Plane:
+    height = _triangle(x)
+    return np.maximum(_edge(height - 1 + wide), _edge(narrow - height))
 
 
 def _fraction(x: Plane) -> Plane:
@@ -122,10 +125,17 @@ def _table(rng: np.random.Generator) -> Plane:
 
 def _noise(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
     """Interpolate random values at the integer points smoothly (value noise)."""
-    table, i, j = _table(rng), _cell(u), _cell(v)
-    s, t = ((3 - 2 * f) * f * f for f in (_fraction(u), _fraction(v)))
-    near, far = (table[k, j] * (1 - t) + table[k, (j + 1) % 32] * t for k in (i, (i + 1) % 32))
+    table = _table(rng)
+    i, j = _cell(u), _cell(v)
+    next_i, next_j = (i + 1) % 32, (j + 1) % 32
+    s, t = _smooth(_fraction(u)), _smooth(_fraction(v))
+    near = table[i, j] * (1 - t) + table[i, next_j] * t
+    far = table[next_i, j] * (1 - t) + table[next_i, next_j] * t
     return near * (1 - s) + far * s
+
+
+def _smooth(x: Plane) -> Plane:
+    return (3 - 2 * x) * x * x
 
 
 _TEXTURES = (stripes, checks, dots, rings, bricks, waves, cells, grain, plaid, zigzag)
@@ -139,9 +149,12 @@ def draw_image(label: str, rng: np.random.Generator) -> Image.Image:
     x = np.linspace(-0.5, 0.5, width, dtype=np.float32)[None, :] * (width / short)
     y = np.linspace(-0.5, 0.5, height, dtype=np.float32)[:, None] * (height / short)
     periods = rng.uniform(4, 9)
-    u, v = (periods * axis + rng.uniform(0, 32) for axis in _rotate(x, y, rng))
+    u, v = _rotate(x, y, rng)
+    u = periods * u + rng.uniform(0, 32)
+    v = periods * v + rng.uniform(0, 32)
     value = CLASSES[label](u, v, rng)
-    drift, light = (_rotate(x, y, rng)[0] for _ in range(2))
+    drift, _ = _rotate(x, y, rng)
+    light, _ = _rotate(x, y, rng)
     # A ground colour, and two similar hues of another brightness: float32 [3, 3, 1, 1]
     dark, bright = rng.permutation([rng.uniform(0.05, 0.4), rng.uniform(0.6, 1)])
     hue = rng.random()
@@ -152,12 +165,14 @@ def draw_image(label: str, rng: np.random.Generator) -> Image.Image:
     pixels = ground + value * figure  # float32 [3, H, W]
     pixels *= 1 + rng.uniform(0, 0.6) * light
     pixels += rng.uniform(0.01, 0.08) * rng.standard_normal((height, width), np.float32)
-    return Image.fromarray((255 * pixels.clip(0, 1)).astype(np.uint8).transpose(1, 2, 0).copy())
+    levels = (255 * pixels.clip(0, 1)).astype(np.uint8)
+    return Image.fromarray(levels.transpose(1, 2, 0).copy())
 
 
 def _rotate(x: Plane, y: Plane, rng: np.random.Generator) -> tuple[Plane, Plane]:
     angle = rng.uniform(0, 2 * math.pi)
-    return math.cos(angle) * x + math.sin(angle) * y, math.cos(angle) * y - math.sin(angle) * x
+    cos, sin = math.cos(angle), math.sin(angle)
+    return cos * x + sin * y, cos * y - sin * x
 
 
 def demo(data: DataConfig, train: Compose, val: Compose, options: Options) -> Splits:
@@ -192,7 +207,8 @@ def is_drawn(root: Path) -> bool:
     """Return whether `root` holds the demo dataset. Raises UserError if it holds anything else."""
     if not root.exists() or not any(root.iterdir()):
         return False
-    if (root / MARKER).is_file() and (root / MARKER).read_text("utf-8") == json.dumps(MARKED):
+    marker = root / MARKER
+    if marker.is_file() and marker.read_text("utf-8") == json.dumps(MARKED):
         return True
     raise UserError(
         f"data.root={root}: holds files that the demo did not draw; to train on your own images "
@@ -224,10 +240,12 @@ def draw_dataset(root: Path) -> None:
                 raise
 
 
-def _draw_class(draft: Path, split: tuple[int, str], label: tuple[int, str]) -> None:
-    folder = draft / split[1] / label[1]
+def _draw_class(draft: Path, numbered_split: tuple[int, str], numbered_label: Any) -> None:
+    split_number, split = numbered_split
+    label_number, label = numbered_label
+    folder = draft / split / label
     folder.mkdir(parents=True)
-    for number in range(COUNTS[split[1]] // len(CLASSES)):
-        rng = np.random.default_rng([0, split[0], label[0], number])
-        image = draw_image(label[1], rng)
+    for number in range(COUNTS[split] // len(CLASSES)):
+        rng = np.random.default_rng([0, split_number, label_number, number])
+        image = draw_image(label, rng)
         image.save(folder / f"{number:04d}.jpg", quality=int(rng.integers(75, 96)))

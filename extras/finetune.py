@@ -7,7 +7,6 @@ only on the file, the number of images and (the batch) the number of ranks, and 
 run's identity.
 """
 
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import models
 from conf.compose import from_overrides, with_size
 from conf.errors import UserError
+from conf.named import split_entry
 from conf.overrides import KeyValues
 from conf.schema import Config, config_values, override_keys, show
 from engine import checkpoint
@@ -151,8 +151,11 @@ def _val_transforms(stated: KeyValues) -> list[Any]:
 
 def _with_bicubic_crops(transforms: list[Any], size: int) -> list[Any]:
     """Return augment.train with the interpolation of the weights, and their size."""
-    changed = deepcopy(transforms)
-    for entry in changed:
-        if isinstance(entry, dict) and "random_resized_crop" in entry:
-            entry["random_resized_crop"] |= {"size": size, "interpolation": "bicubic"}
+    changed: list[Any] = []
+    for entry in transforms:
+        name, parameters = split_entry(entry, "augment.train")
+        if name == "random_resized_crop":
+            changed.append({name: {**parameters, "size": size, "interpolation": "bicubic"}})
+        else:
+            changed.append(entry)
     return changed

@@ -46,7 +46,8 @@ class Lamb(torch.optim.Optimizer):
             scale: Any = -group["lr"]
             if group["weight_decay"] != 0:
                 torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-                weights, changes = (torch.stack(torch._foreach_norm(x)) for x in (params, updates))
+                weights = torch.stack(torch._foreach_norm(params))
+                changes = torch.stack(torch._foreach_norm(updates))
                 both = (weights > 0) & (changes > 0)
                 ratios = torch.where(both, weights / changes, 1.0)  # the trust ratios
                 scale = list((scale * ratios).unbind())
@@ -62,17 +63,20 @@ class Lamb(torch.optim.Optimizer):
                     "exp_avg": torch.zeros_like(p),
                     "exp_avg_sq": torch.zeros_like(p),
                 }
-        grads = [p.grad for p in params if p.grad is not None]
-        steps, means, squares = (
-            [self.state[p][name] for p in params] for name in ("step", "exp_avg", "exp_avg_sq")
-        )
+        grads: list[Any] = [p.grad for p in params]
+        states = [self.state[p] for p in params]
+        steps = [state["step"] for state in states]
+        means = [state["exp_avg"] for state in states]
+        squares = [state["exp_avg_sq"] for state in states]
         torch._foreach_add_(steps, 1)
         torch._foreach_lerp_(means, grads, 1 - betas[0])
         torch._foreach_mul_(squares, betas[1])
         torch._foreach_addcmul_(squares, grads, grads, 1 - betas[1])
         # In float32, 1 - 0.999 would have an error of 6e-5.
         step = steps[0].to(longest_float(steps[0].device))
-        first, second = ((1 - beta**step).to(params[0].dtype) for beta in betas)
+        dtype = params[0].dtype
+        first = (1 - betas[0] ** step).to(dtype)
+        second = (1 - betas[1] ** step).to(dtype)
         denominators = torch._foreach_sqrt(squares)
         torch._foreach_div_(denominators, second.sqrt())
         torch._foreach_add_(denominators, eps)

@@ -32,7 +32,8 @@ def with_layer_decay(
     for distance, names in enumerate(reversed(blocks(model))):
         block = {model.get_parameter(name) for name in names}
         for group in groups:
-            if params := [p for p in group["params"] if p in block]:
+            params = [p for p in group["params"] if p in block]
+            if params:
                 more = {"params": params, "lr_scale": layer_decay**distance}
                 optimizer.param_groups.append({**group, **more})
     return optimizer

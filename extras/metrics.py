@@ -44,26 +44,32 @@ def roc_auc(label: Column, score: Column) -> float:
     rank = (count.cumsum() - (count - 1) / 2)[position]  # from 1; equal scores get their mean
     ones = int(positive.sum())
     pairs = ones * (len(positive) - ones)
-    return float(100 * (rank[positive].sum() - ones * (ones + 1) / 2) / pairs) if pairs else np.nan
+    if pairs == 0:
+        return np.nan
+    return float(100 * (rank[positive].sum() - ones * (ones + 1) / 2) / pairs)
 
 
 def calibration_error(top1: Column, confidence: Column) -> float:
     """Return the expected calibration error (Naeini 2015; arXiv 1706.04599) of float [N] each."""
     bins = np.digitize(np.asarray(confidence), np.linspace(0, 1, BINS + 1)[1:-1], right=True)
     images = np.bincount(bins, minlength=BINS)
-    percent = 100 * np.asarray(confidence, np.float64), np.asarray(top1, np.float64)
-    confidences, hits = (np.bincount(bins, x, BINS) / np.maximum(images, 1) for x in percent)
-    return float((np.abs(hits - confidences) * images).sum() / max(1, len(bins)))
+    divisors = np.maximum(images, 1)
+    confidences = np.bincount(bins, 100 * np.asarray(confidence, np.float64), BINS) / divisors
+    hits = np.bincount(bins, np.asarray(top1, np.float64), BINS) / divisors
+    gaps = np.abs(hits - confidences)
+    return float((gaps * images).sum() / max(1, len(bins)))
 
 
 def _by_class(label: Column, prediction: Column) -> tuple[Counts, Counts, Counts]:
     """Return hits, images and predictions of each class that has any of them, int64 [classes]."""
     labels, predictions = np.asarray(label), np.asarray(prediction)
-    rows = (labels[labels == predictions], labels, predictions[predictions >= 0])
-    num_classes = 1 + max(each.max(initial=0) for each in rows)
-    hits, images, predicted = (np.bincount(each, minlength=num_classes) for each in rows)
-    found = images + predicted > 0
-    return hits[found], images[found], predicted[found]
+    valid = predictions[predictions >= 0]
+    num_classes = 1 + max(labels.max(initial=0), valid.max(initial=0))
+    hits = np.bincount(labels[labels == predictions], minlength=num_classes)
+    images = np.bincount(labels, minlength=num_classes)
+    predicted = np.bincount(valid, minlength=num_classes)
+    present = images + predicted > 0
+    return hits[present], images[present], predicted[present]
 
 
 def _mean_ratio(part: Counts, whole: Counts) -> float:

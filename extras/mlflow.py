@@ -21,15 +21,17 @@ class MLflow(Observer):
     """Starts a run of MLflow, or continues the one whose ID is in the run directory."""
 
     def __init__(self, log: ObservedRun) -> None:
-        for name, value in {"MAX_RETRIES": "2", "TIMEOUT": "10"}.items():  # else it waits 4 minutes
-            os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{name}", value)
+        # Otherwise it waits 4 minutes for a server.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         import mlflow  # without it, there is a warning
 
-        self.mlflow, path, config = mlflow, log.path / "mlflow", log.config
+        self.mlflow = mlflow
+        path = log.path / "mlflow"
         known = path.read_text("utf-8") if path.exists() else None
         run = mlflow.start_run(known, run_name=log.path.resolve().name).info
         if known is None:  # a parameter never changes in MLflow
-            mlflow.log_params({"recipe": config.recipe, **result_keys(config)})
+            mlflow.log_params({"recipe": log.config.recipe, **result_keys(log.config)})
             replace_file(path, run.run_id)
         mlflow.set_tag("history", "; ".join(log.state.history))  # changes that were accepted later
         log.tracker.print(f"mlflow    run {run.run_id} in {mlflow.get_tracking_uri()}")

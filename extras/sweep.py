@@ -215,13 +215,8 @@ def _values(text: str) -> list[str]:
     if override.is_interval_sweep():
         return [str(values.start)]
     if "=glob(" in text:
-        names = values.filter(group_names(_key(text)))
-    else:
-        names = itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1)
-    found = [*names]
-    if not found:
-        raise UserError(text, "has no value", "give at least one")
-    return found
+        return list(values.filter(group_names(_key(text))))
+    return [*itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1)]
 
 
 def _for_hydra(word: str, values: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ def write_geometry(picture: Picture, row: np.ndarray) -> bool:
     bicubic = mirrored = False
     for step in picture.geometry:
         left, top, right, bottom = step.box
-        if left < 0 or top < 0 or right > width or bottom > height:
+        if min(left, top, width - right, height - bottom) < 0:
             return False  # black borders
         x, y, scale_x, scale_y = source
         if step.size != (right - left, bottom - top):
@@ -66,18 +66,22 @@ def engines_support(data: bytes) -> bool:
     """
     frames = 0
     for marker, at, end in segments(data):
-        length = end - at - 2
         if marker == START_OF_SCAN:
-            return frames == 1 and length == 12 and data[at + 4] == 3 and has_end(data)
+            in_one_scan = end - at == 14 and data[at + 4] == 3
+            return frames == 1 and in_one_scan and has_end(data)
+        if not _is_usual(marker, data[at:end]):
+            return False
         if marker == BASELINE:
             frames += 1
-            usual = data[at + 11 : at + 18 : 3] in CHROMA
-        elif marker == QUANTISATION:  # whole tables of bytes, numbered 0 to 3
-            usual = length % 65 == 2 and all(number < 4 for number in data[at + 4 : end : 65])
-        elif marker == ADOBE:
-            usual = data[at + 15 : at + 16] != b"\0"
-        else:
-            usual = marker in SKIPPED
-        if not usual:
-            return False
     return False
+
+
+def _is_usual(marker: int, segment: bytes) -> bool:
+    """Whether the engines read a segment in front of the scan; it begins with its marker."""
+    if marker == BASELINE:
+        return segment[11:18:3] in CHROMA
+    if marker == QUANTISATION:  # whole tables of bytes, numbered 0 to 3
+        return len(segment) % 65 == 4 and max(segment[4::65], default=0) < 4
+    if marker == ADOBE:
+        return segment[15:16] != b"\0"
+    return marker in SKIPPED

@@ -18,6 +18,7 @@ STEM: dict[str, Any] = dict(kernel_size=(7, 7), stride=(2, 2), padding=(3, 3), d
 STEM |= dict(in_channels=3, groups=1, bias=None, padding_mode="zeros")
 STEM_POOLING: dict[str, Any] = dict(kernel_size=3, stride=2, padding=1, dilation=1)
 STEM_POOLING |= dict(return_indices=False, ceil_mode=False)
+BATCH_NORM: dict[str, Any] = dict(affine=True, track_running_stats=True)
 # 2x2 blocks of an RGB image have 12 channels. Tensor cores need a multiple of 8; the rest is zero.
 PADDED_CHANNELS = 16
 
@@ -38,18 +39,18 @@ def faster(layer: nn.Module, *, channels_last: bool) -> type[nn.Module]:
         return OnePassAddNorm
     if not channels_last:
         return kind
-    if kind is nn.Conv2d and _options(layer, STEM) == STEM:
+    if _is_like(layer, nn.Conv2d, STEM):
         return BlockConv
-    if kind is nn.MaxPool2d and _options(layer, STEM_POOLING) == STEM_POOLING:
+    if _is_like(layer, nn.MaxPool2d, STEM_POOLING):
         return PlacedMaxPool
-    batch_norm = {"affine": True, "track_running_stats": True}
-    if kind is nn.BatchNorm2d and _options(layer, batch_norm) == batch_norm:
-        return kind if layer.momentum is None else OnePassBatchNorm
+    if _is_like(layer, nn.BatchNorm2d, BATCH_NORM) and layer.momentum is not None:
+        return OnePassBatchNorm
     return kind
 
 
-def _options(layer: nn.Module, names: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: getattr(layer, name) for name in names}
+def _is_like(layer: nn.Module, kind: type[nn.Module], options: Mapping[str, Any]) -> bool:
+    """Whether a layer is of a class, not a subclass, with these attributes."""
+    return type(layer) is kind and options == {name: getattr(layer, name) for name in options}
 
 
 class BlockConv(nn.Conv2d):

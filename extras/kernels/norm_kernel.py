@@ -34,9 +34,9 @@ def norm_gradients(
         weight: float32 [width] of the norm.
     """
     shape, width = total.shape, total.shape[-1]
-    grad_total, grad_normed, total = (
-        tensor.contiguous().view(-1, width) for tensor in (grad_total, grad_normed, total)
-    )
+    grad_total = grad_total.contiguous().view(-1, width)
+    grad_normed = grad_normed.contiguous().view(-1, width)
+    total = total.contiguous().view(-1, width)
     count = len(total)
     rounds = triton.cdiv(count, PROGRAMS)
     programs = triton.cdiv(count, rounds)

@@ -99,7 +99,7 @@ class Predictions:
         columns = {"confidence": 100 * self.confidences, "accuracy": self.values["top1"]}
         for name, values in columns.items():
             sums = zip(np.bincount(bins, values, BINS).tolist(), images, strict=True)
-            found[name] = [total / count if count else None for total, count in sums]
+            found[name] = [_ratio(total, count) for total, count in sums]
         return found
 
     @cached_property
@@ -119,10 +119,10 @@ class Predictions:
         sums = {key: np.bincount(self.labels, each, size).tolist() for key, each in columns}
         rows = []
         for i, (name, count) in enumerate(zip(self.classes, images.tolist(), strict=True)):
-            means = {key: sums[key][i] / count if count else None for key in sums}
-            hits, both = sums["top1"][i], count + guesses[i]
-            means["precision"] = hits / guesses[i] if guesses[i] else None
-            means["f1"] = 2 * hits / both if both else None
+            means = {key: _ratio(sums[key][i], count) for key in sums}
+            hits = sums["top1"][i]
+            means["precision"] = _ratio(hits, guesses[i])
+            means["f1"] = _ratio(2 * hits, count + guesses[i])
             rows.append({"class": name, "images": count, **means, "name": self.names[i]})
         return rows
 
@@ -156,6 +156,10 @@ class Predictions:
             "val/confusion": bars("most frequent confusions", confused[:MAX_BARS]),
             "val/per_class": bars("top-1, the worst classes first", accuracy[:MAX_BARS]),
         }
+
+
+def _ratio(part: float, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def bars(title: str, rows: Sequence[tuple[str, float, int]]) -> Image.Image:
