@@ -39,14 +39,15 @@ class Pictures(Observer):
             train.clock.skip()
 
     def validated(self, row: Any, rows: Rows) -> None:
-        if rows.keys() >= COLUMNS:
-            data, log, step = self.log.datasets, self.log, row["step"]
-            found = Predictions(rows, data.classes, data.val)
-            log.tracker.write_images(found.draw, step)
-            if log.state.best_validation.get("step") == step:
-                folder = log.path / "evaluation"
-                folder.mkdir(exist_ok=True)
-                write_json(folder / "evaluation.json", {**row, **found.write(folder)})
+        if not rows.keys() >= COLUMNS:
+            return
+        step = row["step"]
+        predictions = Predictions(rows, self.log.datasets.classes, self.log.datasets.val)
+        self.log.tracker.write_images(predictions.draw, step)
+        if self.log.state.best_validation.get("step") == step:
+            folder = self.log.path / "evaluation"
+            folder.mkdir(exist_ok=True)
+            write_json(folder / "evaluation.json", {**row, **predictions.write(folder)})
 
     @staticmethod
     def evaluated(folder: Path, rows: Rows, classes: Sequence[str], dataset: Dataset) -> Any:
@@ -57,13 +58,17 @@ class Predictions:
     """The rows of a validation of a classifier: one for every image of a split, in its order."""
 
     def __init__(self, rows: Rows, classes: Sequence[str], dataset: Dataset) -> None:
-        self.classes, self.names, self.dataset = classes, [*map(readable, classes)], dataset
+        self.classes = classes
+        self.names = [*map(readable, classes)]
+        self.dataset = dataset
         # int64 [N]; the prediction is class 0 if a logit is NaN
-        self.labels, self.predictions = rows["label"].numpy(), rows["prediction"].numpy().clip(0)
+        self.labels = rows["label"].numpy()
+        self.predictions = rows["prediction"].numpy().clip(0)
         # float64 [N], from engine.classifier.classifier_values; top5 of at least six classes
-        names = ("top1", "top5", "loss", "confidence")
-        self.values = {n: rows[n].numpy().astype(np.float64) for n in names if n in rows}
-        self.losses, self.confidences = self.values["loss"], self.values.pop("confidence")
+        names = [name for name in ("top1", "top5", "loss") if name in rows]
+        self.values = {name: rows[name].numpy().astype(np.float64) for name in names}
+        self.losses = self.values["loss"]
+        self.confidences = rows["confidence"].numpy().astype(np.float64)
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Write CSV files and the worst images; return what evaluation.json gets."""
@@ -93,14 +98,13 @@ class Predictions:
         `images`, `confidence` and `accuracy`: for each of the bins (0, 1/15], (1/15, 2/15], ... of
         the confidence, the number of images and two means in percent; None without images.
         """
-        bins = np.digitize(self.confidences, np.linspace(0, 1, BINS + 1)[1:-1], right=True)
-        images: list[int] = np.bincount(bins, minlength=BINS).tolist()
-        found: dict[str, list[Any]] = {"images": images}
-        columns = {"confidence": 100 * self.confidences, "accuracy": self.values["top1"]}
-        for name, values in columns.items():
-            sums = zip(np.bincount(bins, values, BINS).tolist(), images, strict=True)
-            found[name] = [_ratio(total, count) for total, count in sums]
-        return found
+        edges = np.linspace(0, 1, BINS + 1)
+        bins = np.digitize(self.confidences, edges[1:-1], right=True)
+        return {
+            "images": np.bincount(bins, minlength=BINS).tolist(),
+            "confidence": _means(100 * self.confidences, bins, BINS),
+            "accuracy": _means(self.values["top1"], bins, BINS),
+        }
 
     @cached_property
     def confusions(self) -> list[tuple[int, int, int]]:
@@ -113,18 +117,17 @@ class Predictions:
     @cached_property
     def per_class(self) -> list[dict[str, Any]]:
         """The rows of per_class.csv: percent, but for the loss; None without images or guesses."""
-        size, columns = len(self.classes), self.values.items()
-        images, predictions = np.bincount(self.labels, minlength=size), self.predictions
-        guesses: list[int] = np.bincount(predictions, minlength=size).tolist()
-        sums = {key: np.bincount(self.labels, each, size).tolist() for key, each in columns}
-        rows = []
-        for i, (name, count) in enumerate(zip(self.classes, images.tolist(), strict=True)):
-            means = {key: _ratio(sums[key][i], count) for key in sums}
-            hits = sums["top1"][i]
-            means["precision"] = _ratio(hits, guesses[i])
-            means["f1"] = _ratio(2 * hits, count + guesses[i])
-            rows.append({"class": name, "images": count, **means, "name": self.names[i]})
-        return rows
+        size = len(self.classes)
+        images = np.bincount(self.labels, minlength=size)
+        guesses = np.bincount(self.predictions, minlength=size)
+        hits = np.bincount(self.labels, self.values["top1"], size)  # in percent
+        columns = {"class": [*self.classes], "images": images.tolist()}
+        for key, values in self.values.items():
+            columns[key] = _means(values, self.labels, size)
+        columns["precision"] = _ratios(hits, guesses)
+        columns["f1"] = _ratios(2 * hits, images + guesses)
+        columns["name"] = self.names
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def worst(self, count: int) -> list[int]:
         """Return the positions of the images with the largest loss, in descending order."""
@@ -149,8 +152,9 @@ class Predictions:
         confused = []
         for label, other, count in self.confusions:
             if label != other:
+                pair = f"{names[label]} -> {names[other]}"
                 total = per_class[label]["images"]
-                confused.append((f"{names[label]} -> {names[other]}", 100 * count / total, total))
+                confused.append((pair, 100 * count / total, total))
         return {
             "val/worst": self.worst_images,
             "val/confusion": bars("most frequent confusions", confused[:MAX_BARS]),
@@ -158,8 +162,15 @@ class Predictions:
         }
 
 
-def _ratio(part: float, whole: int) -> float | None:
-    return part / whole if whole else None
+def _means(values: np.ndarray, groups: np.ndarray, count: int) -> list[float | None]:
+    """Return the mean over each of the `count` groups; None for an empty one."""
+    sums = np.bincount(groups, values, count)
+    return _ratios(sums, np.bincount(groups, minlength=count))
+
+
+def _ratios(parts: np.ndarray, wholes: np.ndarray) -> list[float | None]:
+    pairs = zip(parts.tolist(), wholes.tolist(), strict=True)
+    return [part / whole if whole else None for part, whole in pairs]
 
 
 def bars(title: str, rows: Sequence[tuple[str, float, int]]) -> Image.Image:
