@@ -24,10 +24,14 @@ from pipeline.augment import build_by_name, transform_target
 from pipeline.decode import INTERPOLATIONS, Picture
 from tests.helpers.drawings import draw_image
 
-FAMILIES = {"torchvision": "RandAugment", "wide": "TrivialAugmentWide"}
 THEIRS = {name: name.title().replace("_", "") for name in ("identity", *MATRICES, *NAMES)}
 THEIRS["autocontrast"] = "AutoContrast"
 IMAGE = draw_image("dots", np.random.default_rng(3)).resize((176, 120))  # not square
+# Our list -> torchvision's class, and what its list of strengths depends on
+FAMILIES = {
+    "torchvision": ("RandAugment", (STRENGTHS + 1, IMAGE.size[::-1])),
+    "wide": ("TrivialAugmentWide", (STRENGTHS + 1,)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +60,16 @@ def test_operation_of_every_strength_is_torchvisions(
 
     It also decides whether a point on the very border is inside the image.
     """
-    space = getattr(transforms.autoaugment, FAMILIES[operations])()._augmentation_space
-    space = space(31, IMAGE.size[::-1]) if operations == "torchvision" else space(31)
+    family, arguments = FAMILIES[operations]
+    space = getattr(transforms.autoaugment, family)()._augmentation_space(*arguments)
     assert {THEIRS[name] for name in LISTS[operations]} == space.keys()
     magnitudes, signed = space[THEIRS[name]]  # of each strength; whether it has a sign
     mode = transforms.InterpolationMode[interpolation.upper()]
     changed = 0
-    strengths = range(0, STRENGTHS + 1, 1 if interpolation == "nearest" else 3)
-    for strength, sign in itertools.product(strengths, (1, -1)):
+    for strength, sign in itertools.product(range(STRENGTHS + 1), (1, -1)):
         # torchvision's are float32: unrounded, a translation by 16 pixels is 15.999999, cut to 15.
         size = round(magnitudes[strength].item(), 4) if magnitudes.ndim else 0.0
-        size = (sign if signed else 1) * size
+        size *= sign if signed else 1
         expected = transforms.autoaugment._apply_op(IMAGE, THEIRS[name], size, mode, None)
         ours = number_of(name, sign * strength / STRENGTHS, IMAGE.size, operations)
         found = applied(name, ours, interpolation)
@@ -75,7 +78,7 @@ def test_operation_of_every_strength_is_torchvisions(
             assert not difference.any(), (sign, strength)
         assert (difference > 1).mean() < 0.001, (sign, strength)
         changed += not np.array_equal(found, IMAGE)
-    assert changed > max(strengths) / strengths.step or magnitudes.ndim == 0
+    assert changed > STRENGTHS or magnitudes.ndim == 0
 
 
 @pytest.mark.parametrize("name", LISTS["timm"])
