@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torchvision.transforms import RandomErasing
 
 from pipeline.augment import build_by_name
 from pipeline.batch_augment import BATCH_TRANSFORMS, BLOCK, BatchShare, BatchTransforms
@@ -86,6 +87,15 @@ def test_erasing_clears_a_box_and_keeps_the_targets() -> None:
                 height, width = (cleared[0].any(axis).sum() for axis in (1, 0))
                 assert 0.4 < width / height < 2.5
     assert 0.2 < erased / (20 * COUNT) < 0.3
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0, 3.3])
+def test_erased_boxes_are_as_high_and_as_wide_as_torchvisions(ratio: float) -> None:
+    options: Any = {"scale": (0.1, 0.1), "ratio": (ratio, ratio)}
+    images, _ = one("random_erasing", p=1.0, **options)(*batch(), share())
+    erased = images[:, 0] == 0
+    height, width = RandomErasing.get_params(images[0], **options)[2:4]
+    assert (erased.any(2).sum(1) == height).all() and (erased.any(1).sum(1) == width).all()
 
 
 Draws = tuple[np.ndarray, np.ndarray, np.ndarray]
