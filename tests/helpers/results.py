@@ -12,7 +12,20 @@ from engine import checkpoint
 def rows(folder: Path, split: str) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl for a split, without durations."""
     found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{k: row[k] for k in row if k != "seconds"} for row in found if row["split"] == split]
+    of_split = [row for row in found if row["split"] == split]
+    for row in of_split:
+        row.pop("seconds", None)
+    return of_split
+
+
+def column(folder: Path, split: str, name: str) -> list[Any]:
+    """Return one value of each row of metrics.jsonl for a split."""
+    return [row[name] for row in rows(folder, split)]
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
