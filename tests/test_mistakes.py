@@ -90,12 +90,13 @@ def test_a_mistake_is_one_line(
     out, err = capsys.readouterr()
     assert found == 2
     assert out in ("", "start     importing torch, then reading the images\n")
-    assert err.count("\n") == 1 and err.endswith("\n"), err
+    assert err.count("\n") == 1, err
+    assert err.endswith("\n"), err
     assert re.search(".*".join(map(re.escape, message.split("..."))), err), err
     # The keys that it tells to write exist; `key=value` stands for any.
     named = set(re.findall(r"(?<![\w.])([a-z_]+(?:\.[a-z_]+)?)=", err))
     assert named.difference(re.findall(r"[\w.]+", words)) <= {"key", *NAMES}, err
-    assert tree(workplace) == before and descendants(os.getpid()) == children
+    assert (tree(workplace), descendants(os.getpid())) == (before, children)
     assert not torch.distributed.is_initialized()
 
 

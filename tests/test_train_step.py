@@ -118,7 +118,8 @@ def test_training_loss() -> None:
         torch.testing.assert_close(values[name], 100 * hits.float().mean())
     assert not any(value.requires_grad for value in values.values())
     loss.backward()
-    assert network.weight.grad is not None and network.weight.grad.abs().sum() > 0
+    assert network.weight.grad is not None
+    assert network.weight.grad.abs().sum() > 0
 
 
 def test_loss_is_computed_in_float32() -> None:

@@ -112,7 +112,8 @@ def test_each_image_is_validated_once(tmp_path: Path, ranks: Ranks) -> None:
     assert [case[1] for case in one] == [3, 7, 13, 25]
     assert any(case[0].get("top5", 0) not in (0, 100) for case in one), "top-5 is trivial"
     for (values, count, *columns), (expected, whole, *alone) in zip(several, one, strict=True):
-        assert count == whole and len(columns) == len(alone) > 3
+        assert count == whole
+        assert len(columns) == len(alone) > 3
         for column, in_order in zip(columns, alone, strict=True):
             assert column == pytest.approx(in_order, rel=1e-5)
         assert values == pytest.approx(expected, rel=1e-6)

@@ -16,7 +16,8 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         cli.parse(arguments, script="train.py", purpose="")
     out, err = capsys.readouterr()
     assert (stop.value.code, out) == (2, "")
-    assert err.count("\n") == 1 and err.endswith("\n")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
     assert "Traceback" not in err
     return err.partition(": ")[2].rstrip("\n")
 

@@ -66,7 +66,8 @@ def test_section_help(capsys: pytest.CaptureFixture[str]) -> None:
         cli.parse(["--help", "schedule"], script="train.py", purpose="")
     group, first, *lines = capsys.readouterr().out.splitlines()
     assert group == "  schedule=  constant | cosine | linear | step"
-    assert first.startswith("* schedule.name=step ") and " learning rate after warm-up" in first
+    assert first.startswith("* schedule.name=step ")
+    assert " learning rate after warm-up" in first
     assert [line.partition("=")[0] for line in lines] == [
         *("* schedule.warmup_epochs", "* schedule.step_epochs", "* schedule.step_gamma"),
         "* schedule.final_lr",
@@ -110,18 +111,20 @@ def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) 
     """With the path; a reader that stops needs no words."""
     assert cli.exit_status(lambda: len(Path("nowhere").read_text())) == 1
     lines = capsys.readouterr().err.split("\n")
-    assert len(lines) == 2 and "No such file or directory: 'nowhere'; check the path" in lines[0]
+    assert len(lines) == 2
+    assert "No such file or directory: 'nowhere'; check the path" in lines[0]
     in_a_class_body = RuntimeError("Error calling __set_name__")
     in_a_class_body.__cause__ = KeyboardInterrupt()
     for error, status in ((BrokenPipeError, 1), (KeyboardInterrupt, 130), (in_a_class_body, 130)):
         with patch("signal.signal") as handle:  # as before: what runs at exit would print it
             assert cli.exit_status(Mock(side_effect=error)) == status
-        assert capsys.readouterr().err == "" and handle.call_args.args[1] == signal.getsignal(2)
+        assert (capsys.readouterr().err, handle.call_args.args[1]) == ("", signal.getsignal(2))
 
 
 def test_ctrl_c_before_torch_is_imported_is_quiet() -> None:
     with Started([sys.executable, ROOT / "train.py", "data=fake"], stdout=PIPE, stderr=PIPE) as run:
-        assert run.stdout and run.stdout.readline().startswith("start ")
+        assert run.stdout
+        assert run.stdout.readline().startswith("start ")
         run.send_signal(signal.SIGINT)
         assert (*run.communicate(), run.returncode) == ("", "", -signal.SIGINT)  # a shell: 130
 
@@ -130,7 +133,7 @@ def test_ctrl_c_erases_the_line_on_which_a_terminal_shows_it() -> None:
     code = "from conf.start import *\nwith handle_stops(lambda *_:print(1)): signal.raise_signal(2)"
     end, terminal = os.openpty()
     done = run_command([sys.executable, "-c", code], stderr=terminal)
-    assert done.stdout == "1\n" and os.read(end, 9) == b"\r\33[K"
+    assert (done.stdout, os.read(end, 9)) == ("1\n", b"\r\33[K")
     os.close(end)
     os.close(terminal)
 

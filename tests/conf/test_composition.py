@@ -62,7 +62,8 @@ NAMES = {  # tests/equal has more
 def test_names_are_for_a_person(typed: str) -> None:
     """At most 60 characters, data.root and a hash; and each can be typed."""
     found = name(typed)
-    assert found.startswith(NAMES[typed]) and len(found) <= 2 * NAME_LENGTH + 10
+    assert found.startswith(NAMES[typed])
+    assert len(found) <= 2 * NAME_LENGTH + 10
     assert (found == NAMES[typed]) == (NAMES[typed][-1] != ",")
     config = from_overrides([DATA, f"run.name={found}", f"run.dir=runs/{found}"])
     assert (config.run.name, config.run.dir) == (found, f"runs/{found}")
@@ -134,4 +135,5 @@ def test_paths_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     config = from_overrides(
         ["data.root=${oc.env:FOLDER}/more", "run.dir=${oc.env:NONE,/runs}/${now:%Y}"]
     )
-    assert config.data.root == "/images/more" and config.run.dir.startswith("/runs/20")
+    assert config.data.root == "/images/more"
+    assert config.run.dir.startswith("/runs/20")

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,13 +50,12 @@ def test_auto_resumes_the_newest_intact_checkpoint(run: Path, capsys: Any) -> No
     before = tree(run)
     assert directory(run).read_checkpoint()["identity"] == IDENTITY
     (run / "checkpoints" / "step-00000040.pt.tmp").write_bytes(b"partial")
-    assert open_run(run) == twenty and tree(run) == before
+    assert (open_run(run), tree(run)) == (twenty, before)
     twenty.write_bytes(b"partial")
     assert open_run(run) == ten
-    for folder, newest in ((run, twenty), (run / "new", "none")):
-        with pytest.raises(KeyboardInterrupt):
-            interrupt(folder)
-        assert capsys.readouterr().out.endswith(f"by Ctrl-C; newest checkpoint: {newest}\n")
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(run)
+    assert capsys.readouterr().out.endswith(f"newest checkpoint: {twenty}\n")
     ten.write_bytes(b"partial")
     with pytest.raises(CheckpointError, match="and all before it: damaged; give "):
         open_run(run)
@@ -64,21 +64,20 @@ def test_auto_resumes_the_newest_intact_checkpoint(run: Path, capsys: Any) -> No
 def test_best_is_linked_after_a_kill(run: Path) -> None:
     """The checkpoint says that it is the best; a kill has prevented best.pt."""
     best = add_checkpoint(run, 30, best={"step": 30, "top1": 50.0})
-    for _ in range(2):
-        assert open_run(run) == best and (run / "checkpoints" / "best.pt").samefile(best)
+    assert open_run(run) == best
+    assert (run / "checkpoints" / "best.pt").samefile(best)
+    assert open_run(run) == best
 
 
 def test_new_run_starts_from_a_path(run: Path, tmp_path: Path) -> None:
     ten, twenty = checkpoint.files(run / "checkpoints")
     branch = tmp_path / "branch"
-    for _ in range(2):  # the second time as if it was killed before its first checkpoint
-        assert open_run(branch, str(ten)) == ten
+    assert open_run(branch, str(ten)) == ten
+    assert open_run(branch, str(ten)) == ten  # as if it was killed before its first checkpoint
     own = add_checkpoint(branch, 15, history=[f"began at step 10 with {ten}"])
     ten.rename(tmp_path / "elsewhere.pt")  # as if its run had removed it
     assert open_run(branch, str(ten)) == own  # the same command resumes
-    message = r"checkpoint\.resume=.*: .*/branch holds a run that began without it; leave the key o"
-    with pytest.raises(UserError, match=message):
-        open_run(branch, str(twenty))
+    check_refused(r"checkpoint\.resume=.*/branch holds a run", branch, branch, str(twenty))
     message = r"leave the key out to resume from step-00000020\.pt"
     check_refused(message, run, run, str(twenty))  # one folder would hold two trainings
 
@@ -97,16 +96,17 @@ def test_never_moves_the_old_run_aside(run: Path, tmp_path: Path) -> None:
     # run.dir may be a link to a large disk, which the next run needs as well.
     (tmp_path / "link").symlink_to(run)
     assert open_run(tmp_path / "link", "never") is None
-    assert (tmp_path / "link").readlink() == run and set(tree(run)) == CREATED
+    assert ((tmp_path / "link").readlink(), set(tree(run))) == (run, CREATED)
     names = ["link", "new", "run", "run.old-1", "run.old-2", "run.old-3"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    assert sorted(os.listdir(tmp_path)) == names
 
 
 def check_refused(message: str, unchanged: Path, *arguments: Any) -> None:
     before = tree(unchanged)
     with pytest.raises(UserError, match=message) as error:
         open_run(*arguments)
-    assert "\n" not in str(error.value) and tree(unchanged) == before
+    assert "\n" not in str(error.value)
+    assert tree(unchanged) == before
 
 
 def test_changes_are_listed_and_accepted() -> None:
@@ -116,20 +116,15 @@ def test_changes_are_listed_and_accepted() -> None:
     changes = changed_keys(stored, now)
     assert list(changes) == ["data.val", "optim.lr", "optim.momentum"]
     path = Path("step-7.pt")
-    with pytest.raises(UserError) as error:
-        refuse_changes(path, changes, accept=False)
-    assert str(error.value) == (
-        "cannot resume step-7.pt: 3 of the keys that affect the result have changed: data.val=c "
-        "(now b), optim.lr=0.2 (now 0.4), optim.momentum=null (now 0.9); give run.name=NAME to "
-        "start another run, or checkpoint.accept_changes=true to continue this one (model.name, "
-        "model.freeze, optim.name, optim.args, loader.batch_size, classes cannot change)"
+    listed = (
+        r"data\.val=c \(now b\), optim\.lr=0\.2 \(now 0\.4\), optim\.momentum=null \(now 0\.9\)"
     )
+    with pytest.raises(UserError, match=rf"{listed}.*run\.name=NAME.*accept_changes=true"):
+        refuse_changes(path, changes, accept=False)
     refuse_changes(path, changes, accept=True)
     refuse_changes(path, changed_keys(now, now), accept=False)
     many = dict.fromkeys(["a", "b", "c", "d", "e", "classes", "f"], 8)
-    with pytest.raises(
-        UserError, match=r"t: 7 of .*changed: classes=8 \(now 9\), a=.*, e=.*9\); g"
-    ):
+    with pytest.raises(UserError, match=r": 7 of .*: classes=8 \(now 9\), a=.*, e=.*9\); g"):
         refuse_changes(path, changed_keys(many, dict.fromkeys(many, 9)), accept=False)
 
 
@@ -154,7 +149,8 @@ def test_second_process_is_refused_until_the_first_one_is_killed(tmp_path: Path)
     holder = multiprocessing.get_context("fork").Process(target=hold, args=arguments)
     holder.start()
     try:
-        assert here.poll(HANGS_SECONDS) and here.recv() == "open"
+        assert here.poll(HANGS_SECONDS)
+        assert here.recv() == "open"
         for resume in ("auto", "never"):
             message = r"run\.dir=.*: a process trains in it"
             check_refused(message, tmp_path, tmp_path / "run", resume, {})

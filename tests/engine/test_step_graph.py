@@ -139,7 +139,8 @@ def test_the_end_destroys_the_graph(world: World) -> None:
     with train_on_batch:
         for number in range(STEPS):
             train_on_batch(random_batch(compute, number))
-        assert train_on_batch.disabled_reason == "" and train_on_batch._captured is not None
+        assert train_on_batch.disabled_reason == ""
+        assert train_on_batch._captured is not None
         graph = train_on_batch._captured[0]
     with pytest.raises(RuntimeError, match="without a preceding successful capture"):
         graph.replay()
@@ -194,7 +195,8 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(
         found.append(weights(state))
     assert found[0] == found[1]
     (line,) = [record.getMessage() for record in caplog.records if "CUDA graph" in record.message]
-    assert "not captured" in line and "\n" not in line
+    assert "not captured" in line
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize("where", ["backward", "optimiser"])

@@ -21,6 +21,7 @@ from pipeline.loader import EMPTY_ROW
 from tests.engine.plans import ALONE
 from tests.helpers.batches import batch_of, on_device, without_waiting
 from tests.helpers.batches import toy_values as measure
+from tests.helpers.results import same
 
 IMAGES = 37
 METRICS, NAN = Metrics.of(Config()), math.nan
@@ -37,9 +38,8 @@ def model() -> nn.Module:
 @pytest.fixture(scope="module")
 def data() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(IMAGES, 3, 16, 16, generator=generator), torch.randint(
-        0, 7, (IMAGES,), generator=generator
-    )
+    images = torch.randn(IMAGES, 3, 16, 16, generator=generator)
+    return images, torch.randint(0, 7, (IMAGES,), generator=generator)
 
 
 def padded(images: Tensor, labels: Tensor, size: int) -> Iterator[Batch]:
@@ -89,14 +89,14 @@ def test_rows_are_copies(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
 def test_model_is_unchanged(model: nn.Module, data: tuple[Tensor, Tensor], mode: bool) -> None:
     def watch(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         output = model(batch["image"])
-        assert not (torch.is_grad_enabled() or model.training or output.requires_grad)
+        assert not any((torch.is_grad_enabled(), model.training, output.requires_grad))
         return measure(model, batch)
 
     model.train(mode)
-    before = {k: v.clone() for k, v in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     evaluate([model], watch, padded(*data, 20), ALONE)
-    assert torch.is_grad_enabled() and model.training == mode and model.bn1.training == mode
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert (torch.is_grad_enabled(), model.training, model.bn1.training) == (True, mode, mode)
+    assert same(model.state_dict(), before)
 
 
 @pytest.mark.gpu
@@ -109,8 +109,7 @@ def test_nothing_waits_for_the_gpu(model: nn.Module, data: tuple[Tensor, Tensor]
         for repeatable in (False, True):
             with without_waiting(deterministic=repeatable):
                 found = [measure(network, batch) for batch in batches]
-            for one, other in zip(found, expected, strict=True):
-                assert all(torch.equal(one[name], other[name]) for name in one)
+            assert same(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -159,5 +158,6 @@ def test_the_best_value_may_be_the_highest_or_the_lowest() -> None:
         by = Metrics.of(Config(train=TrainConfig(best_by=text))).best_by
         assert by.prefers({by.name: better}, {by.name: worse})
         assert not by.prefers({by.name: worse}, {by.name: better})
-        assert by.prefers({by.name: worse}, {}) and by.prefers({by.name: worse}, {by.name: NAN})
+        assert by.prefers({by.name: worse}, {})
+        assert by.prefers({by.name: worse}, {by.name: NAN})
         assert not by.prefers({by.name: NAN}, {by.name: worse})

@@ -53,14 +53,15 @@ def check_objects(world: World) -> None:
 
 def check_tensors(world: World) -> None:
     values = torch.tensor([1.0, 10.0]) * (world.rank + 1)
-    assert world.sum(values) is values and values.tolist() == [3, 30]
+    assert world.sum(values) is values
+    assert values.tolist() == [3, 30]
     assert (world.max(world.rank), world.max(-world.rank)) == (1, 0)
     model = nn.BatchNorm1d(3)
     model.running_mean.fill_(world.rank + 1)
     model.num_batches_tracked.fill_(world.rank + 5)
     nn.init.constant_(model.weight, world.rank + 7)
     world.broadcast_buffers(model)
-    assert model.running_mean.tolist() == [1, 1, 1] and model.num_batches_tracked == 5
+    assert (model.running_mean.tolist(), model.num_batches_tracked) == ([1, 1, 1], 5)
     assert model.weight[0] == world.rank + 7
 
 
@@ -146,7 +147,8 @@ def check_memory(world: World) -> None:
         patch.setattr(memory, "TRIED_ON", ("cpu",))
         fitted = memory.fit_memory(schedule(batch=16, ranks=2), graph, state, world, [batch])
     assert (fitted.num_micro_batches, fitted.fitted_micro_batch) == (4, 2)
-    assert params_sha256(state.model) == before and not state.optimizer.state
+    assert params_sha256(state.model) == before
+    assert not state.optimizer.state
     graph(batch)
     after = params_sha256(state.model)
     assert {*world.all_gather(after)} == {after} != {before}

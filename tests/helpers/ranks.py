@@ -48,7 +48,8 @@ class Ranks(Started):
         Args:
             environment: variables of each rank, besides those that torchrun sets.
         """
-        assert self.stdin is not None and self.stdout is not None
+        assert self.stdin is not None
+        assert self.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
             job = {
                 "arguments": list(command[1:]),

@@ -119,7 +119,8 @@ def test_head_that_does_not_fit_starts_at_zero(
     fit_weights(model, dict(stored), origin="test", new_head=True)
     now = model.state_dict()
     assert all(torch.equal(now[k], stored[k]) for k in now if not k.startswith("fc."))
-    assert not now["fc.weight"].any() and not now["fc.bias"].any()
+    assert not now["fc.weight"].any()
+    assert not now["fc.bias"].any()
     assert "test: fc.weight, fc.bias start anew: the file has no head for these 3" in caplog.text
 
 
@@ -177,7 +178,8 @@ def test_layers_with_versions(caplog: pytest.LogCaptureFixture) -> None:
     old = {k: v for k, v in stored.items() if not k.endswith("num_batches_tracked")}
     model = models.build("mnasnet0_5", num_classes=7, image_size=32)
     fit_weights(model, old, origin="test", new_head=True)
-    assert same(model.state_dict(), stored) and not caplog.records
+    assert same(model.state_dict(), stored)
+    assert not caplog.records
 
 
 # Weights that do not fit, and files without weights.
@@ -224,10 +226,11 @@ def test_frozen_modules() -> None:
         net(torch.randn(4, 3, 32, 32)).sum().backward()
         trained = {key.split(".")[0] for key, p in net.named_parameters() if p.grad is not None}
         changed = {k.split(".")[0] for k, v in net.state_dict().items() if (v != before[k]).any()}
-        assert trained == {"layer2", "layer3", "fc"} and changed == {"layer2", "layer3"}
+        assert (trained, changed) == ({"layer2", "layer3", "fc"}, {"layer2", "layer3"})
         net.eval()
         models.train_mode(net)
-        assert not net.bn1.training and net.layer2.training  # type: ignore[union-attr]
+        assert not net.bn1.training
+        assert net.layer2.training  # type: ignore[union-attr]
 
 
 def test_a_part_of_a_module() -> None:
@@ -235,7 +238,8 @@ def test_a_part_of_a_module() -> None:
     model = torch.nn.ModuleDict({f"layer{i}": torch.nn.BatchNorm1d(2) for i in (1, 10)})
     models.freeze(model, ["layer1.weight"])
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    assert frozen == ["layer1.weight"] and model["layer1"].training
+    assert frozen == ["layer1.weight"]
+    assert model["layer1"].training
 
 
 # ResNets have the names of torchvision's layers, and compute the same.

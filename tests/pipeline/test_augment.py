@@ -34,7 +34,8 @@ def test_crop_lies_within_the_image() -> None:
                 crop = one("random_resized_crop", size=8, scale=scale, ratio=ratio)
                 for seed in range(30):
                     left, top, right, bottom = crop.box(*size, random.Random(seed))
-                    assert 0 <= left < right <= size[0] and 0 <= top < bottom <= size[1]
+                    assert 0 <= left < right <= size[0]
+                    assert 0 <= top < bottom <= size[1]
 
 
 @pytest.mark.parametrize("size", [(30, 1000), (1000, 30)])
@@ -198,7 +199,7 @@ def test_a_file_that_stays_encoded_moves_a_mask_alike_without_decoding(mask: np.
         pictures = [moved([CROP, FLIP], seed, source) for source in (file, IMAGE)]
         ours, theirs = (transform_target(mask, picture, fill=9) for picture in pictures)
         np.testing.assert_array_equal(ours, theirs)
-        assert ours.dtype == mask.dtype and ours.shape == (150, 150, *mask.shape[2:])
+        assert (ours.dtype, ours.shape) == (mask.dtype, (150, 150, *mask.shape[2:]))
         assert set(np.unique(ours)) == {*np.unique(mask).tolist(), 9}
     size = r"is \(155, 140\), its image's \(156, 140\); return points as float \[N, 2\]"
     with pytest.raises(ValueError, match=size):

@@ -68,7 +68,8 @@ def test_cutmix_pastes_a_box_and_its_area_is_the_weight() -> None:
         assert targets[i, j].item() == pytest.approx(areas[-1], abs=1e-6)
         assert targets[i, i].item() == pytest.approx(1 - areas[-1], abs=1e-6)
     assert len(set(areas)) > COUNT / 2
-    assert min(areas) < 0.1 and max(areas) > 0.5
+    assert min(areas) < 0.1
+    assert max(areas) > 0.5
 
 
 def test_erasing_clears_a_box_and_keeps_the_targets() -> None:
@@ -80,7 +81,8 @@ def test_erasing_clears_a_box_and_keeps_the_targets() -> None:
         for image, original in zip(images, batch()[0], strict=True):
             cleared = (image == 0).numpy()
             assert torch.equal(image, original.masked_fill(torch.from_numpy(cleared), 0))
-            assert (cleared == cleared[0]).all() and is_box(cleared[0])
+            assert (cleared == cleared[0]).all()
+            assert is_box(cleared[0])
             if cleared.any():  # wherever it lies: the border does not cut it
                 erased += 1
                 assert 0.08 < cleared[0].mean() < 0.23
@@ -95,7 +97,8 @@ def test_erased_boxes_are_as_high_and_as_wide_as_torchvisions(ratio: float) -> N
     images, _ = one("random_erasing", p=1.0, **options)(*batch(), share())
     erased = images[:, 0] == 0
     height, width = RandomErasing.get_params(images[0], **options)[2:4]
-    assert (erased.any(2).sum(1) == height).all() and (erased.any(1).sum(1) == width).all()
+    assert (erased.any(2).sum(1) == height).all()
+    assert (erased.any(1).sum(1) == width).all()
 
 
 Draws = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -168,7 +171,8 @@ def test_every_image_of_a_small_share_gets_another_one(total: int, ranks: int) -
         mine = BatchTransforms([], total, 0, rank, ranks).share(0, total // ranks)
         rows = torch.arange(float(mine.count))
         partners = mine.blend(rows, torch.zeros_like(rows))
-        assert sorted(partners.tolist()) == rows.tolist() and not (partners == rows).any()
+        assert sorted(partners.tolist()) == rows.tolist()
+        assert not (partners == rows).any()
 
 
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
@@ -180,4 +184,5 @@ def test_p_is_the_fraction_of_changed_images_and_the_input_stays(name: str) -> N
             found, _ = transform(images, targets, share(0, step))
             changed.append((found != images).flatten(1).any(1))
         assert low <= torch.cat(changed).float().mean().item() <= high
-    assert torch.equal(images, batch()[0]) and torch.equal(targets, torch.eye(COUNT))
+    assert torch.equal(images, batch()[0])
+    assert torch.equal(targets, torch.eye(COUNT))

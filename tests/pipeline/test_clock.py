@@ -38,7 +38,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
             device.finished = max(device.finished, self.time)
 
         def elapsed_time(self, end: Any) -> float:
-            assert self.query() and end.query()
+            assert self.query()
+            assert end.query()
             return float(end.time - self.time)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -100,7 +101,8 @@ def test_points_within_a_step_on_a_cpu(clock: Clock, monkeypatch: pytest.MonkeyP
         found.end_step()
     times = found.step_times()
     assert times.core_wait == pytest.approx(3 / 32)
-    assert times.ranks_wait == pytest.approx(3 / 32) and times.compute == pytest.approx(29 / 32)
+    assert times.ranks_wait == pytest.approx(3 / 32)
+    assert times.compute == pytest.approx(29 / 32)
 
 
 def test_mean_of_rows() -> None:
@@ -110,4 +112,4 @@ def test_mean_of_rows() -> None:
         StepTimes(steps=30, seconds=3.0, rate=200.0, workers=4, decoder="region"),
     ]
     mean = StepTimes(steps=40, seconds=4.0, rate=175.0, workers=4, decoder="region")
-    assert mean_of(rows) == mean and mean_of(rows[1:]) == rows[1]
+    assert (mean_of(rows), mean_of(rows[1:])) == (mean, rows[1])

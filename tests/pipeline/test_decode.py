@@ -54,7 +54,7 @@ def test_a_photo_is_turned_upright_if_this_is_asked_for(orientation: int) -> Non
         with Image.open(io.BytesIO(data)) as file:
             turned = ImageOps.exif_transpose(file).convert("RGB")
         picture = opened(data, decode.resolve("auto"), upright=True)
-        assert picture.size == turned.size and opened(data).size == image.size
+        assert (picture.size, opened(data).size) == (turned.size, image.size)
         np.testing.assert_array_equal(picture.pixels(), np.asarray(turned))
 
 
@@ -104,7 +104,8 @@ def test_decoding_at_a_fraction_is_close(
 def test_the_number_of_pixels_is_checked_before_decoding(
     decoder: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Image.MAX_IMAGE_PIXELS is not None and decode.MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
+    assert Image.MAX_IMAGE_PIXELS is not None
+    assert decode.MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
     data = KINDS[kind][0]()
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 3000)
     monkeypatch.setattr(decode, "MAX_PIXELS", 6000)

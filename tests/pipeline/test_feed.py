@@ -73,7 +73,8 @@ def test_batches_that_nothing_uses(image_root: Path) -> None:
     with opened(image_root) as found:
         expected = training(found)
         measured = found.measure(0)
-        assert measured.rate > 0 and measured.cpu_ms > 0
+        assert measured.rate > 0
+        assert measured.cpu_ms > 0
         assert_equal(training(found), expected)
 
 
@@ -95,5 +96,5 @@ def test_validation_uses_all_workers(image_root: Path) -> None:
         pool.activate(1)
         pids = pool.pids
         with feed.for_validation():
-            assert pool.active == 2 and len(pids) == 2
-        assert pool.active == 1 and pool.pids == pids
+            assert (pool.active, len(pids)) == (2, 2)
+        assert (pool.active, pool.pids) == (1, pids)

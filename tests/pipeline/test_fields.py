@@ -104,7 +104,7 @@ def check(batch: Batch, dataset: Dataset, samples: np.ndarray) -> None:
             rows = (channels_first(rows).double() / field.highest - 0.5) / 0.25
             found = found.double()
         np.testing.assert_allclose(found[:count], rows, rtol=0, atol=1e-6 if field.image else 0)
-        assert found.dtype == rows.dtype and found.shape[1:] == rows.shape[1:]
+        assert (found.dtype, found.shape[1:]) == (rows.dtype, rows.shape[1:])
 
 
 @pytest.mark.parametrize("fields", [everything, deep])
@@ -114,7 +114,7 @@ def test_fields_arrive_as_they_are_loaded(fields: Callable[[int], Fields]) -> No
         for share, stop in ((feed.train, 6), (feed.val, feed.num_val_batches)):
             for batch in share.batches(0, stop):
                 check(batch, share.loader.dataset, share.loader.samples(batch.step))
-        assert batch.step == 1 and batch.valid.sum() == 3
+        assert (batch.step, batch.valid.sum()) == (1, 3)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,8 @@ def test_all_images_and_the_numbers_are_mixed_alike(names: tuple[str, ...], entr
                 for image, found in zip(*both, strict=True):
                     share = BatchTransforms([], 2, seed=0).share(before.step, 8)
                     expected, target = transform(image, numbers, share)
-                    assert torch.equal(found, expected) and not torch.equal(found, image)
+                    assert torch.equal(found, expected)
+                    assert not torch.equal(found, image)
             assert all(torch.equal(after[name], before[name]) for name in names)
             assert ("target" in after.fields) == (entry != "random_erasing")
             if "target" in after.fields:

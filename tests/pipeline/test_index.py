@@ -104,7 +104,8 @@ def test_what_is_left_out_is_counted(
         index = load_index(root, key="data.train")
         assert [index.name(i) for i in range(len(index))] == images
         (said,) = (text for text in caplog.messages if "not read" in text)
-        assert said.startswith("data.train=") and said.endswith(f": {index.left_out}")
+        assert said.startswith("data.train=")
+        assert said.endswith(f": {index.left_out}")
         reasons = "hidden, or of the system (3), .heic (2), in no class folder (1), no ending (1)"
         assert index.left_out.startswith(f"7 files or folders are not read: {reasons}, such as ")
         assert "__MACOSX" in index.left_out
@@ -134,7 +135,7 @@ def test_changed_folder_is_scanned_again(tmp_path: Path, new: str, gone: str) ->
     with unseen_change(root / "a"):
         make(root, "a/unseen.jpg")  # only a new scan finds it
     again = load_index(root, key="data.train")
-    assert again.digest == first.digest and samples(again) == samples(first)
+    assert (again.digest, samples(again)) == (first.digest, samples(first))
     if new:
         make(root, new)
     if gone:
@@ -172,7 +173,8 @@ def test_damaged_or_foreign_cache_is_scanned_again(
         make(root, "b/4.jpg")
     assert paths(root) == [*expected, "b/4.jpg"]
     # One for each format, written under another name and renamed.
-    assert len(os.listdir(cache)) == 2 and stored.name in os.listdir(cache)
+    assert len(os.listdir(cache)) == 2
+    assert stored.name in os.listdir(cache)
 
 
 def test_unwritable_cache_is_one_warning(
@@ -192,5 +194,7 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     root, temporary = age(make(tmp_path / "root", "a/1.jpg")), f"imagenet-trainer-{os.geteuid()}"
     for given, folder in (("", ".cache/imagenet-trainer"), (f"{tmp_path}/file", temporary)):
         monkeypatch.setenv("XDG_CACHE_HOME", given)  # the file is no folder, as without a home
-        assert default_cache_dir() == tmp_path / folder and (tmp_path / folder).is_dir()
-        assert paths(root) == ["a/1.jpg"] and list((tmp_path / folder).glob("*.npz"))
+        assert default_cache_dir() == tmp_path / folder
+        assert (tmp_path / folder).is_dir()
+        assert paths(root) == ["a/1.jpg"]
+        assert list((tmp_path / folder).glob("*.npz"))

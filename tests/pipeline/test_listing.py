@@ -213,7 +213,7 @@ def test_list_with_other_folders_and_wrong_lists(tmp_path: Path) -> None:
     text = f'"one, two.jpg",z\n"{tmp_path / "one, two.jpg"}",a b\n'
     (tmp_path / "train.csv").write_text(text, encoding="utf-8-sig")
     index = load_index(tmp_path / "train", key="data.train")
-    assert index.classes == ("a b", "z") and [data for _, data in content_of(index)] == [JPEG] * 2
+    assert (index.classes, [data for _, data in content_of(index)]) == (("a b", "z"), [JPEG] * 2)
     for text, says in (
         ("image,Target\n", "holds no images"),  # no class of that name
         ("1.jpg,a\n2.jpg;a\n", "line 2 is not path,label; write one image per line, as path,label"),

@@ -59,10 +59,11 @@ def test_batches_are_equal_for_any_number_of_workers_and_start_method(
             for number in numbers[batch.step : batch.step + 1]:
                 before = pool.pids
                 pool.activate(number)
-                assert pool.active == max(1, number) and pool.pids[: len(before)] == before
+                assert (pool.active, pool.pids[: len(before)]) == (max(1, number), before)
                 assert len(pool.pids) == max(len(before), pool.active)
         assert steps == [*range(6)]
-        assert len(seen := pool.pids) == (4 if workers else 0) and all(map(is_running, seen))
+        assert len(seen := pool.pids) == (4 if workers else 0)
+        assert all(map(is_running, seen))
     assert not any(map(is_running, seen))
 
 
@@ -322,5 +323,6 @@ def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
         list(loader.batches(0, 4))
     assert loader.pool.unreadable == set()
     (trace,) = caplog.messages
-    assert trace.startswith("Traceback ") and trace.splitlines()[-1].startswith("OSError")
+    assert trace.startswith("Traceback ")
+    assert trace.splitlines()[-1].startswith("OSError")
     assert 'in buggy\n    raise OSError("no table")\n' in trace

@@ -97,7 +97,8 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> Non
                 with prefetcher.clock.pause():
                     clock.now += 1
         found = prefetcher.clock.step_times()
-    assert found is not None and (found.steps, found.copy, found.copy_ms) == (4, 0, 0)
+    assert found is not None
+    assert (found.steps, found.copy, found.copy_ms) == (4, 0, 0)
     assert found.step_ms == pytest.approx(100) == found.step_worst_ms
     assert (found.data_wait, found.late) == pytest.approx((0.5, 0), abs=1e-9)
 
@@ -307,7 +308,8 @@ def test_next_iteration_waits_for_the_thread() -> None:
 
         prefetcher.loader.batches = at_rest  # type: ignore[assignment, method-assign]
         found = [batch.clone() for batch in prefetcher.batches(50, 56)]
-    assert len(found) == 6 and not count_wrong(found)
+    assert len(found) == 6
+    assert not count_wrong(found)
 
 
 @pytest.mark.gpu

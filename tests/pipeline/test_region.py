@@ -135,7 +135,7 @@ def test_machine_code_is_compiled_once_and_only_into_a_safe_folder(fresh: Path) 
     fresh.unlink()
     path = region.compile_library(fresh)
     written = path.stat().st_mtime_ns
-    assert region.compile_library(fresh) == path and path.stat().st_mtime_ns == written
+    assert (region.compile_library(fresh), path.stat().st_mtime_ns) == (path, written)
     assert os.listdir(fresh) == [path.name]
     fresh.chmod(0o777)
     with pytest.raises(PermissionError, match="other users can replace the code"):

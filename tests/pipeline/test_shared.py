@@ -85,7 +85,7 @@ def test_page_locked_buffers_are_unlocked_once(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     with page_locked([SharedArray((8, 9), np.uint8), SharedArray((7,), np.int64)]) as locking:
-        assert locking.result() == locked and len(locked) == min(most, 2)
+        assert (locking.result(), len(locked)) == (locked, min(most, 2))
     assert not locked
     warning = "0.0 MiB cannot be page-locked (2), so batch buffers are "
     assert caplog.text.count(warning) == (0 if most == 9 else 1)
@@ -98,13 +98,15 @@ def test_buffers_are_page_locked_on_a_gpu(caplog: pytest.LogCaptureFixture) -> N
     pixels, labels = (torch.from_numpy(shared.array) for shared in arrays)
     with page_locked(arrays) as locking:
         locking.result()
-        assert pixels[3].is_pinned() and labels.is_pinned()
+        assert pixels[3].is_pinned()
+        assert labels.is_pinned()
     assert not pixels.is_pinned()
     cudart = torch.cuda.cudart()
     assert int(cudart.cudaHostRegister(labels.data_ptr(), labels.nbytes, 0)) == 0
     with page_locked(arrays[::-1]) as locking:
         locking.result()
-        assert float(torch.ones(5, device="cuda").sum()) == 5 and not pixels.is_pinned()
+        assert float(torch.ones(5, device="cuda").sum()) == 5
+        assert not pixels.is_pinned()
         assert caplog.text.count("cannot be page-locked") == 1
         assert torch.equal(pixels.to("cuda", non_blocking=True).cpu(), pixels)
     assert int(cudart.cudaHostUnregister(labels.data_ptr())) == 0

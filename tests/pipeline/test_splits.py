@@ -36,7 +36,7 @@ def test_fraction_of_each_class(changeable: Path, fraction: float) -> None:
     assert sorted([*samples(train), *samples(val)]) == [
         (name, f"{name}/{i:02d}.jpg") for name in train.classes for i in range(12)
     ]
-    assert samples(train) == sorted(samples(train)) and samples(val) == sorted(samples(val))
+    assert (samples(train), samples(val)) == (sorted(samples(train)), sorted(samples(val)))
     # As in earlier versions: a run resumes with the same images.
     names = sorted(f"cat/{i}é.jpg".encode() for i in range(500))
     _, rows = hold_out(
@@ -51,8 +51,10 @@ def test_folds_are_disjoint_and_cover_all(changeable: Path, folds: int) -> None:
     for fold in range(1, folds + 1):
         train, val = splits(changeable, val_fold=f"{fold}/{folds}")
         counts = Counter(val.labels.array.tolist())
-        assert set(counts) == {0, 1, 2} and max(counts.values()) - 12 / folds < 1
-        assert len(train) + len(val) == 36 and not set(samples(train)) & set(samples(val))
+        assert set(counts) == {0, 1, 2}
+        assert max(counts.values()) - 12 / folds < 1
+        assert len(train) + len(val) == 36
+        assert not set(samples(train)) & set(samples(val))
         held_out += samples(val)
     assert sorted(held_out) == samples(load_index(changeable, key="data.root"))
     first = splits(changeable, val_fraction=1 / folds)[1]

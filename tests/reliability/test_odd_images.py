@@ -58,4 +58,5 @@ def test_each_kind_is_trained_or_named(tmp_path: Path) -> None:
 def test_mutated_jpegs() -> None:
     """tests/pipeline/test_region.py has many more, with checks of the memory."""
     counts = load_mutated(range(100_000, 100_500))
-    assert counts["trained"] > 100 and counts["named"] > 100
+    assert counts["trained"] > 100
+    assert counts["named"] > 100

@@ -35,11 +35,11 @@ def test_table() -> None:
     first = train_line({**TRAIN, **values}, values, TOP1, 10)
     second = train_line({**TRAIN, "ranks_wait_fraction": 0.125}, [], TOP1, 10)
     titled = header(TOP1)
-    assert len(second) == len(titled) and first[len(titled) :] == "  grad_norm 1.235"
+    assert (len(second), first[len(titled) :]) == (len(titled), "  grad_norm 1.235")
     words = ["1.00/10", "10", "1.0000", "50.00", "1,235", "25.0", "0.1", "1:02:03"]
-    assert first.split()[:8] == words and second.split()[5] == "37.5"
-    ends = (titled.index(title) + len(title) for title in ("loss", "img/s", "left"))
-    assert [first[:end].split()[-1] for end in ends] == ["1.0000", "1,235", "1:02:03"]
+    assert (first.split()[:8], second.split()[5]) == (words, "37.5")
+    end = titled.index("img/s") + len("img/s")
+    assert first[:end].endswith(" 1,235")
     text = "  2.00/10         20   0.5000   60.00 validation: top5 95.00 %, best so far"
     assert val_line(VAL, ["loss", "top1", "top5"], TOP1, 10, best=True) == text
     assert titled in (ROOT / "docs" / "console.svg").read_text()  # else `make pictures`
@@ -51,26 +51,21 @@ def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return list(setup_notes(given, build_datasets(given), world))
 
     (scaled,) = notes("data=fake", "data.fake_images=60", "loader.batch_size=6")
-    stated = "optim.lr=0.1 is for loader.batch_size=256"
-    assert scaled == f"{stated}; try loader.batch_size=6 optim.lr=0.00234"
+    assert scaled.endswith("; try loader.batch_size=6 optim.lr=0.00234")
     own = f"data.root={image_root}"
     assert notes(own, "loader.batch_size=8", "optim=sgd") == []  # no smaller batch is advised
     (few,) = notes(own, "loader.batch_size=36", "optim.lr=0.18")
-    assert few == (
-        "1.0 optimiser steps per epoch are too few to train well; for 36 images, try "
-        "loader.batch_size=8 optim.lr=0.04"
-    )
+    assert few.endswith("for 36 images, try loader.batch_size=8 optim.lr=0.04")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     on_gpu = replace(ALONE, device=torch.device("cuda"))
     (unused,) = notes("data=fake", world=on_gpu)
-    assert unused == "`torchrun --nproc-per-node 4 train.py ...` uses all 4 GPUs"
+    assert unused.startswith("`torchrun --nproc-per-node 4 train.py ...`")
     assert notes("data=fake") == notes("data=fake", world=replace(on_gpu, local_size=4)) == []
-    (driver := tmp_path / "version").touch()
-    monkeypatch.setattr(plan, "DRIVER", driver)
+    monkeypatch.setattr(plan, "DRIVER", tmp_path)  # of a GPU
     assert notes("data=fake") == []
     monkeypatch.setattr(torch.version, "cuda", None)
     (unsuited,) = notes("data=fake")
-    assert unsuited.startswith(f"training on the CPU: torch {torch.__version__} is built without ")
+    assert unsuited.startswith("training on the CPU: torch ")
 
 
 def values(**named: float) -> dict[str, Tensor]:
@@ -86,7 +81,8 @@ def test_an_interval_is_read_one_step_late() -> None:
     meter.send(2)
     meter.add(values(loss=1000.0, top1=0.0))
     assert meter.read() == (2, 2, {"loss": 1.5, "top1": 37.5})
-    assert meter.read() is None and meter.steps == 1
+    assert meter.read() is None
+    assert meter.steps == 1
     meter.send(3)
     assert meter.read() == (3, 1, {"loss": 1000.0, "top1": 0.0})
 
@@ -109,7 +105,7 @@ def row_of(times: StepTimes, ranks: int = 1, device: str = "cpu") -> dict[str, A
 
 def test_row_of_an_interval() -> None:
     row = row_of(WAITED._replace(rate=4 * 16 / 2))
-    assert row["images_per_second"] == 4 * 16 / 2 and row["seconds_left"] == 96 * 16 / 32
+    assert (row["images_per_second"], row["seconds_left"]) == (4 * 16 / 2, 96 * 16 / 32)
     assert (row["step"], row["epoch"], row["lr"]) == (4, 4 / 2.25, 0.1)
     assert (row["loss"], row["norm"], row["data_wait_fraction"]) == (2.5, 1.0, 0.9)
     assert (row["copy_ms"], row["step_ms"], row["copy_fraction"]) == (0.1, 1.0, 0.05)

@@ -69,10 +69,12 @@ def observed(root: Path, folder: Path, entry: str, *more: str) -> dict[str, Any]
 def test_what_an_observer_is_told(image_root: Path, tmp_path: Path) -> None:
     summary = observed(image_root, tmp_path, "{module}:Recorder")
     steps = [("begin", 0), ("end", 1), ("begin", 1), ("logged", 1, "train", None), ("end", 2)]
-    assert sorted(CALLS[1:6], key=steps.index) == steps and CALLS[0] == ("made",)
+    assert sorted(CALLS[1:6], key=steps.index) == steps
+    assert CALLS[0] == ("made",)
     last = ("logged", 2, "train", None), ("validated", 2, {15}), ("logged", 2, "val", 2.5)
     assert CALLS[6:] == [*last, ("finish", "finished"), ("close",)]
-    assert summary["of the observer"] == 2 and rows(tmp_path, "val")[0]["own"] == 2.5
+    assert summary["of the observer"] == 2
+    assert rows(tmp_path, "val")[0]["own"] == 2.5
     assert summary["verdict"] == []  # less than 3 s of steps
 
 
@@ -83,7 +85,8 @@ def test_one_that_fails_is_one_warning(
     """It is not called again; another one goes on."""
     entry = f"{{{{{{module}}:Recorder: {{{{fails: {event}}}}}}}}}"
     summary = observed(image_root, tmp_path, entry)
-    assert summary["status"] == "finished" and CALLS[-1][0] == event
+    assert summary["status"] == "finished"
+    assert CALLS[-1][0] == event
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     text = f"no {event}; training continues without it; pip install box"
     assert f"Recorder: ModuleNotFoundError: {text}" in warning
@@ -92,7 +95,8 @@ def test_one_that_fails_is_one_warning(
 def test_a_mistake_ends_the_run_before_its_first_step(image_root: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^log.observers: not on a Sunday$"):
         observed(image_root, tmp_path / "run", "{module}:Refusing")
-    assert not CALLS and (tmp_path / "run").exists()
+    assert not CALLS
+    assert (tmp_path / "run").exists()
 
 
 def test_a_mistake_of_a_method_is_one_warning(
@@ -102,7 +106,8 @@ def test_a_mistake_of_a_method_is_one_warning(
     summary = observed(image_root, tmp_path, "{{{module}:Refusing: {{later: true}}}}")
     (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert warning.getMessage().endswith("not on a Sunday; training continues without it")
-    assert summary["status"] == "finished" and not warning.exc_info
+    assert summary["status"] == "finished"
+    assert not warning.exc_info
 
 
 def test_an_epoch_with_the_same_bottleneck_prints_no_verdict(

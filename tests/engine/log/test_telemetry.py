@@ -69,7 +69,7 @@ def test_without_nvml(
     install(nvml)  # None is like a missing package
     with caplog.at_level(logging.INFO), GpuMonitor(device) as monitor:
         wait_for("its end", lambda: all(t.name != "telemetry" for t in threading.enumerate()))
-        assert monitor.read() == {} and monitor.slowdowns() == ""
+        assert (monitor.read(), monitor.slowdowns()) == ({}, "")
     assert [record.levelname for record in caplog.records] == ["WARNING"] * (warning is not None)
     assert warning is None or warning in caplog.text
 
@@ -97,10 +97,9 @@ def test_the_reasons_for_reduced_clocks(install: Callable[[Nvml], Nvml]) -> None
     with GpuMonitor(CUDA) as monitor:
         wait_for("24 samples", lambda: nvml.calls.count(query) == 25)
         assert monitor.read()["gpu/throttled_fraction"] == 13 / 24
-        text, driver = monitor.slowdowns(), "thermal throttling by the driver"
-        assert text.startswith(f"{driver}, 25 % ") and "limit" not in text and "sync" not in text
-        others = ("thermal throttling by the hardware", "hardware slowdown")
-        assert all(f"{other}, 12 % of the time" in text for other in others)
+        text = monitor.slowdowns()
+        assert text.startswith("thermal throttling by the driver, 25 % ")
+        assert text.count(" % ") == text.count(", 12 % of the time") + 1 == 3
         release.set()
         after = nvml.calls.count("nvmlDeviceGetTemperature") + 20  # this query never fails here
         wait_for("20 samples", lambda: nvml.calls.count("nvmlDeviceGetTemperature") >= after)
@@ -126,7 +125,8 @@ def test_nvml(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
         wait_for("all of them", lambda: found.update(monitor.read()) or len(found) >= 5)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert 10 < found["gpu/power_watts"] < 2000 and 0 <= found["gpu/utilization"] <= 100
+    assert 10 < found["gpu/power_watts"] < 2000
+    assert 0 <= found["gpu/utilization"] <= 100
     assert 0 <= found["gpu/throttled_fraction"] <= 1
 
 

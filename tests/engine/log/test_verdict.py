@@ -45,17 +45,9 @@ ONE_RANK: list[tuple[dict[str, Any], str]] = [
         "start; with 15 workers, an image takes 3.6 ms to compute, 0.0 ms of waiting for storage "
         "and 0.1 ms for a core.",
     ),
-    ({**WAITS, "rate": 2500, "workers": 0}, "by decode ... with 0 workers, an image takes 3.6 ms"),
-    ({"data_wait": 0.3, "copy": 0.95}, "copy-bound: ... copying a batch takes 1.2 ms"),
     (
         {"drained": 0.9, "graph_refused": "two shapes"},
-        "launch-bound: ... the GPU was idle 0% of the time, and before 90% of the steps, although "
-        "the images were ready; the step is not one CUDA graph: two shapes.",
-    ),
-    (
-        {**CPU, "data_wait": 0.0, "copy": 0.9, "graph_refused": "it is only for CUDA"},
-        "compute-bound: training waited 0.0% of the time for images; the step can process 6,600 "
-        "img/s and got 6,600; faster data loading would not help.",
+        "launch-bound: ... before 90% of the steps ... the step is not one CUDA graph: two shapes.",
     ),
     ({**CPU, "core_wait": 0.4}, "core-bound: ... rank 0 waited 40% of the time for a core"),
 ]
@@ -119,7 +111,8 @@ def test_a_short_time_has_no_verdict(feed: Feed, judged: list[StepTimes]) -> Non
     for seconds in (1.0, 18.0, 1.0):
         says.append(judge(rows, 20.0, ALONE, feed))
         rows.append(lasting(seconds))
-    assert says == [Verdict()] * 3 and not judged
+    assert says == [Verdict()] * 3
+    assert not judged
     assert judge(rows, 20.0, ALONE, feed).sentences == SENTENCES
     assert judged[-1].rate == pytest.approx(9.6)
 

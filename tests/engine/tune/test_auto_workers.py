@@ -46,7 +46,8 @@ def test_other_workers_do_not_change_the_result(
     change_always(monkeypatch.setattr)
     small_run.run(image_root, tmp_path / "auto", *FAKE, AUTO, "train.max_steps=24")
     step, workers, chosen = tuning(capfd)
-    assert step.startswith("the step takes ") and " images/s on a batch that is on " in step
+    assert step.startswith("the step takes ")
+    assert " images/s on a batch that is on " in step
     assert workers.startswith("1 workers with decoder=none make ")
     assert chosen.startswith("decoder=none, at first workers=")
     small_run.run(image_root, tmp_path / "auto", *FAKE, AUTO)
