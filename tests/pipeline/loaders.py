@@ -22,6 +22,7 @@ from pipeline.index import ImageFolder, Index, load_index
 from pipeline.loader import Loader, Pool, Ring
 from pipeline.sampler import TrainSampler, val_batches
 from pipeline.shared import SharedArray, page_locked
+from tests.helpers import results
 from tests.helpers.batches import on_device
 
 SIZE = 32  # side of the images in pixels
@@ -144,10 +145,7 @@ def validation(feed: Feed) -> list[Batch]:
 def same(one: Batch, other: Batch) -> bool:
     """Whether batches have the same fields of the same samples, bit for bit."""
     ours, theirs = on_device(one, "cpu"), on_device(other, "cpu")
-    if ours.fields.keys() != theirs.fields.keys():
-        return False
-    equal = [torch.equal(ours[name], theirs[name]) for name in ours.fields]
-    return all(equal) and torch.equal(ours.samples.cpu(), theirs.samples.cpu())
+    return results.same([ours.fields, ours.samples], [theirs.fields, theirs.samples])
 
 
 def assert_equal(ours: list[Batch], theirs: list[Batch]) -> None:

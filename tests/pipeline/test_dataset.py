@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from conf.errors import UnreadableError
@@ -18,7 +19,7 @@ from pipeline.class_names import imagenet_names, readable
 from pipeline.dataset import FolderDataset
 from pipeline.index import ImageFolder, load_index
 from tests.helpers.stored import as_tar
-from tests.pipeline.loaders import crops
+from tests.pipeline.loaders import crops, loaded
 from tests.reliability.odd_images import drawn, encoded, png_16_bits
 
 
@@ -35,12 +36,11 @@ def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path) ->
     for epoch in (0, 1, 7):
         dataset.epoch = epoch
         sampler.set_epoch(epoch)
-        found = [pair for each in loader for pair in zip(*each.values(), strict=True)]
-        for index, (image, label) in zip(sampler, found, strict=True):
-            expected = dataset.load(epoch, index)
-            np.testing.assert_array_equal(image.numpy(), expected["image"])
-            assert label == expected["label"]
-            seen.add(expected["image"].tobytes())
+        batches = list(loader)
+        expected = loaded(dataset, np.array([(epoch, index) for index in sampler]))
+        for name in ("image", "label"):
+            assert torch.equal(torch.cat([batch[name] for batch in batches]), expected[name])
+        seen |= {image.numpy().tobytes() for image in expected["image"]}
     assert len(seen) == 3 * 18  # never twice alike
 
 
