@@ -97,9 +97,7 @@ def test_input_channels(name: str, channels: int) -> None:
 
 
 def test_torchvision_takes_three_channels() -> None:
-    with pytest.raises(
-        UserError, match=r"=resnet18: takes images of 3 channels, not 5; "
-    ):
+    with pytest.raises(UserError, match=r"=resnet18: takes images of 3 channels, not 5; "):
         models.build("resnet18", num_classes=7, image_size=32, in_channels=5)
 
 

@@ -1,10 +1,11 @@
 """Batches on the device: equal to a reference, and never overwritten while a kernel reads them."""
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from types import SimpleNamespace
@@ -146,6 +147,21 @@ def on_stream(stream: Stream) -> Iterator[None]:
     Stream.current = before
 
 
+@dataclass(frozen=True)
+class Access:
+    """To the images of a step in the memory of a slot."""
+
+    address: int
+    begin: int
+    end: int
+    step: int = -1
+
+    def overlaps(self, other: "Access") -> bool:
+        if self.address != other.address:
+            return False
+        return self.begin < other.end and other.begin < self.end
+
+
 def unsafe_steps(monkeypatch: pytest.MonkeyPatch, depth: int) -> list[int]:
     """Return the steps whose images are read before or while they are written.
 
@@ -155,7 +171,8 @@ def unsafe_steps(monkeypatch: pytest.MonkeyPatch, depth: int) -> list[int]:
     Stream.current = main
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: main)
-    written: list[tuple[int, int, int]] = []  # address, begin, end
+    written, read, early = list[Access](), list[Access](), list[int]()
+    filled: dict[int, int] = {}  # address -> end of the newest copy to it
     with open_prefetcher(FAKE, depth=depth, workers=2) as prefetcher:
         prefetcher.cuda, prefetcher.side = True, side  # type: ignore[assignment]
         prefetcher.clock = StepClock(cuda=True)
@@ -168,26 +185,22 @@ def unsafe_steps(monkeypatch: pytest.MonkeyPatch, depth: int) -> list[int]:
         def memory(slot: DeviceSlot, *args: Any) -> Tensor:
             assert Stream.current is side
             result = memory_of(slot, *args)
-            written.append((result.data_ptr(), side.now, side.now + 1))
+            written.append(Access(result.data_ptr(), side.now, side.now + 1))
             side.now += 1
+            filled[result.data_ptr()] = side.now
             return result
 
         monkeypatch.setattr(DeviceSlot, "memory", memory)
-        read: list[tuple[int, int, int, int]] = []
-        early = []
         for begin in (0, 100, 200):
-            for batch in prefetcher.batches(begin, begin + 50):
+            for batch in itertools.islice(prefetcher.batches(begin, begin + 50), 31):
                 address = batch["image"].data_ptr()
-                if main.now < max(end for place, _, end in written if place == address):
+                if main.now < filled[address]:
                     early.append(batch.step)
-                read.append((address, main.now, main.now + 10, batch.step))
+                read.append(Access(address, main.now, main.now + 10, batch.step))
                 main.now += 10
-                if batch.step == begin + 30:
-                    break  # with its kernels still waiting when the next iteration starts
-    assert len({address for address, *_ in read}) == depth + 1
-    return early + [
-        r[3] for w in written for r in read if w[0] == r[0] and w[1] < r[2] and r[1] < w[2]
-    ]
+            # The kernels of the last one are still waiting when the next iteration starts.
+    assert len({access.address for access in read}) == depth + 1
+    return early + [r.step for w, r in itertools.product(written, read) if w.overlaps(r)]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
