@@ -4,7 +4,6 @@ The commands are those of docs/fork.md and docs/tasks.md, in a copy of the track
 test` trains two steps of each; what takes longer is slow.
 """
 
-import json
 import math
 import re
 import shlex
@@ -12,13 +11,13 @@ import shutil
 import sys
 from pathlib import Path
 from subprocess import DEVNULL
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from tests.helpers.processes import ROOT, Started, needs_extras, run_command, wait_for
 from tests.helpers.ranks import Ranks
-from tests.helpers.results import rows
+from tests.helpers.results import rows, summary_of
 
 pytestmark = needs_extras
 OTHER_TREE = ROOT / "tests" / "helpers" / "other_tree.py"
@@ -109,11 +108,6 @@ def skip_without_datasets(name: str) -> None:
         pytest.importorskip("datasets", reason="needs `pip install datasets`")
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return content
-
-
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory, image_root: Path) -> Path:
     """The tracked files, with few images in data/demo."""
@@ -153,7 +147,7 @@ def test_patch_trains_two_steps(name: str, tree: Path, tmp_path: Path, ranks: Ra
         short = [*words, *two_steps] if words[0] == "train.py" else words
         done = ranks.run([sys.executable, str(OTHER_TREE), *short], 1, cwd=fork.root)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert summary(fork.newest_run)["step"] == 2
+    assert summary_of(fork.newest_run)["step"] == 2
 
 
 # The score that a training reaches; with -, lower ones are better.
@@ -170,7 +164,7 @@ SCORES |= dict.fromkeys(("distillation", "clips", "hugging_face", "channels"), (
 
 def check_score(name: str, folder: Path) -> None:
     metric, limit = SCORES[name]
-    value = summary(folder)["best_" + metric.removeprefix("-")]
+    value = summary_of(folder)["best_" + metric.removeprefix("-")]
     assert value < limit if metric.startswith("-") else value > limit
 
 
@@ -192,7 +186,7 @@ def test_killed_training_ends_as_a_whole_one(name: str, tree: Path, tmp_path: Pa
     assert not (killed / "summary.json").exists()
     assert "resumed at step" in fork.run(words)
     for key in ("step", "params_sha256"):
-        assert summary(killed)[key] == summary(whole)[key]
+        assert summary_of(killed)[key] == summary_of(whole)[key]
 
 
 SAME_WEIGHTS = ("storage", "grad_norm", "grad_cam", "roc")  # as without the patch
@@ -216,7 +210,7 @@ def test_change_has_its_effect(name: str, tree: Path, tmp_path: Path, unchanged:
     """It changes the weights, or it does not."""
     fork = prepared(tree, tmp_path / "tree", name)
     folder = fork.train("train.max_steps=4")
-    is_same = summary(folder)["params_sha256"] == summary(unchanged)["params_sha256"]
+    is_same = summary_of(folder)["params_sha256"] == summary_of(unchanged)["params_sha256"]
     assert is_same == (name in SAME_WEIGHTS)
     assert all(row[LOGGED.get(name, "loss")] > 0 for row in rows(folder, "train"))
     if name == "poly_loss":  # of three classes, it starts 2/3 above the cross-entropy
@@ -235,14 +229,14 @@ def test_early_stopping_ends_all_ranks_and_the_next_start(tree: Path, tmp_path: 
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
     fork.run(two)
     folder = fork.root / "runs" / "two"
-    steps = summary(folder)["step"]
+    steps = summary_of(folder)["step"]
     validations = rows(folder, "val")
     scores = [row["top1"] for row in validations]
     assert scores.index(max(scores)) == len(scores) - 4  # train.patience=3
     assert validations[-1]["step"] == steps
     assert f"finished after step {steps:,}" in fork.run(two)
     fork.run([*two, "train.patience=4"])
-    assert summary(folder)["step"] > steps
+    assert summary_of(folder)["step"] > steps
     assert "give schedule=constant" in fork.run([*words, "schedule=cosine"], status=2)
 
 

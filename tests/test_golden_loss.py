@@ -16,7 +16,7 @@ import train
 from conf.compose import from_overrides
 from models import zoo
 from models.vit import PatchEmbed, VisionTransformer
-from tests.helpers.results import rows
+from tests.helpers.results import column
 
 GOLDEN = Path(__file__).with_name("golden-loss.json")
 # Relative, for each loss. Other CPUs and versions of torch round differently: a relative change of
@@ -51,15 +51,14 @@ def test_losses_are_the_stored_ones(
     monkeypatch.setitem(zoo.OURS, "golden", golden_model)
     config = from_overrides([*RECIPE, f"data.root={image_root}", f"run.dir={tmp_path}"])
     assert train.main(config) == 0
-    val = rows(tmp_path, "val")
     found = {
-        "train": [row["loss"] for row in rows(tmp_path, "train")],
-        "val": [row["loss"] for row in val],
-        "val, raw model": [row["loss_raw"] for row in val],
+        "train": column(tmp_path, "train", "loss"),
+        "val": column(tmp_path, "val", "loss"),
+        "val, raw model": column(tmp_path, "val", "loss_raw"),
     }
-    assert [len(values) for values in found.values()] == [20, 7, 7]
+    assert [*map(len, found.values())] == [20, 7, 7]
     if not GOLDEN.exists():
-        lines = (f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in found.items())
+        lines = [f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in found.items()]
         GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         pytest.fail(f"{GOLDEN.name} did not exist and has been written; run the test again")
     for name, expected in json.loads(GOLDEN.read_text()).items():

@@ -1,6 +1,5 @@
 """Two nodes: network namespaces of this machine with a cable between them, and torchrun on each."""
 
-import json
 import os
 import shutil
 import signal
@@ -13,7 +12,7 @@ from subprocess import PIPE, STDOUT
 import pytest
 
 from tests.helpers.processes import Started, processes, run_command, wait_for
-from tests.helpers.results import logged_steps, rows
+from tests.helpers.results import column, logged_steps, summary_of
 from tests.helpers.small_run import command, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_logging")]
@@ -27,27 +26,28 @@ def nodes() -> Iterator[list[list[str]]]:
     if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
         pytest.skip("needs unshare, nsenter and ip")
     with ExitStack() as stack:
-        words = ["unshare", "--net", "sh", "-c", "echo made; exec sleep 100000"]
-        started = (Started(words, stdout=PIPE, stderr=STDOUT) for _ in ADDRESSES)
-        holders = [*map(stack.enter_context, started)]
-        for holder in holders:
-            if (said := holder.stdout.readline()) != "made\n":
+        pids = []
+        for _ in ADDRESSES:
+            words = ["unshare", "--net", "sh", "-c", "echo made; exec sleep 100000"]
+            holder = stack.enter_context(Started(words, stdout=PIPE, stderr=STDOUT))
+            said = holder.stdout.readline()
+            if said != "made\n":
                 pytest.skip(f"no network namespaces here: {said}")
-        pids = [str(holder.pid) for holder in holders]
+            pids.append(str(holder.pid))
+        cable = f"ip link add wire netns {pids[0]} type veth peer name wire netns {pids[1]}"
+        set_up(cable.split())
         prefixes = [["nsenter", f"--net=/proc/{pid}/ns/net"] for pid in pids]
-        cable = ["ip", "link", "add", "wire", "netns", pids[0], "type", "veth", "peer", "name"]
-        commands = [[*cable, "wire", "netns", pids[1]]]
         for prefix, address in zip(prefixes, ADDRESSES, strict=True):
-            commands += [
-                [*prefix, "ip", "link", "set", "lo", "up"],
-                [*prefix, "ip", "address", "add", f"{address}/24", "dev", "wire"],
-                [*prefix, "ip", "link", "set", "wire", "up"],
-            ]
-        for words in commands:
-            done = run_command(words)
-            if done.returncode:
-                pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+            set_up([*prefix, *"ip link set lo up".split()])
+            set_up([*prefix, *f"ip address add {address}/24 dev wire".split()])
+            set_up([*prefix, *"ip link set wire up".split()])
         yield prefixes
+
+
+def set_up(command: list[str]) -> None:
+    done = run_command(command)
+    if done.returncode:
+        pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
 
 
 def start(prefix: list[str], arguments: list[str], node: int, log: Path) -> Started:
@@ -83,10 +83,10 @@ def test_killed_ranks_restart_both_nodes_and_one_continues_without_the_other(
     console = logs[0].read_text()
     assert "4 on each of 2 ranks" in console
     assert "resumed at step " in console
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     assert (summary["status"], summary["step"]) == ("finished", 180)
-    assert [row["step"] for row in rows(folder, "train")] == [*range(1, 181)]
+    assert column(folder, "train", "step") == [*range(1, 181)]
     run(image_root, tmp_path / "one", *OPTIONS, "train.max_steps=9")
     # Neighbouring steps differ by far more: the first steps saw the same samples.
-    two, one = (rows(path, "train")[0]["loss"] for path in (folder, tmp_path / "one"))
-    assert two == pytest.approx(one, abs=0.2)
+    one = column(tmp_path / "one", "train", "loss")[0]
+    assert column(folder, "train", "loss")[0] == pytest.approx(one, abs=0.2)

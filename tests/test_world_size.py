@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ranks import Ranks
-from tests.helpers.results import rows
+from tests.helpers.results import column, rows
 from tests.helpers.small_run import command, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
@@ -18,15 +18,14 @@ OPTIONS += ["optim.lr=0.002", "loader.workers=0"]
 
 def check_rows(several: Path, one: Path) -> None:
     """Check that two runs have the same losses, which differ from step to step."""
-    for split in ("train", "val"):
-        found, expected = (
-            {row["step"]: row["loss"] for row in rows(folder, split)} for folder in (several, one)
-        )
-        # A run also validates where train.max_steps ends it.
-        assert {step: found[step] for step in expected} == pytest.approx(expected, rel=1e-5)
-    losses = [row["loss"] for row in rows(one, "train")]
-    assert [row["step"] for row in rows(several, "train")] == [*range(1, len(losses) + 1)]
+    losses = column(one, "train", "loss")
+    assert column(several, "train", "loss") == pytest.approx(losses, rel=1e-5)
+    assert column(several, "train", "step") == [*range(1, len(losses) + 1)]
     assert max(losses) - min(losses) > 0.01, "too similar to compare"
+    # A run also validates where train.max_steps ends it.
+    found = dict(zip(column(several, "val", "step"), column(several, "val", "loss"), strict=True))
+    for row in rows(one, "val"):
+        assert found[row["step"]] == pytest.approx(row["loss"], rel=1e-5)
 
 
 def test_losses_are_those_of_one_process(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
@@ -114,6 +113,6 @@ def test_each_image_is_validated_once(tmp_path: Path, ranks: Ranks) -> None:
     for (values, count, *columns), (expected, whole, *alone) in zip(several, one, strict=True):
         assert count == whole
         assert len(columns) == len(alone) > 3
-        for column, in_order in zip(columns, alone, strict=True):
-            assert column == pytest.approx(in_order, rel=1e-5)
+        for found, in_order in zip(columns, alone, strict=True):
+            assert found == pytest.approx(in_order, rel=1e-5)
         assert values == pytest.approx(expected, rel=1e-6)

@@ -71,8 +71,6 @@ MISTAKES = [  # a file of the folder, its content, the message
     ("recipe/mine", RECIPE + "log: {every_step: 3}", "there is no key log.every_step; did you"),
     ("recipe/mine", RECIPE.replace("wide", "wid"), "Could not find 'model/wid'"),
     ("recipe/mine", "# \udce4", "mine.yaml: cannot be read as YAML"),
-    ("recipe/mine", "defaults: [/optim: adamw]", "a recipe chooses a group by `- override /"),
-    ("model/wide", "model: {name: resnet18}", "there is no key model.model; "),
     ("model/wide", "[1]", "model/wide.yaml: holds no keys; write `key: value` lines"),
 ]
 

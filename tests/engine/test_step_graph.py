@@ -1,11 +1,14 @@
 """The training step as a CUDA graph compared with the step whose kernels are launched singly."""
 
+import copy
 import itertools
-import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.amp import GradScaler
 
 import train
 from conf.compose import from_overrides
@@ -60,9 +63,14 @@ def random_batch(compute: Compute, step: int, *, mixed: bool = False) -> Batch:
     return on_device(batch, compute.device.type)
 
 
+def train_steps(compute: Compute, train_on_batch: StepGraph) -> None:
+    for number in range(STEPS):
+        train_on_batch(random_batch(compute, number))
+
+
 def weights(state: TrainState) -> list[str]:
-    networks = [state.model] if state.ema is None else [state.model, state.ema.module]
-    return [params_sha256(network) for network in networks]
+    """Return the digests of the model, and of its average."""
+    return [params_sha256(state.model), params_sha256(nn.ModuleList([state.ema]))]
 
 
 @pytest.mark.gpu
@@ -137,8 +145,7 @@ def test_the_end_destroys_the_graph(world: World) -> None:
     """Also if it is still referred to: NCCL waits for its graphs."""
     compute, _, train_on_batch = build(world, "model=resnet_tiny")
     with train_on_batch:
-        for number in range(STEPS):
-            train_on_batch(random_batch(compute, number))
+        train_steps(compute, train_on_batch)
         assert train_on_batch.disabled_reason == ""
         assert train_on_batch._captured is not None
         graph = train_on_batch._captured[0]
@@ -154,11 +161,9 @@ def test_the_same_bits_after_a_measurement(world: World) -> None:
         compute, state, train_on_batch = build(world, "model=resnet_tiny", "train.ema_decay=0.9")
         if measured:
             with restored_on_exit(state):
-                for number in range(STEPS):
-                    train_on_batch(random_batch(compute, number))
+                train_steps(compute, train_on_batch)
             train_on_batch.reset()
-        for number in range(STEPS):
-            train_on_batch(random_batch(compute, number))
+        train_steps(compute, train_on_batch)
         assert train_on_batch.disabled_reason == ""
         found.append(weights(state))
     assert found[0] == found[1]
@@ -188,42 +193,41 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(
             state.optimizer.register_step_pre_hook(wait)
         else:
             train_on_batch.step_function = waiting
-        with caplog.at_level(logging.WARNING):
-            for number in range(STEPS):
-                train_on_batch(random_batch(compute, number))
+        train_steps(compute, train_on_batch)
         assert train_on_batch.disabled_reason
         found.append(weights(state))
     assert found[0] == found[1]
-    (line,) = [record.getMessage() for record in caplog.records if "CUDA graph" in record.message]
+    (line,) = [message for message in caplog.messages if "CUDA graph" in message]
     assert "not captured" in line
     assert "\n" not in line
 
 
-@pytest.mark.parametrize("where", ["backward", "optimiser"])
+def fail(*_: object) -> None:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+FAILURES: dict[str, Callable[[TrainState], Any]] = {
+    # After the gradients of the second layer
+    "backward": lambda state: state.model[1].weight.register_hook(fail),
+    "optimiser": lambda state: state.optimizer.register_step_pre_hook(fail),
+}
+
+
+@pytest.mark.parametrize("where", FAILURES)
 def test_a_step_that_fails_leaves_no_gradients(where: str) -> None:
     """As a capture that fails: on a GPU, its gradients were never computed. The next step works
     after `clear_gradients`, which StepGraph calls."""
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    found = []
-    for fails in (True, False):
-        torch.manual_seed(0)
-        layers = torch.nn.Linear(12, 4), torch.nn.Linear(4, 3)
-        model = torch.nn.Sequential(torch.nn.Flatten(), *layers)
-        scaler = torch.amp.GradScaler("cpu")
-        state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler)
-        batch = batch_of(image=torch.ones(3, 3, 2, 2), label=torch.arange(3))
-        if fails:
-            if where == "backward":  # after the gradients of the second layer
-                hook = layers[0].weight.register_hook(fail)
-            else:
-                hook = state.optimizer.register_step_pre_hook(fail)
-            with pytest.raises(RuntimeError, match="not permitted"):
-                train.train_step(state, model, toy_loss, batch, lr=0.1)
-            state.clear_gradients()
-            hook.remove()
-        train.train_step(state, model, toy_loss, batch, lr=0.1)
-        found.append(params_sha256(model))
-    assert found[0] == found[1]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 3))
+    batch = batch_of(image=torch.ones(3, 3, 2, 2), label=torch.arange(3))
+    states = [
+        TrainState(net, torch.optim.SGD(net.parameters(), lr=0.1), scaler=GradScaler("cpu"))
+        for net in (model, copy.deepcopy(model))
+    ]
+    hook = FAILURES[where](states[0])
+    with pytest.raises(RuntimeError, match="not permitted"):
+        train.train_step(states[0], states[0].model, toy_loss, batch, lr=0.1)
+    states[0].clear_gradients()
+    hook.remove()
+    for state in states:
+        train.train_step(state, state.model, toy_loss, batch, lr=0.1)
+    assert params_sha256(states[0].model) == params_sha256(states[1].model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.processes import run_command
-from tests.helpers.results import rows
+from tests.helpers.results import column
 from tests.helpers.small_run import command, torchrun
 
 # A low learning rate: rounding does not grow. 23 steps: the last ones are CUDA graphs.
@@ -22,9 +22,9 @@ def losses(arguments: list[str], folder: Path, gpus: str) -> torch.Tensor:
     done = run_command(arguments, {"CUDA_VISIBLE_DEVICES": gpus}, seconds=240)
     assert done.returncode == 0, done.stderr
     assert "not captured" not in done.stderr
-    train = [row["loss"] for row in rows(folder, "train")]
+    train = column(folder, "train", "loss")
     assert len(train) == STEPS
-    return torch.tensor(train + [row["loss"] for row in rows(folder, "val")])
+    return torch.tensor(train + column(folder, "val", "loss"))
 
 
 @pytest.mark.gpu
@@ -44,14 +44,10 @@ def test_two_ranks_train_as_one_on_the_whole_batch(
     # One GPU trains without torch.compile, whose BatchNorm rounds differently; SyncBatchNorm is not
     # compiled. Seen: equal bits on two H200s in both modes, and on two H100s without compilation;
     # there, compiled losses differ by up to 0.004, and those of `apart` by 0.13.
-    for name, number, overrides in (
-        ("one", 1, []),
-        ("synchronised", 2, ["model.sync_bn=true", *more]),
-        ("apart", 2, more),
-    ):
-        folder = tmp_path / name
-        start = command(image_root, folder, *OPTIONS, *overrides)
-        start = start if number == 1 else torchrun(start, number)
-        found[name] = losses(start, folder, "0" if number == 1 else "0,1")
+    one = tmp_path / "one"
+    found["one"] = losses(command(image_root, one, *OPTIONS), one, "0")
+    for name, overrides in (("synchronised", ["model.sync_bn=true", *more]), ("apart", more)):
+        start = command(image_root, tmp_path / name, *OPTIONS, *overrides)
+        found[name] = losses(torchrun(start, 2), tmp_path / name, "0,1")
     torch.testing.assert_close(found["synchronised"], found["one"], rtol=1e-2, atol=1e-4)
     assert (found["apart"] - found["one"]).abs().max() > 0.02

@@ -4,7 +4,6 @@ A seed draws the instants, what is killed, and the workers, the decoder and the 
 start.
 """
 
-import json
 import os
 import random
 import signal
@@ -18,7 +17,7 @@ import pytest
 
 from tests.helpers.processes import descendants, is_running, wait_for
 from tests.helpers.ranks import Job, Ranks
-from tests.helpers.results import logged_steps, rows, same, stored
+from tests.helpers.results import column, logged_steps, rows, same, stored, summary_of
 from tests.helpers.small_run import command
 from tests.helpers.stored import as_tar, as_tars
 
@@ -69,12 +68,12 @@ def trained(folder: Path) -> dict[str, Any]:
 
 def is_whole(folder: Path, whole: Path) -> bool:
     """Whether a run ended in the state of an unkilled run, with each row of it once."""
-    losses = [[(r["step"], r["loss"]) for r in rows(each, "train")] for each in (folder, whole)]
-    return (
-        same(trained(folder), trained(whole))
-        and rows(folder, "val") == rows(whole, "val")
-        and losses[0] == losses[1]
-    )
+    return same(outcome(folder), outcome(whole))
+
+
+def outcome(folder: Path) -> list[Any]:
+    steps, losses = column(folder, "train", "step"), column(folder, "train", "loss")
+    return [trained(folder), rows(folder, "val"), steps, losses]
 
 
 def run(seed: int, size: int, roots: list[Path], folder: Path, ranks: Ranks, seconds: float) -> Any:
@@ -136,7 +135,7 @@ def test_sigterm_while_all_workers_are_stalled(
         os.kill(rank, TERM)
         done = job.wait()
     assert done.returncode == 128 + TERM, done.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = summary_of(tmp_path / "run")
     assert (summary["status"], summary["signal"]) == ("interrupted", TERM)
     assert stored(tmp_path / "run")["step"] == summary["step"]
 
@@ -150,7 +149,7 @@ def test_ranks_save_when_torchrun_is_killed(image_root: Path, tmp_path: Path, ra
         wait_for("three steps", lambda: logged_steps(tmp_path / "run") >= 3)
         os.kill(job.pids[0], KILL)
         wait_for("the ranks end", lambda: not any(map(is_running, job.pids)))
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = summary_of(tmp_path / "run")
     assert (summary["status"], summary["signal"]) == ("interrupted", TERM)
     assert stored(tmp_path / "run")["step"] == summary["step"] == logged_steps(tmp_path / "run")
 

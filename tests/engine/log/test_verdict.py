@@ -117,20 +117,6 @@ def test_a_short_time_has_no_verdict(feed: Feed, judged: list[StepTimes]) -> Non
     assert judged[-1].rate == pytest.approx(9.6)
 
 
-def test_means_are_over_time(feed: Feed, judged: list[StepTimes]) -> None:
-    """A row of 30 s counts three times one of 10 s."""
-    rows = []
-    for seconds, share in ((30.0, 0.1), (10.0, 0.5)):
-        others = {"late": share / 2, "copy": share / 4, "copy_ms": 10 * share, "step_rate": 50.0}
-        rows.append(lasting(seconds, data_wait=share, on_gpu=True, slowdowns=str(share), **others))
-    judge(rows, 3.0, ALONE, feed)
-    (found,) = judged
-    figures = [found.data_wait, found.late, found.copy, found.copy_ms]
-    assert figures == pytest.approx([0.2 * part for part in (1, 1 / 2, 1 / 4, 10)])
-    assert found.rate == pytest.approx(128 / 40)
-    assert (found.slowdowns, found.step_rate, found.workers) == ("0.5", 50.0, 0)  # the newest
-
-
 DECODE = "input-bound by decode and augmentation"
 AUTO = "set loader.workers=auto in a new run"
 RE_ENCODE = "re-encode the images once with scripts/prepare.py --side 50"
@@ -140,10 +126,8 @@ RE_ENCODE = "re-encode the images once with scripts/prepare.py --side 50"
     ("overrides", "kilobytes", "cause", "expected"),
     [
         ([], 100, DECODE, RE_ENCODE),
-        ([], 10, DECODE, "use a machine with more CPU cores"),
         (["loader.workers=4"], 10, DECODE, "use a machine with more CPU cores"),  # as auto
         (["loader.workers=3"], 100, DECODE, AUTO),
-        (["loader.workers=3"], 100, "input-bound by storage", "move the images to faster storage"),
         ([], 100, "compute-bound", None),
     ],
 )
