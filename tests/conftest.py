@@ -23,20 +23,16 @@ from tests.helpers.ranks import Ranks
 CLASSES = ("checks", "dots", "stripes")
 TRAIN_IMAGES, VAL_IMAGES = 12, 5  # per class
 SLOW_SECONDS = 1800  # of a test that is marked `slow`; pyproject.toml limits the others
+# In all processes, and before another conftest.py imports torch: the number of its threads changes
+# the bits. On a busy machine, threads also wait for each other. With a load of 6 on 2 cores,
+# tests/extras/kernels/test_layers.py takes 114 s with two threads and 27 s with one.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One process more than there are cores: tests wait for other processes much of the time."""
     return (os.cpu_count() or 1) + 1
-
-
-def pytest_configure() -> None:
-    """Use one thread in all processes: the number of torch's threads changes the bits.
-
-    On a busy machine, threads also wait for each other. With a load of 6 on 2 cores,
-    tests/extras/kernels/test_layers.py takes 114 s with two threads and 27 s with one.
-    """
-    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
