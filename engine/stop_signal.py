@@ -48,7 +48,7 @@ class StopSignal(ExitStack):
             raise KeyboardInterrupt
         self.received = number
         if number == signal.SIGINT and self.world.size == 1:  # no `print` in a handler
-            os.write(2, b"stopping after this step; Ctrl-C again stops without a checkpoint\n")
+            os.write(2, b"\nstopping after this step; Ctrl-C again stops without a checkpoint\n")
 
     def poll(self) -> bool:
         """Update `number`; return whether training stops. Collective; does not wait for the GPU."""
