@@ -27,8 +27,6 @@ from tests.helpers.small_run import SMALL_RUN
 
 with Path(__file__).with_name("mistakes.csv").open(newline="", encoding="utf-8") as file:
     MISTAKES = [tuple(row.values()) for row in csv.DictReader(file)]
-for key in ("data.root", "run.dir"):  # no text of a UTF-8 file
-    MISTAKES.append((f"{key}=../im\udce9", "im\\udce9: is not UTF-8; rename the file"))
 SMALL = ["data.root=../images", "model=resnet_tiny", "augment=demo", "data.image_size=32"]
 SMALL += ["loader.batch_size=8", "loader.workers=0", "train.max_steps=1"]
 
@@ -100,19 +98,13 @@ def test_a_mistake_is_one_line(
     assert not torch.distributed.is_initialized()
 
 
-OUTPUTS = [("--help >&-", 0, ""), ("--help >/dev/full", 1, "No space left on device")]
-OUTPUTS += [("data.root=none >&- 2>&-", 2, "")]
-
-
-@pytest.mark.parametrize(("command", "status", "says"), OUTPUTS)
-def test_an_output_that_is_closed_or_full(
-    command: str, status: int, says: str, tmp_path: Path
-) -> None:
+def test_a_disk_that_is_full() -> None:
     needs_linux()
-    line = f"set -o pipefail; {sys.executable} {ROOT / 'train.py'} {command}"
-    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (status, int(bool(says)))
-    assert says in done.stderr
+    command = [sys.executable, ROOT / "train.py", "--help"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "No space left on device" in done.stderr
 
 
 RUN = [*SMALL_RUN, "loader.workers=0", "data.root=images", "run.dir=../run"]
