@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from concurrent import futures
 from contextlib import AbstractContextManager, suppress
+from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -196,15 +197,11 @@ class Run(AbstractContextManager["Run"]):
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
         self.world.on_rank_0(self._writing.result)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         """Wait until the last checkpoint is on disk, and release the lock."""
         self._thread.shutdown()  # not `wait`: its error would hide the one that ends the run
-        if self._lock is None:
-            return
-        if kind is KeyboardInterrupt:  # no StopSignal handled it
-            newest = ["none", *checkpoint.files(self.checkpoints)][-1]
-            print(f"status    stopped by Ctrl-C; newest checkpoint: {newest}", flush=True)
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
 
 
 def checkpoint_metadata(datasets: Datasets, schedule: Schedule, compute: Compute) -> dict[str, Any]:
@@ -314,13 +311,9 @@ def _lock(path: Path) -> int:
 
 
 def _move_aside(path: Path) -> None:
-    """Rename a folder, and create it anew."""
+    """Rename a folder, with the time in its new name, and create it anew."""
     folder = path.resolve()  # the path may be a link to another disk
-    number = 1
-    aside = folder.with_name(f"{folder.name}.old-{number}")
-    while aside.exists():
-        number += 1
-        aside = folder.with_name(f"{folder.name}.old-{number}")
+    aside = folder.with_name(f"{folder.name}.old-{datetime.now():%Y%m%d-%H%M%S-%f}")
     os.rename(folder, aside)
     folder.mkdir()
     logger.info("the earlier run is now %s", aside)
