@@ -64,7 +64,6 @@ class Tracker(ExitStack):
         self.folder = folder
         self._start_step = start_step
         self._failed: set[str] = set()  # outputs that are not written any more
-        self._drawn: set[str] = set()  # tags of curves that are not always 0
         self._rows = self._board = None
         if folder is None:
             return
@@ -110,11 +109,8 @@ class Tracker(ExitStack):
         self.write_board("TensorBoard", partial(self._add_curves, row))
 
     def _add_curves(self, row: Mapping[str, Any], board: Any) -> None:
-        """Add a point to each curve. A curve begins with its first value that is not 0."""
         for tag, value in curves(row).items():
-            if value or tag in self._drawn:
-                self._drawn.add(tag)
-                board.add_scalar(tag, value, row["step"])
+            board.add_scalar(tag, value, row["step"])
 
     def write_images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
         """Draw images for TensorBoard, if it is in use; `draw` returns tag -> image."""
@@ -153,8 +149,6 @@ class Tracker(ExitStack):
         except Exception as error:
             self._failed.add(name)
             text = f"{name}: {type(error).__name__}: {error}; training continues without it"
-            if isinstance(error, ModuleNotFoundError):
-                text += f"; pip install {error.name}"
             is_bug = not isinstance(error, (ImportError, OSError, UserError))
             logger.warning("%s", text, exc_info=is_bug)
             return None
