@@ -125,7 +125,7 @@ def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
 
 PATHS = ["/data/ü b", "/d/(2012)", "/d/a=b", "/d/[x", "/d/{x}", "/d/#1", "/d/it's", "/d/a,b"]
 PATHS += ["1.10", "1_2", "1e5", "007", "true", "2026_07_01", "nan", "/d/x\\", "/d/\\'x", "~/%$ x"]
-PATHS += ["os:system", "/日本", "/macOS 9.41\u202fAM\xa0(1)"]
+PATHS += ["os:system", "/日本", "/macOS 9.41\u202fAM\xa0(1)", "/not-UTF-8/\udce9"]
 
 
 @pytest.mark.parametrize("path", PATHS)
