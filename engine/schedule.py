@@ -148,7 +148,7 @@ def make_schedule(
     """Return the schedule for some training images.
 
     `identity`: that of the checkpoint to resume. Raises UserError for a batch that does not fit
-    the images or the ranks, and for model.sync_bn on several ranks without GPUs.
+    the images or the ranks.
     """
     size = config.loader.batch_size
     given = f"loader.batch_size={size}"
@@ -160,9 +160,6 @@ def make_schedule(
         wrong = f"the global batch must be a multiple of the {world.size} ranks"
         multiple = max(1, size // world.size) * world.size
         raise UserError(given, wrong, f"set it to {multiple}")
-    if config.model.sync_bn and world.size > 1 and world.device.type == "cpu":
-        wrong = "torch has SyncBatchNorm for GPUs only"
-        raise UserError("model.sync_bn=true", wrong, "leave it out")
     return Schedule(config, images, world.size, identity.get("fitted_micro_batch"))
 
 

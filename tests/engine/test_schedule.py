@@ -8,7 +8,7 @@ import torch
 
 from conf import schema
 from conf.errors import UserError
-from conf.schema import ModelConfig, TrainConfig
+from conf.schema import TrainConfig
 from engine.distributed import World
 from engine.schedule import Schedule, make_schedule
 from tests.engine.plans import config, schedule
@@ -113,11 +113,3 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(batch: int, advised: int
     message = rf"^loader\.batch_size={batch}: .* multiple of the 5 ranks; set it to {advised}$"
     with pytest.raises(UserError, match=message):
         make_schedule(config(batch), 100, World(0, 5, 5, CPU))
-
-
-def test_sync_bn_on_cpus_is_refused() -> None:
-    given = dataclasses.replace(config(12), model=ModelConfig(sync_bn=True))
-    with pytest.raises(UserError, match=r"^model\.sync_bn=true: torch has SyncBatchNorm for GPUs"):
-        make_schedule(given, 99, World(0, 2, 2, CPU))
-    make_schedule(given, 99, World(0, 1, 1, CPU))
-    make_schedule(given, 99, World(0, 2, 2, CUDA))
