@@ -81,7 +81,7 @@ def why_left_out(path: bytes) -> str:
 
 
 def count_left_out(left_out: LeftOut) -> str:
-    """Say in one line how much is left out for which reason; "" if nothing is."""
+    """Say in one line what is left out and why, the commonest reasons first; "" if nothing is."""
     if not left_out:
         return ""
     by_reason = defaultdict(list)
@@ -90,7 +90,7 @@ def count_left_out(left_out: LeftOut) -> str:
     commonest = sorted(by_reason, key=lambda reason: -len(by_reason[reason]))
     reasons = ", ".join(f"{reason} ({len(by_reason[reason]):,})" for reason in commonest[:5])
     example = os.fsdecode(by_reason[commonest[0]][0])
-    text = f"{len(left_out):,} files or folders are not read: {reasons}, such as {example}"
+    text = f"files or folders that are not read: {reasons}, such as {example}"
     return " ".join(f"{text}; rename or convert what should be read".split())
 
 

@@ -289,13 +289,13 @@ FORMATS: dict[str, Format] = {
         BOTH | {NOT_UTF8: jpeg(0)},
     ),
 }
-LEFT_OUT = "3 files or folders are not read: hidden, or of the system (2), .heic (1), such as "
+LEFT_OUT = "files or folders that are not read: hidden, or of the system (2), .heic (1), such as "
 NOTES = {
     "folders": LEFT_OUT,
     "a tar": LEFT_OUT,
     "numbers as labels": "The test split is the validation split.",
     "classes": "There is no validation split; data.val_fraction holds out images for it.",
-    "test images": "2 files or folders are not read: hidden, or of the system (1), in "
+    "test images": "files or folders that are not read: hidden, or of the system (1), in "
     "no class folder of a split (1), such as ",
 }
 
