@@ -1,6 +1,7 @@
 """open_feed: the pixels of each split, and the number of workers that make them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,25 +21,17 @@ def small(*overrides: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("workers", "modes", "measured", "counts", "line"),
+    ("workers", "modes", "measured", "counts"),
     [
         # active workers, the most workers, slots
-        ("auto", ["cpu"], True, (3, 6, 24), "workers=3 decoder=pillow"),
-        ("auto", ["cpu", "gpu"], True, (3, 6, 24), "workers=3 decoder=pillow"),
-        ("auto", ["cpu", "gpu"], False, (3, 3, 15), "workers=3 decoder=pillow"),
-        ("auto", ["gpu"], False, (3, 3, 15), "workers=3 decoder=gpu"),
-        ("1", ["cpu", "gpu"], False, (1, 1, 9), "workers=1 decoder=pillow"),
-        ("0", ["cpu"], False, (0, 0, 4 + 1 + 2), "workers=0 decoder=pillow"),
+        ("auto", ("cpu", "gpu"), True, (3, 6, 24)),
+        ("auto", ("gpu",), False, (3, 3, 15)),
+        ("1", ("cpu", "gpu"), False, (1, 1, 9)),
+        ("0", ("cpu",), False, (0, 0, 4 + 1 + 2)),
     ],
 )
 def test_workers(
-    image_root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    workers: str,
-    modes: list[str],
-    measured: bool,
-    counts: tuple[int, ...],
-    line: str,
+    image_root: Path, monkeypatch: Any, workers: str, modes: Any, measured: bool, counts: Any
 ) -> None:
     monkeypatch.setattr(machine, "cores_for_workers", lambda local_size: 3)
     monkeypatch.setattr(feed, "is_measured", lambda *_: measured)
@@ -47,7 +40,6 @@ def test_workers(
         slots = found.train.loader.ring.slots
         assert (found.pool.active, found.max_workers, slots) == counts
         assert len(found.pool.workers) == found.pool.active
-        assert found.console_line() == f"loader    {line}"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 """Which decode mode loader.workers=auto takes, and how it follows what the clock reports."""
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +9,9 @@ import torch
 
 from engine.distributed import World
 from engine.tune import Rule, Tuner
-from pipeline import loader
 from pipeline.clock import StepTimes, TimedRow
-from pipeline.feed import Feed
-from pipeline.loader import Pool, Task
-from pipeline.worker import Reply
-from tests.conftest import Clock
 from tests.engine.plans import ALONE
-from tests.engine.tune.hosts import Host
-from tests.pipeline.loaders import opened
+from tests.engine.tune.hosts import Host, Simulation
 
 
 def say_nothing(line: str) -> None:
@@ -85,69 +76,52 @@ def test_a_mode_that_a_rank_lacks_is_not_tried() -> None:
     assert (tuner.choose(), tuner.newest) == ("cpu", "cpu")
 
 
-class Followed:
-    """A run without processes, whose clock is that of simulated hosts."""
-
-    def __init__(self, feed: Feed, clock: Clock, host: Host) -> None:
-        self.feed, self.clock, self.host = feed, clock, host
-        feed.num_cores, feed.max_workers = host.num_cores, host.max_workers
-        self.tuner = Tuner(feed, ALONE, say_nothing)
-        self.batches = feed.train.batches(0, 10_000)
-        self.rows: list[TimedRow] = []
-
-    def run_task(self, task: Task, rings: Any) -> Reply:
-        """Make images as the active workers do together; one reports its times."""
-        workers, images = self.feed.pool.active, len(task.samples)
-        # While the step computes, they load ahead.
-        waited = 1 / self.host.supply(workers, 0) - 1 / self.host.step_rate(workers, 0)
-        self.clock.now += images * max(0.0, waited)
-        ms = self.host.worker_ms(workers, 0)
-        seconds = [images * ms[name] / 1000 for name in ("cpu_ms", "storage_ms", "core_ms")]
-        return Reply(images, *seconds)
-
-    def train(self, host: Host, num_rows: int) -> list[int]:
-        """Return the number of workers in each log row."""
-        self.host, numbers = host, []
-        for _ in range(num_rows):
-            numbers.append(self.feed.pool.active)
-            self.feed.train.loader.ring.forget_replies()
-            for batch in itertools.islice(self.batches, 10):
-                self.clock.now += len(batch.samples) / host.step_rate(numbers[-1], 0)
-            self.rows.append(TimedRow(self.feed.step_times(), False, False))
-            self.tuner.follow(self.rows)
-        return numbers
-
-
-@pytest.fixture
-def followed(clock: Clock, monkeypatch: pytest.MonkeyPatch, image_root: Path) -> Iterator[Followed]:
-    monkeypatch.setattr(Pool, "activate", lambda pool, workers: vars(pool).update(active=workers))
-    with opened(image_root, "loader.batch_size=32", "data.image_size=16", workers=0) as feed:
-        run = Followed(feed, clock, WARM)
-        monkeypatch.setattr(loader, "run_task", run.run_task)
-        run.tuner.rule = Rule(100, StepTimes(rate=100, workers=3))
-        feed.pool.activate(3)
-        yield run
-
-
 # The step takes 100 images/s, and a worker makes 40.
 WARM = Host(16, 100, 40)
 COLD = replace(WARM, worker=5, storage=7.0)
 
 
-def test_a_cold_page_cache(followed: Followed) -> None:
+class Followed:
+    """A run on simulated hosts, one after the other."""
+
+    def __init__(self) -> None:
+        self.active, self.rows = 3, list[TimedRow]()
+        train = SimpleNamespace(loader=SimpleNamespace(queue_size=20))
+        feed: Any = SimpleNamespace(pool=self, train=train, most_workers=WARM.most_workers)
+        self.tuner = Tuner(feed, ALONE, say_nothing)
+        self.tuner.rule = Rule(100, StepTimes(rate=100, workers=3))
+
+    def activate(self, workers: int) -> None:
+        self.active = workers
+
+    def log(self, times: StepTimes) -> int:
+        """Return the number of workers after a log row."""
+        self.rows.append(TimedRow(times, False, False))
+        self.tuner.follow(self.rows)
+        return self.active
+
+    def train(self, host: Host, num_rows: int) -> int:
+        """Return the number of workers after some log rows."""
+        simulation = Simulation(host, seed=0)
+        for _ in range(num_rows):
+            self.log(simulation.row(self.active, 0))
+        return self.active
+
+
+def test_a_cold_page_cache() -> None:
     """Workers that wait for storage need no core, so there may be more of them."""
-    before = followed.train(WARM, 4)[-1]
-    during = followed.train(COLD, 6)[-1]
-    after = followed.train(WARM, 12)[-1]
-    assert before == 3
-    assert after <= 4
+    run = Followed()
+    assert run.train(WARM, 4) == 3
+    during = run.train(COLD, 6)
     assert during > WARM.num_cores
     assert COLD.rate(during, 0) == COLD.best_rate(0)
+    assert run.train(WARM, 12) <= 4
 
 
-def test_short_windows_wait_for_more_rows(followed: Followed) -> None:
+def test_short_windows_wait_for_more_rows() -> None:
     """One must be longer than the queue, which hides a lack, and than two seconds."""
-    fast = replace(COLD, step=10_000, worker=1000)
-    assert set(followed.train(fast, 2)) == {3}
-    assert followed.rows[-1].times.seconds > 0
-    assert followed.tuner.first_row == 0
+    run = Followed()
+    slow = {"rate": 10.0, "data_wait": 0.9, "workers": 3, "cpu_ms": 200.0, "storage_ms": 1e4}
+    assert run.log(StepTimes(steps=30, seconds=1.0, **slow)) == 3
+    assert run.log(StepTimes(steps=30, seconds=1.5, **slow)) > 3
+    assert Followed().log(StepTimes(steps=20, seconds=9.0, **slow)) == 3
