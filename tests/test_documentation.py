@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -70,7 +71,7 @@ COMMANDS |= {path.name: commands_in(path.read_text()) for path in (ROOT / "bench
 
 
 @pytest.fixture
-def desk(tmp_path: Path, image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def desk(tmp_path: Path, image_root: Path, monkeypatch: Any) -> None:
     """The current folder, with stand-ins for the files of a reader; data.root may be missing."""
     monkeypatch.setattr(cli, "require_root", lambda config: None)
     monkeypatch.chdir(tmp_path)
@@ -92,7 +93,7 @@ def check_train(words: list[str]) -> None:
     cli.parse([*words, "--cfg", "job"], script="train.py", purpose="")
 
 
-def check_script(path: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def check_script(path: str, words: list[str], monkeypatch: Any) -> None:
     """Run a script up to the end of the block that reads its arguments."""
     guard = '\nif __name__ == "__main__":\n'
     imports, block, _ = (ROOT / path).read_text().split(guard)
@@ -104,16 +105,7 @@ def check_script(path: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -
     exec(compile(part, str(ROOT / path), "exec"), names)
 
 
-def check_install(words: list[str]) -> None:
-    """Every package is one of requirements.txt or of an extra."""
-    if words[0] == "-r":
-        assert (ROOT / words[1]).is_file() and len(words) == 2
-    else:
-        known = re.findall(r'"([\w\[\]-]+)', (ROOT / "pyproject.toml").read_text())
-        assert set(words) <= set(known), words
-
-
-def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_command(line: str, monkeypatch: Any) -> None:
     """Check a command in the current folder, whose folders a page may write as /imagenet."""
     text = re.sub(r"\$\w+", "1", IN_A_ROOT.sub(f"{Path.cwd()}/", line))
     match shlex.split(text):
@@ -130,8 +122,11 @@ def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         case ["make", *targets]:
             known = re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), re.M)
             assert set(targets) <= set(known), targets
-        case ["pip", "install", *rest]:
-            check_install(rest)
+        case ["pip", "install", "-r", file]:
+            assert (ROOT / file).is_file()
+        case ["pip", "install", *packages]:
+            known = re.findall(r'"([\w\[\]-]+)', (ROOT / "pyproject.toml").read_text())
+            assert set(packages) <= set(known), packages
         case ["python", "-", *_]:
             pass
         case _:
@@ -141,7 +136,7 @@ def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_extras
 @pytest.mark.usefixtures("desk")
 @pytest.mark.parametrize("page", COMMANDS)
-def test_commands_are_valid(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_valid(page: str, monkeypatch: Any) -> None:
     for line in COMMANDS[page]:
         try:
             check_command(line, monkeypatch)
@@ -180,9 +175,7 @@ def test_overrides_are_valid(page: Path) -> None:
             read_overrides(shlex.split(code.partition(" --")[0]))
 
 
-def test_the_python_of_the_readme_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     """It trains, evaluates and predicts; the notebook of docs/ calls the same functions."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     monkeypatch.chdir(tmp_path)
