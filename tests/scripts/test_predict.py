@@ -121,9 +121,7 @@ def test_same_predictions_as_the_pipeline(
         assert ours == pytest.approx(probabilities[classes].tolist(), rel=1e-3)
 
 
-def test_features_are_the_input_of_the_last_layer(
-    folder: Path, image_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_features_enter_the_last_layer(folder: Path, image_root: Path, capsys: Any) -> None:
     words = [str(folder), str(image_root / "val"), "--features", *HERE]
     assert predict.predict_all(predict.arguments(words)) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -150,9 +148,7 @@ def test_features_of_other_models(name: str) -> None:
     torch.testing.assert_close(features, [tokens.mean(1)])
 
 
-def test_files_that_cannot_be_read_stay_in_order(
-    damaged: Path, predictor: Predictor, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_files_stay_in_order(damaged: Path, predictor: Predictor, capsys: Any) -> None:
     os.mkfifo(damaged / "pipe")  # opening it would wait for a writer
     others = [damaged / name for name in ("sub/.hidden", "link.jpg", "pipe")]
     found = results(predictor, damaged, *others)
@@ -200,9 +196,7 @@ def test_a_list_and_ctrl_c(folder: Path, image_root: Path, tmp_path: Path) -> No
     assert "torch" in imported and not imported & {"torch._dynamo", "torch._inductor"}
 
 
-def test_command_line(
-    folder: Path, damaged: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_command_line(folder: Path, damaged: Path, monkeypatch: Any, capfd: Any) -> None:
     def run(words: str, *listed: bytes) -> tuple[str, str]:
         (damaged / "list").write_bytes(b"\n".join(os.fsencode(damaged) + n for n in listed))
         options = predict.arguments([str(folder), *words.split(), *HERE])
@@ -244,7 +238,7 @@ def test_a_table_of_classes() -> None:
 
 
 def test_values_of_other_tasks(
-    predictor: Predictor, image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    predictor: Predictor, image_root: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """A number, a list, a number for each output, and a mask."""
     mask = torch.tensor([[0, 1, 2], [3, 0, 300]])

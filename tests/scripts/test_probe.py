@@ -17,10 +17,8 @@ RNG = np.random.default_rng(0)
 CENTRES = RNG.normal(size=(4, 8))
 
 
-def test_neighbours_vote_and_the_penalty_is_chosen_without_the_queries(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The features of four classes that overlap: the votes follow from a loop in NumPy."""
+def test_both_probes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neighbours vote as in a loop in NumPy; the penalty is chosen without the queries."""
     files = tmp_path / "train", tmp_path / "val"
     rows = {}
     for file, count in zip(files, (300, 100), strict=True):
