@@ -90,6 +90,6 @@ def validation_batches(feed: Feed, stop: StopSignal, num_micro_batches: int) -> 
     for _ in range(stop.world.max(feed.num_val_batches)):
         if stop.poll():
             return
-        batch = next(batches, None)
+        batch = stop.next_of(batches)
         if batch is not None:  # a rank may have one batch less
             yield from batch.split(num_micro_batches)
