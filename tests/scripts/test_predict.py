@@ -156,7 +156,7 @@ def test_unreadable_files_stay_in_order(damaged: Path, predictor: Predictor, cap
     assert said.startswith(f"{damaged}: files or folders that are not read: not a regular")
     reasons = {os.path.relpath(result.path, damaged): result.reason for result in found}
     files = ["line\nbreak.jpg", "sub.jpg", "text.png", "sub/\udcff.jpg", "sub/.hidden/hidden.jpg"]
-    assert list(reasons) == [*files, "link.jpg", "pipe"] and len(found) == 7
+    assert list(reasons) == [*files, "link.jpg", "pipe"]
     assert reasons["pipe"].startswith("not a regular file")
     with pytest.raises(SystemExit, match="2"):
         predict.arguments([str(damaged / "pipe"), "image.jpg"])
