@@ -234,7 +234,9 @@ def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_pat
     names = [path.stem for path in sorted((image_root / "val").glob("*/*"))]
     here = os.path.relpath(image_root / "val")  # in the current folder, not below data.root
     for typed in (f"data.root={image_root}", f"data.val={image_root / 'val'}", f"data.val={here}"):
-        assert len(build_val(opened(folder, typed).config).val) == len(names)
+        val = opened(folder, typed)  # not to replace the files of the run's own val
+        assert evaluate.name_of(val) == f"{val.name}{image_root}/val".replace("/", ",")
+        assert len(build_val(val.config).val) == len(names)
     shutil.copytree(image_root / "val", flat / "test")
     as_tar(image_root / "val", flat / "packed.tar")
     as_list(image_root / "val", flat / "listed.csv")
