@@ -220,13 +220,18 @@ class StepClock:
         def ms(begin: str, end: str) -> np.ndarray:
             return np.array([getattr(m, begin).elapsed_time(getattr(m, end)) for m in events])
 
-        gaps, spans, copies = ms("idle", "begin"), ms("begin", "end"), ms("copy_begin", "copy_end")
+        gaps = ms("idle", "begin")
+        spans = ms("begin", "end")
+        copies = ms("copy_begin", "copy_end")
         if self.cuda:  # until the copy has ended; the host is responsible for the rest of a gap
-            waits, copying = np.clip(ms("idle", "copy_end"), 0, gaps), 0.0
+            waits = np.clip(ms("idle", "copy_end"), 0, gaps)
+            copying = 0.0
         else:  # copies are made between the steps, by the process that waits for them
-            waits, copying = np.maximum(0, gaps - copies), float(copies.sum())
+            waits = np.maximum(0, gaps - copies)
+            copying = float(copies.sum())
         total = max(float(gaps.sum() + spans.sum()), 1e-6)
-        (began, before), self._core = self._core, (time.perf_counter(), waited_for_core())
+        began, before = self._core
+        self._core = (time.perf_counter(), waited_for_core())
         return StepTimes(
             steps=len(events),
             seconds=total / 1000,
