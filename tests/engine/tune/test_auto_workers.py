@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-import train
 from pipeline.feed import Feed
-from pipeline.loader import LoaderError
 from tests.engine.tune.tuning import change_always, measure_on_cpu
 from tests.helpers import small_run
 from tests.helpers.ranks import Ranks
@@ -77,18 +75,6 @@ def test_a_signal_during_the_measurement(
     resumed = small_run.run(image_root, tmp_path / "run", AUTO)
     plain = small_run.run(image_root, tmp_path / "plain")
     assert resumed["params_sha256"] == plain["params_sha256"]
-
-
-def test_unreadable_images_during_the_measurement(changeable: Path, tmp_path: Path) -> None:
-    """They are an error, or skipped, as during the training."""
-    (changeable / "dots" / "00.jpg").write_bytes(b"no JPEG")
-    data = [f"data.train={changeable}", f"data.val={changeable}", AUTO]
-    with pytest.raises(LoaderError, match=r"dots/00\.jpg"):
-        small_run.run(changeable.parent, tmp_path / "run", *data)
-    skip = "data.on_error=skip", "data.max_bad_fraction=0.5"
-    config = small_run.compose(changeable.parent, tmp_path / "run", *data, *skip)
-    with pytest.raises(LoaderError, match=r"dots/00\.jpg"):  # in the validation
-        train.train(config)
 
 
 MEASURES = """
