@@ -91,7 +91,8 @@ def test_five_steps_equal_numpy() -> None:
     average = MovingAverage(model, EMA_DECAY)
     state = TrainState(model, build_optimizer(model, options), average)
     criterion = build_criterion(TrainConfig(label_smoothing=SMOOTHING))
-    loss, reference = partial(toy_loss, criterion=criterion), Reference(model)
+    loss = partial(toy_loss, criterion=criterion)
+    reference = Reference(model)
     for step, lr in enumerate(LEARNING_RATES):
         expected = reference.step(step, drawn(step), lr)
         values = train.train_step(state, model, loss, drawn(step), lr=lr, clip_norm=CLIP_NORM)

@@ -180,7 +180,8 @@ def test_every_image_of_a_small_share_gets_another_one(total: int, ranks: int) -
 def test_p_is_the_fraction_of_changed_images_and_the_input_stays(
     name: str, p: float, low: float, high: float
 ) -> None:
-    (images, targets), changed = batch(), []
+    images, targets = batch()
+    changed = []
     transform = one(name, p=p)
     transform.group = 1  # of MixupOrCutmix
     for step in range(40):

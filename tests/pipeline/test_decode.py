@@ -73,11 +73,12 @@ def test_resize_equals_torchvisions(decoder: str, interpolation: str) -> None:
     data = encoded(photo(333, 251), quality=95)
     whole = torch.from_numpy(np.array(Image.open(io.BytesIO(data)))).permute(2, 0, 1)
     picture = opened(data, decoder)
-    boxes, mode = [(0, 0, 333, 251), (100, 100, 140, 150), (3, 3, 300, 9)], InterpolationMode
+    mode = InterpolationMode(interpolation)
+    boxes = [(0, 0, 333, 251), (100, 100, 140, 150), (3, 3, 300, 9)]
     for box, size in itertools.product(boxes, [(64, 64), (250, 3)]):
         left, top, right, bottom = box
-        place = top, left, bottom - top, right - left, [*size[::-1]]
-        theirs = functional.resized_crop(whole, *place, mode(interpolation), antialias=True)
+        place = top, left, bottom - top, right - left
+        theirs = functional.resized_crop(whole, *place, [*size[::-1]], mode, antialias=True)
         ours = picture.resized(size, box, interpolation=interpolation).pixels()
         np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
 

@@ -148,7 +148,8 @@ def test_two_threads_decode_at_the_same_time() -> None:
     noise = np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8)
     data = encoded(Image.fromarray(noise).resize((1200, 1200)), quality=95)
     boxes = [(0, 0, 200, 200), (100, 100, 1100, 1100)] * 30
-    whole, decoder = decode.decode_pillow(data, (0, 0, 1200, 1200), 1), region.load()
+    whole = decode.decode_pillow(data, (0, 0, 1200, 1200), 1)
+    decoder = region.load()
 
     def check(box: decode.Box) -> None:
         left, top, right, bottom = box

@@ -85,7 +85,8 @@ class Followed:
     """A run on simulated hosts, one after the other."""
 
     def __init__(self) -> None:
-        self.active, self.rows = 3, list[TimedRow]()
+        self.active = 3
+        self.rows: list[TimedRow] = []
         train = SimpleNamespace(loader=SimpleNamespace(queue_size=20))
         feed: Any = SimpleNamespace(pool=self, train=train, most_workers=WARM.most_workers)
         self.tuner = Tuner(feed, ALONE, say_nothing)
