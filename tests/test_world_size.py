@@ -68,7 +68,6 @@ from conf.compose import from_overrides
 from engine.distributed import join_world
 from engine.metrics import Metrics
 from engine.validation import evaluate
-from engine.metrics import Metrics
 from engine.compute import choose_compute
 from engine.schedule import Schedule
 from pipeline.build import build_datasets

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from conf.compose import from_overrides
 from conf.schema import Config
@@ -12,7 +11,6 @@ from pipeline import feed, machine
 from pipeline.build import choose_decode_modes
 from pipeline.clock import StepTimes
 from pipeline.dataset import FolderDataset
-from pipeline.feed import is_measured
 from tests.pipeline.loaders import Files, assert_equal, opened, training
 
 
@@ -40,15 +38,6 @@ def test_workers(
         slots = found.train.loader.ring.slots
         assert (found.pool.active, found.max_workers, slots) == counts
         assert len(found.pool.workers) == found.pool.active
-
-
-@pytest.mark.parametrize(
-    ("workers", "device", "measured"),
-    [("auto", "cuda", True), ("auto", "cpu", False), ("15", "cuda", False)],
-)
-def test_when_it_is_measured(workers: str, device: str, measured: bool) -> None:
-    config = small(f"loader.workers={workers}")
-    assert is_measured(config, torch.device(device)) == measured
 
 
 @pytest.mark.parametrize(("storage", "workers"), [(0.0, 3), (0.1, 4), (1.0, 6), (9.0, 6)])
