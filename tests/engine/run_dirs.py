@@ -56,5 +56,5 @@ def open_run(
     state = state_of(features=features)
     with directory(path, resume) as run:
         resume_with(run, state, identity)
-    assert run.last_saved_step == state.step
+    assert run.last_saved_step == state.step == (int(run.resumed.stem[5:]) if run.resumed else 0)
     return run.resumed

@@ -27,16 +27,16 @@ from tests.helpers.processes import HANGS_SECONDS, needs_linux
 from tests.helpers.results import same, strictly_parsed
 
 
-def content(step: int, best: int | None = None) -> dict[str, Any]:
-    """A checkpoint whose content depends on the step, and the step of the best one."""
-    weights = torch.full((1000,), float(step))
-    return content_of(step, {"weights": weights, "best": {"step": best}})
+def content(number: int, **best: int) -> dict[str, Any]:
+    """A checkpoint whose content depends on its step, and the step of the best one, if any."""
+    weights = torch.full((1000,), float(number))
+    return content_of(number, {"weights": weights, "best": best})
 
 
 def test_keep_and_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept = {1: {1}, 2: {1, 2}, 3: {2, 3}, 4: {3, 4}, 5: {3, 4, 5}, 6: {3, 5, 6}}
     for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3), (6, 3)):
-        save(tmp_path, content(step, best), keep=2)
+        save(tmp_path, content(step, step=best), keep=2)
         assert {*os.listdir(tmp_path)} == {"best.pt", *map(checkpoint.file_name, kept[step])}
         assert checkpoint.find_checkpoint(tmp_path) == tmp_path / "best.pt"
         assert (tmp_path / "best.pt").samefile(tmp_path / checkpoint.file_name(best))
@@ -57,7 +57,7 @@ def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     refused = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
     monkeypatch.setattr(os, "link", Mock(side_effect=refused))
     for step, best in ((1, 1), (2, 2), (3, 2)):
-        save(tmp_path, content(step, best), keep=1)
+        save(tmp_path, content(step, step=best), keep=1)
     assert {*os.listdir(tmp_path)} == {"best.pt", "step-00000002.pt", "step-00000003.pt"}
     assert load(tmp_path / "best.pt")["step"] == 2
 
@@ -117,10 +117,10 @@ def test_order_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     record("replace", lambda source, target: (Path(source).name, Path(target).name))
     record("unlink", lambda path: (Path(path).name,))
     folder = tmp_path / "checkpoints"
-    save(folder, content(1, best=1), keep=1)
+    save(folder, content(1, step=1), keep=1)
     assert calls == saving(folder, "step-00000001.pt") + saving(folder, "best.pt")
     calls.clear()
-    save(folder, content(2, best=2), keep=1)
+    save(folder, content(2, step=2), keep=1)
     both = saving(folder, "step-00000002.pt") + saving(folder, "best.pt")
     assert calls == [*both, ("unlink", "step-00000001.pt")]
     calls.clear()

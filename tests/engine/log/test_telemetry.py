@@ -67,6 +67,12 @@ def test_without_nvml(nvml: Nvml | None, warning: str, install: Any, caplog: Any
     assert warning in message
 
 
+def test_on_a_cpu_nothing_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+    with GpuMonitor(CPU) as monitor:
+        assert monitor.read() == {}
+    assert not caplog.messages
+
+
 def test_the_gpu_is_found_by_its_uuid(install: Callable[[Nvml], Nvml]) -> None:
     """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 cuda:1 in torch; NVML ignores the variable."""
     known = {f"GPU-{UUIDS[1]}".encode(): "gpu"}
