@@ -26,17 +26,15 @@ import hashlib
 import logging
 import os
 import shutil
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 import train
@@ -61,18 +59,13 @@ NAMED = 10  # files per row on a terminal
 THREADS = 16  # comparing waits for storage, not for a core
 LARGE = 25_000_000  # pixels
 SLOW = f"slow to decode: progressive, CMYK or over {LARGE / 1e6:g} megapixels"
-MISNAMED = "of another format than their ending says"
 TURNED = "rotated by their EXIF data"
 CURES = {
-    MISNAMED: "training reads the content; rename them for other programs",
     SLOW: "scripts/prepare.py --side converts such JPEG files",
     TURNED: "training takes the stored pixels: data.exif_orientation=true turns them upright",
 }
-ALIKE = {"MPO": "JPEG"}  # a JPEG file with further pictures behind the first
 REFUSED = "training refuses to start"
-SHARED_MEMORY = "/dev/shm"
 FEWEST_FAKE = 10  # synthetic images, of which a tenth is for validation
-RowsByKey = dict[Any, list[int]]  # size or hash of a file -> rows of an Index
 
 
 @dataclass(frozen=True)
@@ -226,7 +219,7 @@ def examine(decoder: str, index: Index, row: int) -> Examined:
     try:
         content = index.read(row)
         with decode.open_image(content) as image:
-            file.odd = tuple(oddities(image, file.path))
+            file.odd = tuple(oddities(image))
         pixels = decode.open_picture(content, decoder).pixels()
     except Exception as error:  # Pillow's plugins raise many kinds of error on broken files
         file.problem = " ".join(describe(error).split())
@@ -239,13 +232,8 @@ def examine(decoder: str, index: Index, row: int) -> Examined:
     return file
 
 
-def oddities(image: Image.Image, path: str) -> Iterator[str]:
+def oddities(image: Image.Image) -> Iterator[str]:
     """Yield keys of CURES."""
-    ending = os.path.splitext(path)[1].lower()
-    own = str(image.format)
-    stated = Image.registered_extensions().get(ending, own)
-    if ALIKE.get(stated, stated) != ALIKE.get(own, own):
-        yield MISNAMED
     if image.info.get("progressive") or image.mode == "CMYK" or image.width * image.height > LARGE:
         yield SLOW
     if decode.orientation_of(image) > 1:
@@ -287,31 +275,16 @@ def duplicates(case: Case) -> Iterator[Row]:
 
 
 def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, int]]:
-    """Find pairs of samples with the same bytes: of these rows of val, and of any row of train.
-
-    Compares sizes, then the content of files of equal size.
-    """
-    train_rows = list(range(len(train)))
-    for key in (size, content):
-        val_keys = keys_of(key, val, rows)
-        train_keys = keys_of(key, train, train_rows)
-        common = val_keys.keys() & train_keys.keys() - {0, b""}
-        rows = rows_with(common, val_keys)
-        train_rows = rows_with(common, train_keys)
-    pairs = [(row, train_keys[key][0]) for key in common for row in val_keys[key]]
-    return sorted(pairs)
-
-
-def keys_of(key: Callable[[Index, int], Any], index: Index, rows: list[int]) -> RowsByKey:
-    rows_by_key: RowsByKey = defaultdict(list)
-    keys = in_threads(THREADS, partial(key, index), rows)
-    for row, value in zip(rows, keys, strict=True):
-        rows_by_key[value].append(row)
-    return rows_by_key
-
-
-def rows_with(keys: Iterable[Any], rows_by_key: RowsByKey) -> list[int]:
-    return sorted(chain.from_iterable(map(rows_by_key.__getitem__, keys)))
+    """Find pairs of samples with the same bytes: of these rows of val, and of any row of train."""
+    sizes = set(in_threads(THREADS, partial(size, val), rows))
+    of_train = in_threads(THREADS, partial(size, train), range(len(train)))
+    similar = [row for row, length in enumerate(of_train) if length in sizes]
+    hashes = in_threads(THREADS, partial(content, train), similar)
+    copied = dict(zip(hashes, similar, strict=True))  # hash -> row of train
+    copied.pop(b"", None)
+    hashes = in_threads(THREADS, partial(content, val), rows)
+    pairs = zip(rows, map(copied.get, hashes), strict=True)
+    return [(row, original) for row, original in pairs if original is not None]
 
 
 def size(index: Index, row: int) -> int:
@@ -404,7 +377,7 @@ def plan(case: Case) -> Iterator[Row]:
 
 
 def disk(case: Case) -> Iterator[Row]:
-    """Check that run.dir can be written and has space, and /dev/shm, which NCCL uses."""
+    """Check that run.dir can be written and has space for the checkpoints."""
     folder = Path(case.config.run.dir).absolute()
     while not folder.is_dir():
         folder = folder.parent
@@ -414,8 +387,6 @@ def disk(case: Case) -> Iterator[Row]:
         yield ok(f"{folder}: space for checkpoints is not checked, see plan")
     else:
         yield space_for_checkpoints(folder, case.compute.parameters, case.config.checkpoint.keep)
-    if torch.cuda.device_count() > 1:
-        yield shared_memory(shutil.disk_usage(SHARED_MEMORY).free)
 
 
 def space_for_checkpoints(folder: Path, parameters: int, keep: int) -> Row:
@@ -427,13 +398,6 @@ def space_for_checkpoints(folder: Path, parameters: int, keep: int) -> Row:
     text = f"{folder}: {free / 1e9:,.1f} GB free; {number} checkpoints up to {size / 1e6:,.0f} MB"
     if missing > 0:
         return fail(text, f"free {missing / 1e9:,.1f} GB more, or lower checkpoint.keep")
-    return ok(text)
-
-
-def shared_memory(free: int) -> Row:
-    text = f"{SHARED_MEMORY}: {free / (1 << 30):.2f} GiB free, which NCCL uses"
-    if free < 256 << 20:
-        return warn(text, "start the container with --ipc=host")
     return ok(text)
 
 

@@ -101,7 +101,7 @@ def test_each_fault_is_found_in_one_run(root: Path) -> None:
     (root / "train" / "nought").mkdir()
     (root / "val" / "dots").rename(root / "val" / "cats")
     (root / "train" / "dots" / "01.jpg").write_bytes(image[: len(image) // 2])
-    (root / "train" / "dots" / "odd.jpg").write_bytes(encoded(drawn(), "PNG"))
+    (root / "train" / "dots" / "odd.jpg").write_bytes(encoded(drawn("CMYK")))
     (root / "train" / "dots" / "photo.heic").touch()
     (root / "val" / "cats" / "empty.jpg").touch()
     shutil.copy(root / "train" / "dots" / "03.jpg", root / "val" / "cats" / "copy.jpg")
@@ -157,7 +157,6 @@ ODD = {
     "CMYK": encoded(drawn("CMYK")),
     "progressive": encoded(drawn(), progressive=True),
     "large": encoded(Image.new("RGB", (6000, 4200))),
-    "misnamed": encoded(drawn(), "PNG"),
 }
 
 
@@ -175,7 +174,7 @@ def test_unusual_files_are_a_warning_above_a_fraction(root: Path, kind: str) -> 
         case.examined["train"] += case.examined["val"] * 10
     if "prepare.py" in row.remedy:  # it helps
         mended = prepare.reencoded(ODD[kind], "odd.jpg", 512)
-        assert not [*doctor.oddities(decode.open_image(mended), "odd.jpg")]
+        assert not [*doctor.oddities(decode.open_image(mended))]
     assert {row.status for row in doctor.odd_files(case)} == {"ok"}
 
 
@@ -235,12 +234,10 @@ def test_the_plan(root: Path, monkeypatch: Any) -> None:
 def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compute, usage = SimpleNamespace(parameters=1000), SimpleNamespace(free=0, total=1 << 40)
     case = case_of(tmp_path, compute=compute)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     number = case.config.checkpoint.keep + 2
     for usage.free, status in ((number * 16_000 - 1, "fail"), (number * 16_000, "ok")):
-        row, shared = doctor.disk(case)
+        row = only(doctor.disk(case))
         assert row.status == status and f"{number} checkpoints up to " in row.result
-        assert shared.status == "warn" and shared.remedy.endswith("--ipc=host")
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert next(doctor.disk(case)).result.endswith(": cannot be written")
