@@ -5,8 +5,8 @@
 
 Accepts train.py's key=value overrides. Lists every file and decodes 2,000 random files of each
 split, or every file with --all. Prints a row for each check: ok, warn or fail, the result, the
-remedy (->), and the files; on a terminal, at most 10. A fault of one kind does not hide others:
-data that training refuses is checked, too. Fills the cache of a run, changes no more.
+remedy (->), and the files. A fault of one kind does not hide others: data that training refuses is
+checked, too. Fills the cache of a run, changes no more.
 Exit status: 0 no check failed, 1 a check failed, 2 wrong arguments.
 """
 
@@ -27,12 +27,13 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -51,11 +52,9 @@ from pipeline.index import ImageFolder, Index, find_storage, load_index
 from pipeline.listing import SPLITS, LeftOut, count_left_out, list_classes
 from pipeline.splits import held_out, other_classes
 from scripts.lib.progress import in_threads, num_cores, with_progress
-from scripts.lib.published import published
 from scripts.lib.trained import exit_status, sorted_as_text
 
 SAMPLE = 2000  # files of each split
-NAMED = 10  # files per row on a terminal
 THREADS = 16  # comparing waits for storage, not for a core
 LARGE = 25_000_000  # pixels
 SLOW = f"slow to decode: progressive, CMYK or over {LARGE / 1e6:g} megapixels"
@@ -205,8 +204,7 @@ def unreadable(case: Case, name: str, bad: list[str]) -> Row:
     row = fail
     remedy = "replace or remove them (--all finds all of them)"
     if name != "val":
-        most = min(1.0, 2 * len(bad) / examined)
-        remedy += f", or set data.on_error=skip data.max_bad_fraction={most:.1g}"
+        remedy += ", or set data.on_error=skip and data.max_bad_fraction"
         if config.on_error == "skip" and len(bad) <= config.max_bad_fraction * examined:
             row = warn
     result = f"{name}: {len(bad):,} of {examined:,} examined files cannot be read"
@@ -276,15 +274,19 @@ def duplicates(case: Case) -> Iterator[Row]:
 
 def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, int]]:
     """Find pairs of samples with the same bytes: of these rows of val, and of any row of train."""
-    sizes = set(in_threads(THREADS, partial(size, val), rows))
-    of_train = in_threads(THREADS, partial(size, train), range(len(train)))
-    similar = [row for row, length in enumerate(of_train) if length in sizes]
-    hashes = in_threads(THREADS, partial(content, train), similar)
-    copied = dict(zip(hashes, similar, strict=True))  # hash -> row of train
-    copied.pop(b"", None)
-    hashes = in_threads(THREADS, partial(content, val), rows)
-    pairs = zip(rows, map(copied.get, hashes), strict=True)
-    return [(row, original) for row, original in pairs if original is not None]
+    sizes = set(map_rows(size, val, rows))
+    train_sizes = map_rows(size, train, range(len(train)))
+    similar = [row for row, length in enumerate(train_sizes) if length in sizes]
+    rows_by_hash = dict(zip(map_rows(content, train, similar), similar, strict=True))
+    pairs = []
+    for row, hashed in zip(rows, map_rows(content, val, rows), strict=True):
+        if hashed and hashed in rows_by_hash:
+            pairs.append((row, rows_by_hash[hashed]))
+    return pairs
+
+
+def map_rows(key: Callable[[Index, int], Any], index: Index, rows: Iterable[int]) -> Iterator[Any]:
+    return in_threads(THREADS, partial(key, index), rows)
 
 
 def size(index: Index, row: int) -> int:
@@ -345,10 +347,7 @@ def with_synthetic(case: Case) -> Config:
 
 
 def plan(case: Case) -> Iterator[Row]:
-    """Build the parts of the training, as far as they need no ranks, and pass its notes on.
-
-    They tell of GPUs that are not used, and of a driver that does not fit.
-    """
+    """Build the parts of the training, as far as they need no ranks, and pass its notes on."""
     device = resolve_device(case.config.train.device)
     world = World(0, 1, 1, device)
     config = case.config = train.resolve_config(case.config, world)
@@ -360,12 +359,8 @@ def plan(case: Case) -> Iterator[Row]:
     schedule = make_schedule(config, len(datasets.train), world)
     case.compute = choose_compute(config, datasets, schedule, device)
     train.build_loss(config, datasets, case.compute)
-    weights = config.model.weights
-    if weights == "pretrained" and published(config.model.name, Path(weights)) is not None:
-        text = "model.weights=pretrained: training first downloads it, unless it is in the cache"
-        yield warn(text, "without a network, give model.weights=FILE")
-    else:  # refuses weights that do not exist or do not fit
-        train.build_state(config, datasets, case.compute, world)
+    # Refuses weights that do not exist or do not fit; downloads published ones.
+    train.build_state(config, datasets, case.compute, world)
     for note in setup_notes(config, datasets, world):
         yield warn(note, "training still starts")
     yield from map(ok, planned(datasets, schedule, case.compute))
@@ -429,23 +424,17 @@ def check(case: Case) -> Iterator[tuple[str, Row]]:
 
 
 def main(case: Case) -> int:
-    """Print each row, and below it the remedy and the details, on a terminal up to NAMED."""
+    """Print each row, and below it the remedy and the details."""
     counts = Counter[str]()
     width = max(map(len, CHECKS)) + 2
     margin = " " * (width + 6)
-    most = sys.maxsize
-    if sys.stdout.isatty():
-        most = NAMED
     for name, row in check(case):
         counts[row.status] += 1
         print(f"{row.status:<6}{name:<{width}}{row.result}")
         if row.remedy:
             print(f"{margin}-> {row.remedy}")
-        for detail in row.details[:most]:
+        for detail in row.details:
             print(f"{margin}{detail}")
-        num_left = len(row.details[most:])
-        if num_left > 0:
-            print(f"{margin}and {num_left:,} more: redirect the output to list all")
         sys.stdout.flush()
     print(f"{counts['ok']} ok, {counts['warn']} warn, {counts['fail']} fail")
     return int(counts["fail"] > 0)

@@ -4,14 +4,10 @@
     python scripts/evaluate.py runs/A/checkpoints/step-00112590.pt data.val_size=288 --flip
     python scripts/evaluate.py resnet50-0676ba61.pth model.name=resnet50 data.root=/imagenet
 
-data.root needs no training split. The classes of the images are found by name. Weights of other
-projects with 1,000 outputs are taken for ImageNet's classes, and folders named 0 to 999, too. If
-data.val holds some of the model's classes, only their outputs compete.
-
-Prints loss, top-1, top-5, macro recall (balanced accuracy) and what log.values adds. Writes
-evaluation.json and the files of log.observers to --out, by default evaluation/<checkpoint> for the
-validation images of the run, and evaluation/<checkpoint>,other,val for those of /other/val, however
-this path is typed. Earlier files are replaced.
+data.root needs no training split. If data.val holds some of the model's classes, only their outputs
+compete. Prints loss, top-1, top-5, macro recall (balanced accuracy) and what log.values adds.
+Writes evaluation.json and the files of log.observers to --out, by default evaluation/<checkpoint>
+for the validation images of the run, and evaluation/<checkpoint>,other,val for those of /other/val.
 """
 
 import argparse
@@ -21,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf.errors import UserError, describe
+from conf.errors import UserError
 from conf.schema import Config, DataConfig, override_keys
 from scripts.lib.options import OUT, Parser, parse_paths
 
@@ -40,7 +36,6 @@ if __name__ == "__main__":
     OPTIONS = arguments()
 
 import json
-import math
 import os
 import time
 from dataclasses import dataclass, replace
@@ -67,7 +62,7 @@ from pipeline.class_names import imagenet_names
 from pipeline.dataset import Dataset
 from pipeline.feed import Feed, open_feed
 from pipeline.index import find_storage
-from pipeline.loader import TASK_ROWS, start_forkserver
+from pipeline.loader import start_forkserver
 from pipeline.machine import cores_for_workers
 from pipeline.splits import held_out, refuse_inside
 from scripts.lib.progress import with_progress
@@ -90,16 +85,14 @@ class Evaluated:
 
 
 def chosen_outputs(
-    network: nn.Module, images: Tensor, *, places: Tensor | None, count: int, flip: bool
+    network: nn.Module, images: Tensor, *, places: Tensor | None, flip: bool
 ) -> Tensor:
     """Return some of the outputs of a network, [B, ...].
 
     Args:
-        places: of the outputs to return, int64 [K], among those of `count` classes; None for all.
+        places: of the outputs to return, int64 [K]; None for all.
         flip: average over each image and its mirror image, as float32; outputs [B, ..., H, W] are
             mirrored back. FFCV adds the logits, which gives the same accuracy, but another loss.
-
-    Raises UserError if there is not one output for each class, from which to choose.
     """
     outputs: Tensor = network(images)
     if flip:
@@ -109,9 +102,6 @@ def chosen_outputs(
         outputs = (outputs.float() + mirrored) / 2
     if places is None:
         return outputs
-    if outputs.shape[1] != count:
-        wrong = f"has some of the classes, and the model {outputs.shape[1]} outputs for {count}"
-        raise UserError("data.val", wrong, "give images of all classes")
     return outputs[:, places]
 
 
@@ -140,19 +130,18 @@ def evaluate_checkpoint(
         labels = read_real(real, datasets.val)
     trained.check_size(datasets.val_image_size)
     model = trained.build(device)
-    count = trained.num_classes
     kept = None
-    if places != list(range(count)):
+    if places != list(range(trained.num_classes)):
         kept = torch.tensor(places, device=device)
     network: Any = model  # itself, where that is enough: a fork may call it with more inputs
     if flip or kept is not None:
-        network = partial(chosen_outputs, model, places=kept, count=count, flip=flip)
+        network = partial(chosen_outputs, model, places=kept, flip=flip)
 
     def measure(_: nn.Module, batch: Batch) -> Rows:
         return train.validation_values(network, batch)
 
     began = time.perf_counter()
-    fed = with_workers(config, len(datasets.val), world)
+    fed = with_workers(config, world)
     channels_last = trained.channels_last(model, device)
     with (
         open_feed(fed, datasets, world, dtype_of(precision), channels_last) as feed,
@@ -184,14 +173,12 @@ def evaluate_checkpoint(
     return Evaluated(trained, values, rows, datasets, classes, summary)
 
 
-def with_workers(config: Config, images: int, world: World) -> Config:
-    """Choose the number of workers of this rank: at most one for each task of the split."""
-    workers = config.loader.workers
-    if workers == "auto":
-        workers = cores_for_workers(world.local_size)
-    tasks = math.ceil(images / world.size / TASK_ROWS)
-    loader = replace(config.loader, workers=min(workers, tasks))
-    return replace(config, loader=loader)
+def with_workers(config: Config, world: World) -> Config:
+    """Replace loader.workers=auto by one worker for each core of this rank."""
+    if config.loader.workers != "auto":
+        return config
+    workers = cores_for_workers(world.local_size)
+    return replace(config, loader=replace(config.loader, workers=workers))
 
 
 def batches_of(feed: Feed, config: Config, world: World) -> Iterator[Batch]:
@@ -275,19 +262,16 @@ def outputs_of(trained: Trained, datasets: Datasets, *, all_outputs: bool = Fals
     for names, outputs in ((classes, known), imagenet_classes(trained, classes)):
         if set(names) <= set(outputs):
             return named_outputs(names, outputs, all_outputs=all_outputs)
-    wrong = f"has {len(classes):,} classes, the model has {len(every):,}"
     if known and trained.stored:
         unknown = sorted(set(classes) - set(known))
-        wrong = f"{wrong}, which does not know {', '.join(unknown[:10])}"
-        wrong = f"{wrong} (it knows {', '.join(known[:3])}, ...)"
-        raise UserError(origin, wrong, CURE)
+        raise UserError(origin, f"the model does not know {', '.join(unknown[:10])}", CURE)
     if len(classes) != len(every):
+        wrong = f"has {len(classes):,} classes, the model has {len(every):,}"
         raise UserError(origin, wrong, CURE)
     if sorted_as_text(classes):
         order = ", ".join(classes[:3])
-        wrong = f"has folders whose names are numbers, in the order {order}, ..."
-        of_model = "and the model may have them in the order of numbers"
-        raise UserError(origin, f"{wrong}, {of_model}", CURE)
+        wrong = f"has the classes {order}, ...; the model may have them in the order of numbers"
+        raise UserError(origin, wrong, CURE)
     return classes, every
 
 
@@ -319,13 +303,10 @@ def imagenet_classes(trained: Trained, classes: Names) -> tuple[Names, Names]:
 def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
     """Return the labels of each image: numbers of the model's outputs; empty if it does not count.
 
-    The file is real.json of "Are we done with ImageNet?" (arXiv 2006.07159), which has a list for
-    each validation image, in the order of the names of the files. Raises UserError for others.
+    The file is real.json of "Are we done with ImageNet?" (arXiv 2006.07159). Raises UserError if it
+    has not one list for each image.
     """
-    try:
-        lists = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"--real {path}", describe(error), "give real.json") from None
+    lists = json.loads(path.read_bytes())
     paths = map(dataset.name, range(len(dataset)))
     names = list(map(os.path.basename, paths))
     in_order = sorted(set(names))
@@ -375,22 +356,14 @@ def data_of_run(trained: Trained) -> DataConfig:
 
 
 def name_of(trained: Trained) -> str:
-    """Return the name of a checkpoint and of its split: `,test`, and nothing for the run's val.
+    """Return the name of a checkpoint, and behind it the path of other images than the run's val.
 
-    It depends on the folder that holds the images, and not on how its path was typed; below
-    data.root of the run it is short.
+    It depends on the folder that holds the images, and not on how its path was typed.
     """
-    of_run = data_of_run(trained)
-    root = root_of(of_run)
     path = split_path(trained.config.data)
-    if path == split_path(of_run):
+    if path == split_path(data_of_run(trained)):
         return trained.name
-    if path == root:
-        return f"{trained.name},all"
-    if path.is_relative_to(root):
-        path = path.relative_to(root)
-    place = str(path).strip("/").replace("/", ",")
-    return f"{trained.name},{place}"
+    return trained.name + str(path).replace("/", ",")
 
 
 def print_result(result: Evaluated, folder: Path) -> None:
@@ -409,8 +382,6 @@ def print_result(result: Evaluated, folder: Path) -> None:
     kept, every = len(result.classes), trained.num_classes
     if kept < every:
         say(f"note      only {kept:,} classes with images competed, not {every:,} (--all-outputs)")
-    if trained.stored and summary["split"] in (".", "train"):
-        say("note      this counts training images, too, which the model knows")
 
 
 def evaluate_one(options: argparse.Namespace) -> int:

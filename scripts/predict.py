@@ -4,14 +4,10 @@
     find photos -name '*.jpg' | python scripts/predict.py runs/NAME - --format csv > classes.csv
 
 PATH is an image, a folder (its images, also those in folders below it, sorted), or - for a list on
-standard input, one path per line. The images get the validation transforms of the checkpoint.
-loader.workers is the number of threads that decode them (one per core).
+standard input, one path per line. loader.workers is the number of threads that decode them.
 
-Prints the values that predictions() in train.py returns for each image, in the order of the paths,
-batch by batch; of `probability`, it prints the most probable classes. Masks are written to PNG
-files in --out, whose paths are printed. --features adds the input of the model's last layer.
-
-A file that cannot be read is reported on stderr with the reason; then the exit status is 1.
+Prints what predictions() in train.py returns for each image, in the order of the paths. A file that
+cannot be read is reported on stderr with the reason; then the exit status is 1.
 """
 
 import argparse
@@ -27,15 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts.lib.options import OUT, Parser, parse_paths
 
 FORMATS = ("table", "jsonl", "csv")
-TABLES = (".csv", ".json", ".jsonl", ".txt")  # endings of files that hold no mask
-
-
-def positive(text: str) -> int:
-    """Return a number above 0. Raises ValueError for other texts."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -43,16 +30,15 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, "PATH... [options] [key=value ...]")
     add = parser.add_argument
     add("--format", choices=FORMATS, help="output (table on a terminal, else jsonl)")
-    number = "classes per image, at most all (5, or what fits)"
-    add("--top", type=positive, metavar="K", help=number)
+    add("--top", type=int, default=5, metavar="K", help="classes per image, at most all (5)")
     add(*OUT, type=Path, default=Path("predictions"), help="folder of masks (predictions/)")
     add("--features", action="store_true", help="add the input of the last layer")
     options = parse_paths(parser, words, several=True)
     options.checkpoint, *options.paths = options.paths
     if not options.paths:
         parser.error("PATH: give the model, then images: scripts/predict.py runs/NAME PHOTO.jpg")
-    if options.out.suffix in TABLES:
-        parser.error(f"--out {options.out}: is for masks; write --format FORMAT > {options.out}")
+    if options.top < 1:
+        parser.error(f"--top {options.top}: give 1 or more")
     return options
 
 
@@ -64,7 +50,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from shutil import get_terminal_size
 from typing import Any, TextIO
 
 import numpy as np
@@ -94,8 +79,6 @@ from scripts.lib.trained import Trained, exit_status, open_trained
 # Images. Larger batches are slower on a CPU, whose memory is mapped anew for each: ResNet-50 takes
 # 8.2 s for 120 images on two cores in batches of 8, start included, and 9.4 s in batches of 32.
 CPU_BATCH = 8
-TOP = 5  # classes of each image, without --top
-CURE = "change predictions() in train.py"
 BATCHES_AHEAD = 2  # that are being decoded, behind the batch that the model gets next
 MATMUL = {"fp32": "highest"}  # precision -> that of products in float32; "high" of others
 PRINTED_AS = {"probability": "predictions"}  # value of train.predictions -> name in the output
@@ -157,7 +140,7 @@ class Predictor:
     """
 
     def __init__(
-        self, trained: Trained, device: torch.device, *, top: int = TOP, features: bool = False
+        self, trained: Trained, device: torch.device, *, top: int = 5, features: bool = False
     ) -> None:
         config = trained.config
         data = config.data
@@ -165,9 +148,6 @@ class Predictor:
         self.transform = build_image_transforms(config.augment.val, "augment.val")
         if self.transform.image_size != trained.image_size:
             trained.check_size(self.transform.image_size)
-        if len(trained.image_shape) > 3:
-            shape = list(trained.image_shape)
-            raise UserError(f"predict.py: a sample of this model is {shape}, and no single image")
         self.dataset = dataset_class(data.source)(
             Files(),
             self.transform,
@@ -184,14 +164,13 @@ class Predictor:
         self.last_input: list[Tensor] | None = None
         if features:
             self.last_input = watch_head(self.model)
-        self.dtype, self.channels = trained.image_dtype, trained.image_shape[-3]
         self.format = ImageFormat(
             device,
             data.mean,
             data.std,
             dtype_of(self.precision),
             trained.channels_last(self.model, device),
-            Field(self.dtype).highest,
+            Field(trained.image_dtype).highest,
         )
         self.batch_size = config.loader.batch_size
         if device.type != "cuda" and "loader.batch_size" not in override_keys(config.overrides):
@@ -221,19 +200,11 @@ class Predictor:
         try:
             rng = sample_rng(self.config.train.seed, 0, number)
             pixels = self.transform(self.dataset.open(path), rng).pixels()
-            self.check(pixels)
             # A crop would keep the memory of the whole image.
             return Result(path, {IMAGE: np.ascontiguousarray(pixels)})
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
         except Exception as error:
             return Result(path, reason=describe(error))
-
-    def check(self, pixels: np.ndarray) -> None:
-        """Raise UnreadableError unless the model takes images of this dtype and channels."""
-        channels = pixels.shape[-1]
-        if (pixels.dtype, channels) != (self.dtype, self.channels):
-            taken = f"the model takes {self.channels} of {self.dtype}"
-            raise UnreadableError(f"has {channels} channels of {pixels.dtype}, {taken}")
 
     @torch.no_grad()
     def predict(self, results: Sequence[Result]) -> None:
@@ -259,9 +230,6 @@ class Predictor:
         """Return a value of `train.predictions`, [B, ...], for each image."""
         if value.ndim == 3 and not value.is_floating_point():  # masks
             return list(value.cpu().numpy())
-        if value.ndim > 2:
-            shape = list(value.shape[1:])
-            raise UserError(f"{name}: {value.dtype} {shape} per image cannot be printed; {CURE}")
         if name == "probability":
             return self.most_probable(value)
         rows: list[Any] = value.tolist()
@@ -276,7 +244,8 @@ class Predictor:
         """Return the classes of the largest probabilities, [B, classes], for each image."""
         classes = probabilities[0].numel()
         if classes == 1:
-            raise UserError(f"the model has one output, which is no probability of classes; {CURE}")
+            wrong = "the model has one output, which is no probability of classes"
+            raise UserError(wrong, cure="change predictions() in train.py")
         best = probabilities.topk(min(self.top, classes))
         values, indices = best.values.tolist(), best.indices.tolist()
         return [list(map(self.entry, *row)) for row in zip(values, indices, strict=True)]
@@ -323,7 +292,6 @@ class Output:
     def __init__(self, form: str, file: TextIO, names: Sequence[str], folder: Path) -> None:
         self.form, self.file, self.folder = form, file, folder
         self.name_width = max(map(len, map(short_name, names)))
-        self.columns = sys.maxsize  # of the terminal: a row has as many classes as fit
         self.width = 0  # of the first column of a table: the longest path so far
         self.has_head = False
         self.masks = Counter[str]()  # of each name
@@ -368,8 +336,7 @@ class Output:
         """Return a value as the text of a table; classes are columns of equal width."""
         if name != "predictions":
             return f"{name} {json_text(value)}"
-        number = max(1, (self.columns - self.width) // (self.name_width + 10))
-        return "  ".join(map(self.class_text, value[:number]))
+        return "  ".join(map(self.class_text, value))
 
     def class_text(self, entry: Mapping[str, Any]) -> str:
         percent = 100 * entry["probability"]
@@ -404,17 +371,13 @@ def cells_of(name: str, value: Any) -> dict[str, Any]:
 
 
 def open_output(options: argparse.Namespace, names: Sequence[str]) -> Output:
-    """Choose the form of the output: a table on a terminal, with as many classes as fit."""
+    """Choose the form of the output: a table on a terminal, JSON lines elsewhere."""
     # Any path can be written.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
-    is_terminal = sys.stdout.isatty()
     form = options.format
     if form is None:
-        form = "table" if is_terminal else "jsonl"
-    output = Output(form, sys.stdout, names, options.out)
-    if is_terminal and options.top is None:
-        output.columns = get_terminal_size().columns
-    return output
+        form = "table" if sys.stdout.isatty() else "jsonl"
+    return Output(form, sys.stdout, names, options.out)
 
 
 def predict_all(options: argparse.Namespace) -> int:
@@ -423,7 +386,7 @@ def predict_all(options: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", module="PIL")
     trained = open_trained(Path(options.checkpoint), options.overrides, classes=options.classes)
     device = resolve_device(trained.config.train.device)
-    predictor = Predictor(trained, device, top=options.top or TOP, features=options.features)
+    predictor = Predictor(trained, device, top=options.top, features=options.features)
     output = open_output(options, predictor.names)
     total = num_unreadable = 0
     for batch in predictor.predict_files(find_files(options.paths)):

@@ -14,22 +14,18 @@ SOURCE is recognised by its files:
   WebDataset shards: tar files with key.jpg and key.cls or key.json
   a folder or tar file with train/<class>/ and val/<class>/, or only <class>/; train.tar and val.tar
 
-Without a validation split, all images become the training split: train with data.val_fraction. A
-test split is only used if there is no validation split. Unpack zip files first.
+A test split is only used if there is no validation split. Unpack zip files first.
 
-In folders, images that are files of SOURCE are hard links, which take no space, if both folders are
-on the same file system. Otherwise, images are copied byte for byte; those of CIFAR become PPM
-files, which are lossless. --format tar writes train.tar and val.tar, with the members
-<class>/<name>. data.root takes these files as it takes folders.
+In folders, images that are files of SOURCE are hard links if both folders are on the same file
+system. Otherwise, images are copied byte for byte; those of CIFAR become PPM files. --format tar
+writes train.tar and val.tar, with the members <class>/<name>.
 
---side N makes images smaller, so that they are faster to read and decode: files named .jpg, .jpeg,
-.jpe or .jfif whose short side is longer than N pixels, or which are no baseline JPEGs in RGB or
-grey, become baseline RGB JPEGs of quality 90, 4:2:0, with the EXIF orientation. Other files are
-kept. docs/performance.md compares sizes.
+--side N: files named .jpg, .jpeg, .jpe or .jfif whose short side is longer than N pixels, or which
+are no baseline JPEGs in RGB or grey, become baseline RGB JPEGs of quality 90, 4:2:0, with the EXIF
+orientation. Other files are kept. docs/performance.md compares sizes.
 
-Every image is read: the file must be complete and its data undamaged. unreadable.txt lists others,
-which are left out; then the exit status is 1. The same command resumes: folders keep what is
-complete, a tar file is written anew. prepare.json has the settings and the totals.
+Every image is decoded. unreadable.txt lists damaged ones, which are left out; then the exit status
+is 1. The same command resumes. prepare.json has the settings and the totals.
 """
 
 import argparse
@@ -229,11 +225,8 @@ def start(to: Path, settings: dict[str, Any]) -> None:
     stored = json.loads(marker.read_bytes())["settings"]
     for name, value in settings.items():
         if stored.get(name) != value:
-            raise UserError(
-                f"--to {to}",
-                f"has {name} {stored.get(name)}, not {value}",
-                "give the same or another folder",
-            )
+            wrong = f"has {name} {stored.get(name)}, not {value}"
+            raise UserError(f"--to {to}", wrong, "give the same or another folder")
 
 
 def prepare_images(options: argparse.Namespace) -> int:

@@ -45,15 +45,14 @@ def in_threads(
 
 def with_progress(items: Iterable[Item], total: int, unit: str) -> Iterator[Item]:
     """Pass the items on, and print their number, speed and the time left every few seconds."""
-    shown = time.monotonic()
-    before = 0  # items that were done at the last line
+    began = shown = time.monotonic()
     for done, item in enumerate(items, 1):
         yield item
         now = time.monotonic()
         if now - shown < SECONDS:
             continue
-        rate = (done - before) / (now - shown)
+        shown = now
+        rate = done / (now - began)
         left = duration((total - done) / rate)
         text = f"{done:,} of {total:,} {unit}, {rate:,.0f} {unit}/s, {left} left"
         print(text, file=sys.stderr, flush=True)
-        shown, before = now, done

@@ -1,8 +1,7 @@
 """Open a trained model from a file: a checkpoint of this project, or a file of another one.
 
-A checkpoint of this project holds the whole config of its run and the names of the classes; a
-safetensors file of scripts/export.py states the model, its preprocessing and the classes. For other
-files, the overrides name the model; torchvision and timm state the preprocessing.
+A safetensors file of scripts/export.py states the model, its preprocessing and the classes. For
+other files, the overrides name the model; torchvision and timm state the preprocessing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ from pipeline.build import Datasets, build_image_transforms, build_splits, check
 from pipeline.dataset import FakeDataset
 from pipeline.splits import held_out
 from scripts.lib.options import is_training_key
-from scripts.lib.published import Stated, exported, published, stored_name
+from scripts.lib.published import Stated, exported, published
 
 # Keys of the training or the machine, not of the model: their defaults are used.
 OTHERS = ("loader.", "log.", "model.weights", "model.freeze", "train.device")
@@ -155,7 +154,7 @@ def open_trained(
     if stated is not None:
         config = from_checkpoint(stated.values, overrides)
     else:
-        stated = _stated_by_library(path, content, overrides)
+        stated = _stated_by_library(path, overrides)
         config = from_overrides(overrides, decided=stated.values)
     num_classes, shape = stated.num_classes, stated.image_shape
     if num_classes is None or shape is None:
@@ -191,14 +190,11 @@ def _stated_by_run(content: dict[str, Any], overrides: Sequence[str]) -> Stated:
     return Stated(values, classes, num_classes, model_input.get("image_shape"))
 
 
-def _stated_by_library(path: Path, content: Any, overrides: Sequence[str]) -> Stated:
+def _stated_by_library(path: Path, overrides: Sequence[str]) -> Stated:
     """Return what torchvision or timm states about a file, for a model that the overrides name."""
     typed = override_keys(overrides)
     if not typed & {"model", "model.name", "recipe"}:
         cure = "give model.name=NAME, of torchvision, of timm as timm/NAME, or of models/"
-        name = stored_name(content)
-        if name:
-            cure = f"{cure}; the file says {name}, which is timm/{name} if timm made it"
         raise UserError(str(path), "is no checkpoint of this version of the program", cure)
     config = from_overrides(overrides)
     val_size = None
@@ -208,10 +204,7 @@ def _stated_by_library(path: Path, content: Any, overrides: Sequence[str]) -> St
 
 
 def _read_names(path: Path, count: int) -> tuple[str, ...]:
-    try:
-        names = path.read_text("utf-8-sig", "surrogateescape").splitlines()
-    except OSError as error:
-        raise UserError(f"--classes {path}", str(error.strerror), "give a text file") from None
+    names = path.read_text("utf-8-sig", "surrogateescape").splitlines()
     different = set(names)
     if not len(names) == len(different) == count:
         wrong = f"has {len(different)} different lines, the model has {count} classes"
@@ -221,10 +214,7 @@ def _read_names(path: Path, count: int) -> tuple[str, ...]:
 
 
 def build_val(config: Config) -> Datasets:
-    """Build the validation split alone: synthetic images of 1 px stand for the training images.
-
-    data.root need not hold a training split, unless validation images are held out of it.
-    """
+    """Build the validation split alone: synthetic images of 1 px stand for the training images."""
     transform = build_image_transforms(config.augment.val, "augment.val")
     data = config.data
     if not held_out(data):

@@ -103,11 +103,8 @@ def test_command_line(
     words = [str(folder), "--to", "pt2", "--preprocessing", *HERE]
     assert export.export_model(export.arguments(words)) == 0
     out.with_name("small-optim.lr=0.05-best-preprocessing.pt2").unlink()  # not that of --to pt2
-    refused = {"hub": "--to hub: is for models timm/NAME, not resnet_tiny; "}
-    refused |= {"pt2 --out no/a.pt2": "--out no/a.pt2: no is no folder that can be written"}
-    for words, wrong in refused.items():
-        with pytest.raises(UserError, match=f"^{wrong}"):
-            export.export_model(export.arguments([str(folder), "--to", *words.split(), *HERE]))
+    with pytest.raises(UserError, match=r"^--to hub: is for models timm/NAME, not resnet_tiny; "):
+        export.export_model(export.arguments([str(folder), "--to", "hub", *HERE]))
 
 
 def test_a_folder_for_timm(trained: Trained, tmp_path: Path) -> None:
@@ -120,7 +117,7 @@ def test_a_folder_for_timm(trained: Trained, tmp_path: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == names
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # all follow the umask
     card = (out / "README.md").read_text()
-    assert " of 15 images; 95 % interval " in card and "`python train.py recipe=" in card
+    assert " % top-1 of 15 images\n" in card and "`python train.py recipe=" in card
     stated = published(f"timm/local-dir:{out}", Path("pretrained"))
     assert stated is not None and stated.classes == CLASSES
     assert stated.values["data.mean"] == list(config.data.mean)
@@ -130,7 +127,7 @@ def test_a_folder_for_timm(trained: Trained, tmp_path: Path) -> None:
 def test_the_accuracy_on_a_card(trained: Trained) -> None:
     row: dict[str, Any] = {"step": 7, "top1": 90.0}
     stored = {"step": 7, "validation": row, "identity": {"data.val": "1,000 images, SHA-256 0"}}
-    said = "90.00 % top-1 of 1,000 images; 95 % interval 88.0 to 91.7 %"
+    said = "90.00 % top-1 of 1,000 images"
     assert export.accuracy(replace(trained, stored=stored)) == said
     assert export.accuracy(replace(trained, stored=stored | {"step": 8})) == "not known"
 

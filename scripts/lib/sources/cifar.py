@@ -45,11 +45,8 @@ def cifar_samples(source: str, tree: Tree) -> list[Sample]:
     """
     metas = [path for path in tree if is_meta(path, tree)]
     if len(metas) > 1:
-        raise UserError(
-            source,
-            f"holds CIFAR more than once ({', '.join(metas)})",
-            "give one of them",
-        )
+        names = ", ".join(metas)
+        raise UserError(source, f"holds CIFAR more than once ({names})", "give one of them")
     samples: list[Sample] = []
     for meta in metas:  # one, or none
         samples += read_version(meta, tree)

@@ -1,9 +1,8 @@
 """The labels of the validation images of ImageNet and Tiny ImageNet, for layouts.py.
 
 In the official tar files, in Kaggle's folder and in Tiny ImageNet, these images are in one folder,
-without their classes. A wrong class would ruin every result silently. So an image gets its label by
-its name from Kaggle's or Tiny ImageNet's table, or by the number in its name from the ground truth
-of the development kit, and the labels are checked.
+without their classes. An image gets its label by its name from Kaggle's or Tiny ImageNet's table,
+or by the number in its name from the ground truth of the development kit.
 """
 
 import csv
@@ -44,11 +43,8 @@ def val_samples(source: str, tree: Tree, images: Tree) -> list[Sample]:
     different = sorted(images.keys() ^ labels.keys())
     if different:
         problem = "has no label" if different[0] in images else "is missing"
-        raise UserError(
-            source,
-            f"validation image {different[0]} {problem} ({len(different):,} in all)",
-            f"give all validation images and the file of labels that belongs to them ({LABELS})",
-        )
+        wrong = f"validation image {different[0]} {problem} ({len(different):,} in all)"
+        raise UserError(source, wrong, f"give all images and their file of labels ({LABELS})")
     samples = []
     for name, place in images.items():
         samples.append(Sample("val", labels[name], name, place))

@@ -117,9 +117,6 @@ def list_tables(source: str, tree: Tree, tables: list[str]) -> list[Sample]:
 
 def list_tars(source: str, tree: Tree, tars: list[str], others: LeftOut) -> list[Sample]:
     """List the images in tar files: WebDataset shards, or folders of each file's split."""
-    image = next(filter(is_image, tree), None)
-    if image is not None:
-        raise UserError(source, f"has images ({image}) and tar files ({tars[0]})", "give one")
     records: list[Sample] = []
     splits = {}  # of the folder that stands for a tar file
     for path, split in split_files(source, tars):
@@ -164,28 +161,19 @@ def is_container(path: str) -> bool:
 def split_files(source: str, paths: list[str]) -> list[tuple[str, str]]:
     """Return the files of a dataset and the split that the path of each states.
 
-    Raises UserError if there are several datasets, the split of a file is not clear, or ImageNet's
-    validation images are missing.
+    Raises UserError if there are several datasets, or the split of a file is not clear.
     """
     folders = {os.path.normpath(os.path.dirname(path)) for path in paths}
     words = rf"\b({'|'.join(SPLITS)})\b"
     datasets = {re.sub(words, "", folder.lower()) for folder in folders}
     if len(datasets) > 1:
-        raise UserError(
-            source,
-            f"holds several datasets ({', '.join(sorted(folders))})",
-            "give the folder of one",
-        )
+        names = ", ".join(sorted(folders))
+        raise UserError(source, f"holds several datasets ({names})", "give the folder of one")
     files = [(path, split_of(path)) for path in paths]
     unclear = [path for path, split in files if not split]
     if 0 < len(unclear) < len(files):
-        raise UserError(
-            f"{source}: {unclear[0]}",
-            "the name does not contain train or val, as those of other files do",
-            "rename or remove it",
-        )
-    if len(paths) == 1 and os.path.basename(paths[0]) == TRAIN_TAR:
-        raise UserError(source, f"{VAL_TAR} is missing", "put it into the same folder")
+        wrong = "the name does not contain train or val, as those of other files do"
+        raise UserError(f"{source}: {unclear[0]}", wrong, "rename or remove it")
     return files
 
 

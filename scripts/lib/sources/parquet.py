@@ -78,11 +78,9 @@ def parquet_columns(path: str) -> Columns:
     if "label" not in schema.names:
         labels = [name for name in features if features[name].get("_type") == "ClassLabel"]
     if len(images) != 1 or len(labels) != 1:
-        raise UserError(
-            path,
-            f"has the columns {', '.join(schema.names)}, not one of images and one of labels",
-            "write files with columns image and label",
-        )
+        names = ", ".join(schema.names)
+        wrong = f"has the columns {names}, not one of images and one of labels"
+        raise UserError(path, wrong, "write files with columns image and label")
     label = labels[0]
     return Columns(images[0], label, features.get(label, {}).get("names", []))
 
