@@ -19,7 +19,7 @@ from conf import cli
 from conf.compose import from_checkpoint, from_overrides
 from conf.errors import UserError
 from conf.named import import_object
-from conf.schema import Config, ModelConfig, override_keys, show
+from conf.schema import Config, ModelConfig, override_keys
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
 from engine.memory import explain_limit
@@ -34,8 +34,7 @@ from scripts.lib.published import Stated, exported, published
 # Keys of the training or the machine, not of the model: their defaults are used.
 OTHERS = ("loader.", "log.", "model.weights", "model.freeze", "train.device")
 # Keys that a checkpoint fixes; `model` is the group.
-FIXED_KEYS = ("model.name", "model.args", "data.image_size")
-FIXED = {"model", *FIXED_KEYS}
+FIXED = {"model", "model.name", "model.args", "data.image_size"}
 
 
 @dataclass(frozen=True)
@@ -176,9 +175,8 @@ def _stated_by_run(content: dict[str, Any], overrides: Sequence[str]) -> Stated:
     stored, model_input = content["config"], content["model_input"]
     fixed = sorted(FIXED & override_keys(overrides))
     if fixed:
-        has = " ".join(f"{key}={show(stored[key])}" for key in FIXED_KEYS)
         cure = "leave it out; data.val_size is the size of other images"
-        raise UserError(fixed[0], f"is fixed by the checkpoint, which has {has}", cure)
+        raise UserError(fixed[0], "is fixed by the checkpoint", cure)
     values = {}
     for key, value in stored.items():
         if not (is_training_key(key) or key.startswith(OTHERS)):
