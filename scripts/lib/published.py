@@ -55,6 +55,14 @@ def published(name: str, path: Path, *, val_size: int | None = None) -> Stated |
     return Stated(values, tuple(names))
 
 
+def stored_name(content: Any) -> str | None:
+    """Return the name of the model that pytorch/examples, timm or torchvision store in a file."""
+    if not isinstance(content, dict):
+        return None
+    name = content.get("arch") or getattr(content.get("args"), "model", None)
+    return name if isinstance(name, str) else None
+
+
 def torchvision_files() -> dict[str, tuple[str, Any]]:
     """Return the model and the entry of each file that torchvision publishes, by file name."""
     from torchvision import models as vision
