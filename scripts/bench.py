@@ -165,7 +165,8 @@ def measure_steps(parts: train.Parts, world: World, seconds: float) -> list[Stag
 
 def main() -> int:
     for stage in measure_stages(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds):
-        slowest, fastest = min(stage.rates), max(stage.rates)
+        slowest = min(stage.rates)
+        fastest = max(stage.rates)
         rate = f"{median(stage.rates):>10,.0f} images/s  ({slowest:,.0f}-{fastest:,.0f})"
         print(f"{stage.name:<12} {rate}  {stage.note}")
     return 0

@@ -129,9 +129,8 @@ def data(case: Case) -> Iterator[Row]:
 def listed(name: str, index: Index) -> Iterator[Row]:
     classes = index.classes
     counts = np.bincount(index.labels.array, minlength=len(classes))
-    fewest, most = counts.min(), counts.max()
     text = f"{name}: {len(index):,} images in {len(classes):,} classes of {index.root}"
-    yield ok(f"{text}, {fewest:,} to {most:,} each")
+    yield ok(f"{text}, {counts.min():,} to {counts.max():,} each")
     if sorted_as_text(classes):
         first = ", ".join(classes[:5])
         text = f"{index.root}: numbers sorted as text: {first}"

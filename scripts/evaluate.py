@@ -149,7 +149,8 @@ def evaluate_checkpoint(
         autocast(device.type, precision),
     ):
         (validation,) = evaluate([model], measure, batches_of(feed, config, world), world)
-    values, rows = validation.values(metrics), validation.rows
+    values = validation.values(metrics)
+    rows = validation.rows
     if real is not None:
         values["top1_real"] = top1_real(rows["prediction"].tolist(), places, labels)
     summary = {
@@ -371,13 +372,11 @@ def print_result(result: Evaluated, folder: Path) -> None:
     metrics = Metrics.of(trained.config)
     metrics.entries["top1_real"] = Metric(".2f", " %")
     results = map(metrics.text, result.values.keys(), result.values.values())
-    images = summary["images"]
-    rate = images / summary["seconds"]
     weights = trained.path.name
     if summary["step"] is not None:
         weights += f", step {summary['step']:,}"
     say(f"weights   {weights}", f"result    {', '.join(results)}")
-    say(f"images    {images:,} images of {summary['val_size']} px, {rate:,.0f}/s")
+    say(f"images    {summary['images']:,} images of {summary['val_size']} px")
     say(f"files     {folder}")
     kept, every = len(result.classes), trained.num_classes
     if kept < every:

@@ -217,8 +217,6 @@ class Predictor:
             outputs = self.model(inputs)
         values = dict(train.predictions(outputs))
         if self.last_input is not None:
-            if not self.last_input:
-                raise UserError("--features: this model does not call its last layer; leave it out")
             values["features"] = self.last_input[0].float()
         names = [PRINTED_AS.get(name, name) for name in values]
         columns = map(self.column, values.keys(), values.values())
@@ -247,8 +245,8 @@ class Predictor:
             wrong = "the model has one output, which is no probability of classes"
             raise UserError(wrong, cure="change predictions() in train.py")
         best = probabilities.topk(min(self.top, classes))
-        values, indices = best.values.tolist(), best.indices.tolist()
-        return [list(map(self.entry, *row)) for row in zip(values, indices, strict=True)]
+        rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        return [list(map(self.entry, *row)) for row in rows]
 
     def entry(self, probability: float, index: int) -> dict[str, Any]:
         name = self.names[index]
