@@ -377,9 +377,7 @@ def disk(case: Case) -> Iterator[Row]:
         folder = folder.parent
     if not os.access(folder, os.W_OK):
         yield fail(f"{folder}: cannot be written", "give a run.dir with write permission")
-    if case.compute is None:
-        yield ok(f"{folder}: space for checkpoints is not checked, see plan")
-    else:
+    if case.compute is not None:
         yield space_for_checkpoints(folder, case.compute.parameters, case.config.checkpoint.keep)
 
 

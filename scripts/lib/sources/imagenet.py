@@ -73,10 +73,7 @@ def val_labels(source: str, tree: Tree) -> dict[str, str]:
 
 
 def parse_annotations(place: Place) -> dict[str, str]:
-    """Read Tiny ImageNet's val_annotations.txt: name of an image, class and box, with tabs.
-
-    Raises ValueError if a line has another form.
-    """
+    """Read Tiny ImageNet's val_annotations.txt: name of an image, class and box, with tabs."""
     labels: dict[str, str] = {}
     for line in read_place(place).decode().splitlines():
         name, wnid, *_ = line.split("\t")
@@ -87,7 +84,7 @@ def parse_annotations(place: Place) -> dict[str, str]:
 def parse_solution(place: Place) -> dict[str, str]:
     """Read LOC_val_solution.csv: name of an image; class and box of every object in it.
 
-    Raises ValueError, LookupError, csv.Error: a row has another form or names several classes.
+    Raises ValueError if a row names several classes.
     """
     labels: dict[str, str] = {}
     text = io.StringIO(read_place(place).decode(), newline="")
