@@ -381,6 +381,8 @@ def print_result(result: Evaluated, folder: Path) -> None:
     kept, every = len(result.classes), trained.num_classes
     if kept < every:
         say(f"note      only {kept:,} classes with images competed, not {every:,} (--all-outputs)")
+    if trained.stored and summary["split"] in (".", "train"):
+        say("note      this counts training images, too, which the model knows")
 
 
 def evaluate_one(options: argparse.Namespace) -> int:

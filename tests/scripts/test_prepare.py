@@ -380,6 +380,7 @@ SEVERAL = dict.fromkeys(("a.1.jpg", "a.1.cls", "a.2.jpg"), b"")
 MASK = {"a.jpg": b"", "a.seg.png": b"", "a.cls": b"1"}
 WRONG: list[tuple[Source, str]] = [
     (lambda: {"imagenet.zip": b"PK"}, "holds no images in class folders; give"),
+    (lambda: {"a/1.jpg": b"", "b.tar": b""}, "has images (a/1.jpg) and tar files (b.tar); give"),
     (lambda: GIVEN_TWICE, "is the name of 2 images"),
     (lambda: NO_SPLIT, "no tar file has train or val in its name; rename them"),
     (lambda: {"train-0.tar": b"", "x.tar": b""}, "x.tar: the name does not contain train or"),

@@ -117,6 +117,9 @@ def list_tables(source: str, tree: Tree, tables: list[str]) -> list[Sample]:
 
 def list_tars(source: str, tree: Tree, tars: list[str], others: LeftOut) -> list[Sample]:
     """List the images in tar files: WebDataset shards, or folders of each file's split."""
+    image = next(filter(is_image, tree), None)
+    if image is not None:
+        raise UserError(source, f"has images ({image}) and tar files ({tars[0]})", "give one")
     records: list[Sample] = []
     splits = {}  # of the folder that stands for a tar file
     for path, split in split_files(source, tars):
