@@ -198,7 +198,7 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
         device = torch.device("cuda", local_rank)
     if num_devices < num_needed:
         wrong = f"torch sees {num_devices} of {num_needed} devices on {socket.gethostname()}"
-        cure = "start as many ranks as there are, let each see all GPUs, or leave this key out"
+        cure = "leave the key out, or start as many ranks as there are, and let each see all GPUs"
         raise UserError(f"train.device={choice}", wrong, cure)
     return device
 
