@@ -182,6 +182,10 @@ def test_a_worker_that_died_or_hangs_is_named_with_its_sample(
         batches, path = loader.batches(0, 12), dataset.name(sample[1])
         next(batches)
         wait_for("the worker stops", dataset.stopped)
+        loader.pool.stop_requested = lambda: True
+        with pytest.raises(LoaderError, match=r"^stopped by a signal while all workers are"):
+            list(loader.batches(0, 12))
+        loader.pool.stop_requested = lambda: False
         message = rf"^loader\.timeout_seconds=0\.5: no .* {path} \(worker {pid}\); check the"
         if killed:
             os.kill(pid, signal.SIGKILL)
