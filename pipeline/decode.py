@@ -309,11 +309,6 @@ def lost_in_rgb(data: bytes) -> list[str]:
     return lost
 
 
-def has_end(data: bytes) -> bool:
-    """Whether a JPEG has its end marker, which a truncated file lacks; a few bytes may follow."""
-    return b"\xff\xd9" in data[-64:]
-
-
 def decode_pillow(data: bytes, box: Box, scale: int) -> np.ndarray:
     image = open_image(data)
     image.draft("RGB", (image.width // scale, image.height // scale))
