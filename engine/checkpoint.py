@@ -24,10 +24,10 @@ from models.weights import read_file
 
 logger = logging.getLogger(__name__)
 
+BEST = "best.pt"
 # Increased whenever the content of a checkpoint or the result of the same config changes: a run
 # resumes from this format only. 3: mixup and random operations are as in the recipes' sources.
 FORMAT = 3
-BEST = "best.pt"
 READABLE = (2, 3)  # formats whose weights, config and model_input have the same meaning
 GIVE = "the folder of a run, a step-*.pt, never (start over) or auto (the default)"
 # Parts of every checkpoint -> type.

@@ -66,14 +66,13 @@ def fit_memory(
 
 def _fits(train_on_batch: StepGraph, state: TrainState, batch: Batch, count: int) -> bool:
     """Return whether a step in `count` micro-batches fits on this rank alone; undo the step."""
-    fits = False
     alone = on_this_rank_alone(train_on_batch.network)
     with alone, suppress(torch.OutOfMemoryError), restored_on_exit(state):
         train_on_batch.before_step(batch.step)
         train_on_batch.step_function(batch, num_micro_batches=count)
-        fits = True
-    torch.cuda.empty_cache()  # blocks of sizes that were too large
-    return fits
+        return True
+    torch.cuda.empty_cache()  # blocks of the sizes that were too large
+    return False
 
 
 def explain_limit(error: BaseException, remedy: str = "lower train.micro_batch") -> str | None:

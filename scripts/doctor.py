@@ -51,6 +51,7 @@ from pipeline.dataset import Dataset, FolderDataset
 from pipeline.index import ImageFolder, Index, find_storage, load_index
 from pipeline.listing import SPLITS, LeftOut, count_left_out, list_classes
 from pipeline.splits import held_out, other_classes
+from pipeline.worker import SKIP
 from scripts.lib.progress import in_threads, num_cores, with_progress
 from scripts.lib.trained import exit_status, sorted_as_text
 
@@ -203,7 +204,7 @@ def unreadable(case: Case, name: str, bad: list[str]) -> Row:
     row = fail
     remedy = "replace or remove them (--all finds all of them)"
     if name != "val":
-        remedy += ", or set data.on_error=skip and data.max_bad_fraction"
+        remedy += f", or give {SKIP}"
         if config.on_error == "skip" and len(bad) <= config.max_bad_fraction * examined:
             row = warn
     result = f"{name}: {len(bad):,} of {examined:,} examined files cannot be read"

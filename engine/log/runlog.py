@@ -120,7 +120,7 @@ class RunLog:
         return self.row
 
     def end_interval(self) -> dict[str, Any]:
-        """Wait for the row that is due, unless a signal came before it; return the newest."""
+        """Wait for the row that is due, unless a signal came before it; return the newest one."""
         self.feed.train.clock.end_step()
         self._report()
         return self.row
