@@ -1,0 +1,114 @@
+#!/bin/bash
+# Fine-tunes at 224 px with recipe=finetune and with a plain loop, as in docs/accuracy.md.
+# Each job gets a GPU and its share of the cores, and prints a line when it ends: top-1 after the last epoch, and the seconds.
+# Hardware: not run yet; one GPU and 16 cores for each job. Time: not recorded.
+# Needs: .venv is active, with torchvision and timm. Arguments: a folder with the sets, each with
+# train and val; a folder with the weights, such as lite0.safetensors and woof.pt, which state their model; a new folder for the
+# logs; and jobs SET,WEIGHTS,METHOD,SEED, where METHOD is `recipe` or a learning rate of the plain loop:
+#   benchmarks/finetune_photos.sh data weights logs flowers,lite0,{recipe,0.001,0.003,0.01,0.03,0.1},0
+# lite0.safetensors is made of the lite0.pth of benchmarks/finetune.sh: python scripts/export.py lite0.pth --to safetensors
+# model.name=timm/tf_efficientnet_lite0. woof.pt is the best.pt of a run. Then seeds 1 and 2 of the recipe and of the best learning rate.
+#
+# The plain loop: as many epochs, images per batch and pixels as the recipe; its crops (35-100 % of the area) and flips; SGD with
+# momentum 0.9, cosine to 0 without warm-up, weight decay 1e-4, no smoothing; a head that starts at zero; bf16.
+set -eu
+script=$(realpath "${BASH_SOURCE[0]}")
+
+if [ "${1-}" = job ]; then  # in one of the processes that xargs starts
+    cd "$(dirname "$script")/.."
+    IFS=, read -r set name method seed <<< "$5"
+    data=$2/$set logs=$4
+    weights=$(find "$3" -name "$name.*" | head -n 1)
+    export CUDA_VISIBLE_DEVICES=$SLOT PYTHONUNBUFFERED=1
+    taskset -cp $((SLOT * 16))-$((SLOT * 16 + 15)) $BASHPID > /dev/null
+    began=$(date +%s)
+    status=0
+    if [ "$method" = recipe ]; then
+        python train.py recipe=finetune data.root="$data" model.weights="$weights" data.image_size=224 train.seed="$seed" \
+            run.dir="$logs/$5" > "$logs/$5.log" 2>&1 || status=$?
+        top1=$(sed -n 's/^result .*loss [^ ]* top1 \([0-9.]*\) %.*/\1/p' "$logs/$5.log")
+    else
+        PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} python3 - "$data" "$weights" "$method" "$seed" \
+            > "$logs/$5.log" 2>&1 <<'END' || status=$?
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from engine.schedule import suited_batch
+from models.weights import head_of
+from scripts.lib.trained import open_trained
+
+data, weights, lr, seed = sys.argv[1:]
+torch.manual_seed(int(seed))
+trained = open_trained(Path(weights), ["model.rewrite=null"])
+model = trained.build(torch.device("cpu"))
+bicubic = "bicubic" in str(trained.config.augment.val)
+interpolation = v2.InterpolationMode.BICUBIC if bicubic else v2.InterpolationMode.BILINEAR
+mean, std = (torch.tensor(value).expand(3).tolist() for value in (trained.config.data.mean, trained.config.data.std))
+end = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
+crops = v2.RandomResizedCrop(224, scale=(0.35, 1), interpolation=interpolation, antialias=True)
+train = ImageFolder(f"{data}/train", v2.Compose([crops, v2.RandomHorizontalFlip(), *end]))
+centre = [v2.Resize(256, interpolation, antialias=True), v2.CenterCrop(224)]
+val = ImageFolder(f"{data}/val", v2.Compose([*centre, *end]))
+
+name = head_of(model)[0].rpartition(".")[0]
+head = nn.Linear(model.get_submodule(name).in_features, len(train.classes))
+nn.init.zeros_(head.weight)
+nn.init.zeros_(head.bias)
+model.set_submodule(name, head)
+model = model.to("cuda", memory_format=torch.channels_last)
+
+batch = min(256, suited_batch(len(train)), len(train))
+epochs = min(100, max(10, round(500 * 512 / len(train))))
+workers = {"num_workers": len(os.sched_getaffinity(0)), "persistent_workers": True, "pin_memory": True}
+loader = torch.utils.data.DataLoader(train, batch, shuffle=True, drop_last=True, **workers)
+optimizer = torch.optim.SGD(model.parameters(), float(lr), momentum=0.9, weight_decay=1e-4)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
+torch.backends.cudnn.benchmark = True
+
+
+def outputs(images):
+    images = images.to("cuda", non_blocking=True, memory_format=torch.channels_last)
+    with torch.autocast("cuda", torch.bfloat16):
+        return model(images).float()
+
+
+print(f"{len(train)} images, {epochs} epochs of {len(loader)} steps of {batch}, {'bicubic' if bicubic else 'bilinear'}", flush=True)
+model.train()
+for _ in range(epochs):
+    for images, labels in loader:
+        loss = cross_entropy(outputs(images), labels.to("cuda", non_blocking=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+model.eval()
+hits = 0
+with torch.inference_mode():
+    for images, labels in torch.utils.data.DataLoader(val, 256, **workers):
+        hits += (outputs(images).argmax(1).cpu() == labels).sum().item()
+print(f"top1 {100 * hits / len(val):.2f}")
+END
+        top1=$(sed -n 's/^top1 //p' "$logs/$5.log")
+    fi
+    if [ -z "$top1" ]; then
+        echo "$5 FAILED, status $status"
+        tail -n 15 "$logs/$5.log"
+        exit
+    fi
+    echo "$5 top-1 $top1 %, $(($(date +%s) - began)) s" | tee -a "$logs/results.txt"
+    exit
+fi
+
+data=$(realpath "$1") weights=$(realpath "$2") logs=$3
+shift 3
+mkdir -p "$logs"
+logs=$(realpath "$logs")
+gpus=$(python3 -c 'import torch; print(max(1, torch.cuda.device_count()))')
+printf '%s\n' "$@" | xargs -P "$gpus" -n 1 --process-slot-var=SLOT bash "$script" job "$data" "$weights" "$logs"
