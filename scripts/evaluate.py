@@ -6,8 +6,8 @@
 
 data.root needs no training split. If data.val holds some of the model's classes, only their outputs
 compete. Prints loss, top-1, top-5, macro recall (balanced accuracy) and what log.values adds.
-Writes evaluation.json and the files of log.observers to --out, by default evaluation/<checkpoint>
-for the validation images of the run, and evaluation/<checkpoint>,other,val for those of /other/val.
+Writes evaluation.json, hits.json and the files of log.observers to --out, usually evaluation/<name>
+for the validation images of the run, and evaluation/<name>,other,val for those of /other/val.
 """
 
 import argparse
@@ -28,6 +28,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--flip", action="store_true", help="average the outputs for an image and its mirror image")
     add("--all-outputs", action="store_true", help="also those of classes without images compete")
     add("--real", type=Path, metavar="FILE", help="ReaL labels: a list per image, by file name")
+    add("--against", type=Path, metavar="DIR", help="output for another model: McNemar's test")
     add(*OUT, type=Path, metavar="DIR", help="output folder")
     return parse_paths(parser, words)
 
@@ -36,6 +37,7 @@ if __name__ == "__main__":
     OPTIONS = arguments()
 
 import json
+import math
 import os
 import time
 from dataclasses import dataclass, replace
@@ -70,6 +72,7 @@ from scripts.lib.trained import Trained, build_val, exit_status, open_trained, s
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
 CURE = "give images of its classes, or --classes FILE with the names of all, one per line"
+HITS = "hits.json"
 Names = tuple[str, ...]  # of classes
 Outputs = tuple[Names, list[int]]  # names and places of outputs
 
@@ -164,7 +167,7 @@ def evaluate_checkpoint(
         "val_size": datasets.val_image_size,
         "flip": flip,
         "precision": precision,
-        "device": device_name(device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "data": config.data.root,
         "split": config.data.val,
         "classes": len(datasets.classes),
@@ -190,12 +193,6 @@ def batches_of(feed: Feed, config: Config, world: World) -> Iterator[Batch]:
         batches = with_progress(batches, feed.num_val_batches, "batches")
     for batch in batches:
         yield from batch.split(parts)
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return "cpu"
 
 
 def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Trained:
@@ -322,10 +319,8 @@ def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
 def top1_real(predictions: list[int], places: list[int], labels: list[list[int]]) -> float:
     """Return the percentage of images whose predicted output is one of their labels.
 
-    Args:
-        predictions: positions in `places`, or -1 for an image without a prediction.
-        places: of the outputs that compete, among those of the model.
-        labels: of each image; those without labels do not count.
+    `predictions`: positions in `places`, or -1 for an image without one. `places`: of the outputs
+    that compete, among those of the model. `labels`: images without labels do not count.
     """
     outputs = [*places, -1]  # the last one is that of the prediction -1
     hits = []
@@ -335,9 +330,33 @@ def top1_real(predictions: list[int], places: list[int], labels: list[list[int]]
     return 100 * sum(hits) / max(len(hits), 1)
 
 
+def hits_of(result: Evaluated) -> dict[str, bool]:
+    """Return which images were right, by their paths from data.root."""
+    data = result.datasets.val
+    names = map(data.name, range(len(data)))
+    paths = map(partial(os.path.relpath, start=result.trained.config.data.root), names)
+    hits = result.rows.get("top1", torch.empty(0)).bool().tolist()
+    return dict(zip(paths, hits, strict=False))  # empty of another task
+
+
+def compare(hits: dict[str, bool], others: dict[str, bool]) -> str:
+    """State McNemar's test of two models. Raises UserError if their images are not the same."""
+    if hits.keys() != others.keys():
+        raise UserError("--against", "has other images", "evaluate both models on the same ones")
+    differing = dict(hits.items() - others.items())
+    here = sum(differing.values())
+    there = len(differing) - here
+    distance = max(abs(here - there) - 1, 0)  # with the correction for continuity
+    p = math.erfc(distance / math.sqrt(2 * max(len(differing), 1)))
+    counts = f"{here:,} right only here, {there:,} only there"
+    return f"of {len(hits):,} images, {counts}: p = {p:.2g} (McNemar)"
+
+
 def write(result: Evaluated, folder: Path) -> None:
-    """Write evaluation.json and the files of the observers."""
+    """Write evaluation.json, hits.json and the files of the observers."""
     folder.mkdir(parents=True, exist_ok=True)
+    if "top1" in result.rows:
+        write_json(folder / HITS, hits_of(result))
     content = {**result.summary, "made_by": provenance()}
     for _, observer, _ in named_observers(result.trained.config):
         added = observer.evaluated(folder, result.rows, result.classes, result.datasets.val)
@@ -386,7 +405,11 @@ def print_result(result: Evaluated, folder: Path) -> None:
 
 
 def evaluate_one(options: argparse.Namespace) -> int:
-    path, overrides = Path(options.paths[0]), options.overrides
+    path = Path(options.paths[0])
+    overrides = options.overrides
+    others = None
+    if options.against is not None:
+        others = json.loads((options.against / HITS).read_bytes())
     trained = open_trained(path, overrides, classes=options.classes)
     if trained.config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model
@@ -406,6 +429,9 @@ def evaluate_one(options: argparse.Namespace) -> int:
         )
         if world.is_main:
             print_result(result, folder)
+            if others is not None:
+                compared = compare(hits_of(result), others)
+                say(f"against   {compared}")
             write(result, folder)
     return 0
 

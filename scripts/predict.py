@@ -76,8 +76,7 @@ from pipeline.listing import LeftOut, count_left_out, images_below
 from scripts.lib.progress import in_threads, num_cores
 from scripts.lib.trained import Trained, exit_status, open_trained
 
-# Images. Larger batches are slower on a CPU, whose memory is mapped anew for each: ResNet-50 takes
-# 8.2 s for 120 images on two cores in batches of 8, start included, and 9.4 s in batches of 32.
+# Images. Larger batches are slower: their memory is mapped anew (120 of ResNet-50: 8.2 s, 32: 9.4).
 CPU_BATCH = 8
 BATCHES_AHEAD = 2  # that are being decoded, behind the batch that the model gets next
 MATMUL = {"fp32": "highest"}  # precision -> that of products in float32; "high" of others
@@ -261,8 +260,7 @@ class Predictor:
 def watch_head(model: nn.Module) -> list[Tensor]:
     """Return a list that holds, after each forward pass, the input of the last layer.
 
-    It is float [B, C]: of an input with positions, [B, C, H, W], or of a linear layer [B, N, C],
-    the mean over them.
+    It is float [B, C]: the mean over positions, [B, C, H, W] or, of a linear layer, [B, N, C].
     """
     kept: list[Tensor] = []
 
@@ -368,16 +366,6 @@ def cells_of(name: str, value: Any) -> dict[str, Any]:
     return {f"{name}_{key}": number for key, number in value.items()}
 
 
-def open_output(options: argparse.Namespace, names: Sequence[str]) -> Output:
-    """Choose the form of the output: a table on a terminal, JSON lines elsewhere."""
-    # Any path can be written.
-    sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
-    form = options.format
-    if form is None:
-        form = "table" if sys.stdout.isatty() else "jsonl"
-    return Output(form, sys.stdout, names, options.out)
-
-
 def predict_all(options: argparse.Namespace) -> int:
     """Write results as they come and report unreadable files; return the exit status."""
     # "Corrupt EXIF data" and the like: the pixels are not affected
@@ -385,7 +373,10 @@ def predict_all(options: argparse.Namespace) -> int:
     trained = open_trained(Path(options.checkpoint), options.overrides, classes=options.classes)
     device = resolve_device(trained.config.train.device)
     predictor = Predictor(trained, device, top=options.top, features=options.features)
-    output = open_output(options, predictor.names)
+    # Any path can be written.
+    sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
+    usual = "table" if sys.stdout.isatty() else "jsonl"
+    output = Output(options.format or usual, sys.stdout, predictor.names, options.out)
     total = num_unreadable = 0
     for batch in predictor.predict_files(find_files(options.paths)):
         good = []

@@ -178,7 +178,7 @@ def linked(target: Path, place: Place | np.ndarray) -> bool:
 
 def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counter[str], list[str]]:
     """Write all images; return the number of each outcome, and the lines of unreadable.txt."""
-    counts: Counter[str] = Counter()
+    counts = Counter(dict.fromkeys((*OUTCOMES, "bytes"), 0))
     unreadable: list[str] = []
     archives: dict[str, tarfile.TarFile] = {}
     with ExitStack() as stack:
@@ -250,11 +250,8 @@ def prepare_images(options: argparse.Namespace) -> int:
     }
     start(options.to, settings)
     counts, unreadable = write_all(options, samples)
-    classes = {sample.label for sample in samples}
-    num_classes = len(classes)
-    report = {"settings": settings, "classes": num_classes, "images": len(samples)}
-    for name in (*OUTCOMES, "bytes"):
-        report[name] = counts[name]
+    classes = len({sample.label for sample in samples})
+    report = {"settings": settings, "classes": classes, "images": len(samples), **counts}
     write_json(options.to / MARKER, report)
     outcomes = [f"{counts[name]:,} {name.replace('_', ' ')}" for name in OUTCOMES]
     gigabytes = counts["bytes"] / 1e9
@@ -263,7 +260,7 @@ def prepare_images(options: argparse.Namespace) -> int:
         command.append("data.val_fraction=0.2")
     splits = f"{images['train']:,} training, {images['val']:,} validation images"
     lines = [
-        f"{num_classes:,} classes, {splits}",
+        f"{classes:,} classes, {splits}",
         *notes,
         f"{', '.join(outcomes)}; {gigabytes:,.3f} GB",
         f"train with: {shlex.join(command)}",

@@ -27,13 +27,9 @@ def published(name: str, path: Path, *, val_size: int | None = None) -> Stated |
     """Return what the library states about a file with weights; None if it states nothing.
 
     timm states it for each model (with its test size, as timm's validate.py); torchvision for each
-    published file, which is recognised by its name.
-
-    Args:
-        name: of the model, as in `build`.
-        path: of the file; `pretrained` stands for the weights that `build` downloads.
-        val_size: side of the validation images, pixels, if the user chose it; the short side
-            changes with it.
+    published file, recognised by its name. `name`: as in `build`. `path`: `pretrained` stands for
+    what `build` downloads. `val_size`: side of the validation images, pixels, if the user chose it;
+    the short side changes with it.
     """
     if name.startswith("timm/"):
         return _of_timm(name.removeprefix("timm/"), val_size)

@@ -128,12 +128,10 @@ def open_trained(
 ) -> Trained:
     """Open a trained model from any file. Nothing in the file is executed.
 
-    Args:
-        path: a checkpoint, a run directory, or what else `find_checkpoint` takes; or a file of
-            torchvision, timm or pytorch/examples (.pth, .pt, .safetensors).
-        overrides: groups and keys as typed; for files of other projects, model.name is required.
-        classes: a text file with the name of a class in each line, in the order of the logits;
-            replaces the names in the file.
+    `path`: a checkpoint, a run directory, or what else `find_checkpoint` takes; or a file of
+    torchvision, timm or pytorch/examples (.pth, .pt, .safetensors). `overrides`: groups and keys as
+    typed; for files of other projects, model.name is required. `classes`: a text file with the name
+    of a class in each line, in the order of the logits; replaces the names in the file.
 
     Raises UserError if the file cannot be read or is damaged, or the overrides are wrong.
     """

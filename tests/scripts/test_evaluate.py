@@ -77,12 +77,17 @@ def test_command_line(
 ) -> None:
     """The name of the run contains `=`; nothing is written into the run or among the images."""
     before, last = sorted(folder.rglob("*")), newest(folder)
+    against: list[str] = []
     for path, name in ((folder, "best"), (last, last.stem)):
-        done = ranks.run([*SCRIPT, str(path), *HERE], 1, cwd=tmp_path)
+        done = ranks.run([*SCRIPT, str(path), *HERE, *against], 1, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         lines = rf"^result    loss .*\nimages    15 images of 32 px.*\nfiles     (.*,{name})\n"
         weights, (out,) = done.stdout.splitlines()[0], re.findall(lines, done.stdout, re.MULTILINE)
         assert re.fullmatch(rf"weights   {name}.pt, step \d+", weights)
+        against = ["--against", out]
+    assert "\nagainst   of 15 images, " in done.stdout
+    hits = json.loads((tmp_path / out / "hits.json").read_text())
+    assert [*hits.values()] == found.rows["top1"].bool().tolist()
     stored = json.loads((tmp_path / out / "evaluation.json").read_text())
     assert stored["loss"] == found.values["loss"] and stored["made_by"]
     assert stored.items() >= {**found.summary, "seconds": stored["seconds"]}.items()
@@ -91,6 +96,15 @@ def test_command_line(
     done = ranks.run([*SCRIPT, str(folder), *HERE, "--out", str(inside)], 1, cwd=tmp_path)
     assert done.returncode == 2 and not inside.exists()
     assert done.stderr.startswith(f"evaluate.py: --out {inside}: is inside {image_root / 'val'}")
+
+
+def test_mcnemar_as_in_r() -> None:
+    hits = dict.fromkeys("abcdefghi", True) | {"j": False}
+    others = dict.fromkeys("abcdefgh", False) | {"i": True, "j": True}
+    assert "8 right only here, 1 only there: p = 0.046 (M" in evaluate.compare(hits, others)
+    assert evaluate.compare(hits, hits).endswith(": p = 1 (McNemar)")
+    with pytest.raises(UserError, match=r"^--against: has other images; evaluate both "):
+        evaluate.compare(hits, {"a": True})
 
 
 def test_other_classes(folder: Path, image_root: Path, tmp_path: Path) -> None:

@@ -18,13 +18,10 @@ def test_torchvision() -> None:
     path = Path("/somewhere/resnet50-0676ba61.pth")
     found = published("resnet50", path)
     assert found is not None and found.classes[:2] == ("tench", "goldfish")
-    assert found.values == {
-        "data.image_size": 224,
-        "data.val_size": 224,
-        "data.mean": [0.485, 0.456, 0.406],
-        "data.std": [0.229, 0.224, 0.225],
-        "augment.val": [{"resize": {"size": 256}}, {"center_crop": {"size": 224}}],
-    }
+    means = {"data.mean": [0.485, 0.456, 0.406], "data.std": [0.229, 0.224, 0.225]}
+    transforms = [{"resize": {"size": 256}}, {"center_crop": {"size": 224}}]
+    sizes = dict.fromkeys(("data.image_size", "data.val_size"), 224)
+    assert found.values == {**sizes, **means, "augment.val": transforms}
     assert published("vit_s16", path) is published("resnet50", Path("checkpoint.pth")) is None
 
 

@@ -217,13 +217,8 @@ def test_runs_that_differ_only_in_seed_or_fold_are_one_row(run: Path, tmp_path: 
     assert group["standard deviation"] == f"{stdev([50, 60, 64]):.2f} %"
     page = page_of(*tmp_path.glob("seed*"))
     assert page.curves("top1")["seed2 and 2 more"][1] == [mean([50, 10, 30]), mean([40, 60, 64])]
-
-
-def test_a_diverged_seed_leaves_no_mean(run: Path, tmp_path: Path) -> None:
-    good = copied(run, tmp_path / "good", train__seed=1)
-    bad = copied(run, tmp_path / "bad")
-    write_rows(bad, [row | {"top1": None} for row in read_rows(bad, "val")])
-    (row,) = page_of(good, bad).rows()
+    write_rows(tmp_path / "seed1", [row | {"top1": None} for row in read_rows(run, "val")])
+    (row,) = page_of(tmp_path / "seed0", tmp_path / "seed1").rows()  # one has diverged
     assert (row["best top1"], row["standard deviation"], row["n"]) == ("–", "–", "2")
 
 
@@ -300,20 +295,17 @@ def test_names_from_a_run_are_escaped(run: Path, tmp_path: Path) -> None:
     assert "<" not in str([json.loads(chart.attrib["data-figure"]) for chart in charts])
 
 
-def test_a_long_curve_is_drawn_as_means(run: Path, tmp_path: Path) -> None:
+def test_long_and_many_curves(run: Path, tmp_path: Path) -> None:
+    """A point of a long one is a mean. Ten are drawn; a click on the legend draws others."""
     to = copied(run, tmp_path / "long")
     row = read_rows(run, "train")[0]
     write_rows(to, [row | {"epoch": step / 100, "loss": step} for step in range(5000)])
     epochs, values = page_of(to).curves("loss")["training"]
     assert len(values) == report.POINTS and values[0] == mean(range(20))
     assert epochs == sorted(epochs) and mean(values) == mean(range(5000))
-
-
-def test_curves_of_many_runs(run: Path, tmp_path: Path) -> None:
-    """Those of the best ten are drawn; a click on the legend draws others."""
     for number in range(12):
-        copied(run, tmp_path / f"{number}", (0.0, number + 1), optim__lr=number)
-    traces = page_of(tmp_path).figure("top1")["data"]
+        copied(run, tmp_path / f"many/{number}", (0.0, number + 1), optim__lr=number)
+    traces = page_of(tmp_path / "many").figure("top1")["data"]
     assert [trace["name"] for trace in traces] == [f"{number}" for number in range(11, -1, -1)]
     assert [trace.get("visible") for trace in traces] == 10 * [None] + 2 * ["legendonly"]
 

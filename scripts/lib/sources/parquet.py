@@ -20,10 +20,9 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
     """List the images of a Parquet file by row, without those that have no label.
 
     There is a column of images, which are structs of bytes and path, and one of the numbers of
-    classes. The images are not read if they have a name.
-
-    `path`: below SOURCE; it makes the names unique. Raises UserError if pyarrow is not installed,
-    the file is damaged, or its columns are not clear.
+    classes. The images are not read if they have a name. `path`: below SOURCE; it makes the names
+    unique. Raises UserError if pyarrow is not installed, the file is damaged, or its columns are
+    not clear.
     """
     try:
         from pyarrow import parquet
