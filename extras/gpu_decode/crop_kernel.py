@@ -61,6 +61,37 @@ def _level(values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _normal(level, affine):  # type: ignore[no-untyped-def]
+    return level * tl.load(affine) + tl.load(affine + 3)
+
+
+@triton.jit
+def _taps(row, target, bicubic: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Find the source pixels of some target pixels, across or down.
+
+    They are the filters of torch with antialiasing: a triangle of half-width max(scale, 1) around
+    the source point, or a cubic of twice that half-width, cut at the clip, with a sum of 1.
+
+    Args:
+        row: address of CLIP_LEFT of the image, or of CLIP_TOP.
+        target: int32 [block].
+    """
+    clip_first = tl.load(row).to(tl.int32)
+    clip_last = tl.load(row + 2).to(tl.int32)
+    start = tl.load(row + 4).to(tl.float32)
+    scale = tl.load(row + 6).to(tl.float32)
+    width = tl.maximum(scale, 1.0)
+    reach = width
+    if bicubic:
+        reach = 2 * width
+    centre = start + scale * (target.to(tl.float32) + 0.5)
+    first = tl.maximum((centre - reach + 0.5).to(tl.int32), clip_first)
+    last = tl.minimum((centre + reach + 0.5).to(tl.int32), clip_last)
+    count = tl.ceil(2 * reach).to(tl.int32)  # pixels whose centre lies inside the filter
+    return first, last, centre, width, count
+
+
+@triton.jit
 def _crop_resize(  # type: ignore[no-untyped-def]
     geometry,
     out,
@@ -78,31 +109,14 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     row = geometry + image * columns  # columns as in geometry.py
     if (tl.load(row + 15) > 0.5) != bicubic:
         return
-    clip_left, clip_top = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
-    clip_right, clip_bottom = tl.load(row + 6).to(tl.int32), tl.load(row + 7).to(tl.int32)
-    left, top = tl.load(row + 8).to(tl.float32), tl.load(row + 9).to(tl.float32)
-    scale_x, scale_y = tl.load(row + 10).to(tl.float32), tl.load(row + 11).to(tl.float32)
     mirrored = tl.load(row + 12) > 0.5
     source = tl.load(row + 13).to(tl.int64).to(tl.pointer_type(tl.uint8))
     pitch = tl.load(row + 14).to(tl.int64)
-
     y = tl.program_id(1) * block + tl.arange(0, block)
     x = tl.program_id(2) * block + tl.arange(0, block)
     from_x = tl.where(mirrored, size - 1 - x, x)
-    # torch's antialiased filters: a triangle of half-width max(scale, 1) around the source point,
-    # or a cubic of twice that half-width, cut at the clip, with a sum of 1.
-    width_x, width_y = tl.maximum(scale_x, 1.0), tl.maximum(scale_y, 1.0)
-    reach_x, reach_y = width_x, width_y
-    if bicubic:
-        reach_x, reach_y = 2 * width_x, 2 * width_y
-    centre_x = left + scale_x * (from_x.to(tl.float32) + 0.5)
-    centre_y = top + scale_y * (y.to(tl.float32) + 0.5)
-    first_x = tl.maximum((centre_x - reach_x + 0.5).to(tl.int32), clip_left)
-    first_y = tl.maximum((centre_y - reach_y + 0.5).to(tl.int32), clip_top)
-    last_x = tl.minimum((centre_x + reach_x + 0.5).to(tl.int32), clip_right)
-    last_y = tl.minimum((centre_y + reach_y + 0.5).to(tl.int32), clip_bottom)
-    taps_x = tl.ceil(2 * reach_x).to(tl.int32)  # pixels whose centre lies inside the filter
-    taps_y = tl.ceil(2 * reach_y).to(tl.int32)
+    first_x, last_x, centre_x, width_x, taps_x = _taps(row + 4, from_x, bicubic)
+    first_y, last_y, centre_y, width_y, taps_y = _taps(row + 5, y, bicubic)
 
     red = tl.zeros([block, block], tl.float32)
     green = tl.zeros([block, block], tl.float32)
@@ -144,11 +158,13 @@ def _crop_resize(  # type: ignore[no-untyped-def]
         norm = 1.0 / (total_y[:, None] * total_x[None, :])
     target = out + image.to(tl.int64) * stride_b + y[:, None] * stride_y + x[None, :] * stride_x
     inside = (y < size)[:, None] & (x < size)[None, :]
-    red, green, blue = _level(red * norm), _level(green * norm), _level(blue * norm)
+    red = _level(red * norm)
+    green = _level(green * norm)
+    blue = _level(blue * norm)
     if out.dtype.element_ty != tl.uint8:
-        red = red * tl.load(affine) + tl.load(affine + 3)
-        green = green * tl.load(affine + 1) + tl.load(affine + 4)
-        blue = blue * tl.load(affine + 2) + tl.load(affine + 5)
+        red = _normal(red, affine)
+        green = _normal(green, affine + 1)
+        blue = _normal(blue, affine + 2)
     tl.store(target, red, mask=inside)
     tl.store(target + stride_c, green, mask=inside)
     tl.store(target + 2 * stride_c, blue, mask=inside)

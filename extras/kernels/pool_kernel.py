@@ -50,30 +50,37 @@ def _place_gradients(  # type: ignore[no-untyped-def]
     # Each lane computes 2x2 pixels of one channel. They lie in the window with the same index and
     # in the windows to the right, below, and to the right below.
     i = tl.program_id(0) * block + tl.arange(0, block)
-    channel, x, y = i % channels, i // channels % width, i // (channels * width) % height
+    channel = i % channels
+    x = i // channels % width
+    y = i // (channels * width) % height
     image = i // (channels * width * height)
-    here, right, below = i < count, (i < count) & (x + 1 < width), (i < count) & (y + 1 < height)
+    here = i < count
+    right = here & (x + 1 < width)
+    below = here & (y + 1 < height)
     row = channels * width
-    g = tl.load(grad + i, here, 0).to(tl.float32)
-    p = tl.load(place + i, here, -1)
-    g_right = tl.load(grad + i + channels, right, 0).to(tl.float32)
-    p_right = tl.load(place + i + channels, right, -1)
-    g_below = tl.load(grad + i + row, below, 0).to(tl.float32)
-    p_below = tl.load(place + i + row, below, -1)
-    g_both = tl.load(grad + i + row + channels, right & below, 0).to(tl.float32)
-    p_both = tl.load(place + i + row + channels, right & below, -1)
+    grad += i
+    place += i
+    g, p = _load_window(grad, place, here)
+    g_right, p_right = _load_window(grad + channels, place + channels, right)
+    g_below, p_below = _load_window(grad + row, place + row, below)
+    g_both, p_both = _load_window(grad + row + channels, place + row + channels, right & below)
     first = out + ((image * 2 * height + 2 * y) * 2 * width + 2 * x) * channels + channel
-    tl.store(first, tl.where(p == 4, g, 0.0), here)
-    tl.store(
-        first + channels, tl.where(p == 5, g, 0.0) + tl.where(p_right == 3, g_right, 0.0), here
-    )
+    tl.store(first, _gradient(g, p, 4), here)
+    tl.store(first + channels, _gradient(g, p, 5) + _gradient(g_right, p_right, 3), here)
     first += 2 * row
-    tl.store(first, tl.where(p == 7, g, 0.0) + tl.where(p_below == 1, g_below, 0.0), here)
-    tl.store(
-        first + channels,
-        tl.where(p == 8, g, 0.0)
-        + tl.where(p_right == 6, g_right, 0.0)
-        + tl.where(p_below == 2, g_below, 0.0)
-        + tl.where(p_both == 0, g_both, 0.0),
-        here,
-    )
+    tl.store(first, _gradient(g, p, 7) + _gradient(g_below, p_below, 1), here)
+    total = _gradient(g, p, 8) + _gradient(g_right, p_right, 6)
+    total = total + _gradient(g_below, p_below, 2) + _gradient(g_both, p_both, 0)
+    tl.store(first + channels, total, here)
+
+
+@triton.jit
+def _load_window(grad, place, inside):  # type: ignore[no-untyped-def]
+    """Load the gradient of each window, float32, and the place of its maximum."""
+    return tl.load(grad, inside, 0).to(tl.float32), tl.load(place, inside, -1)
+
+
+@triton.jit
+def _gradient(grad, place, pixel):  # type: ignore[no-untyped-def]
+    """Return the gradient of a pixel of the window: 0 if it is not the maximum."""
+    return tl.where(place == pixel, grad, 0.0)

@@ -66,7 +66,8 @@ def _make_tables(  # type: ignore[no-untyped-def]
     pixels, tables, rows, columns: tl.constexpr, size: tl.constexpr, block: tl.constexpr
 ):
     """Make the table of one channel of one image."""
-    image, channel = tl.program_id(0) // 3, tl.program_id(0) % 3
+    image = tl.program_id(0) // 3
+    channel = tl.program_id(0) % 3
     operation = tl.load(rows + image * columns).to(tl.int32)
     if (operation < NEAREST) & (operation != COLOR) & (operation != SHARPNESS):
         area: tl.constexpr = size * size
@@ -116,7 +117,8 @@ def _histogram(source, area: tl.constexpr, block: tl.constexpr):  # type: ignore
     counts = tl.zeros([256], tl.int32)
     for first in range(0, area, block):
         place = first + lane
-        counts += tl.histogram(tl.load(source + place * 3, place < area, 0).to(tl.int32), 256)
+        levels = _load_levels(source + place * 3, place < area)
+        counts += tl.histogram(levels, 256)
     missing: tl.constexpr = (block - area % block) % block  # lanes outside were counted as level 0
     return counts - tl.where(tl.arange(0, 256) == 0, missing, 0)
 
@@ -133,7 +135,8 @@ def _stretched(level, low, high):  # type: ignore[no-untyped-def]
 @triton.jit
 def _equalized(level, count, high, area: tl.constexpr):  # type: ignore[no-untyped-def]
     """Make the table of equalize from the histogram and the highest level of the channel."""
-    step = (area - tl.sum(tl.where(level == high, count, 0), 0)) // 255
+    highest = tl.sum(tl.where(level == high, count, 0), 0)  # pixels of the highest level
+    step = (area - highest) // 255
     below = tl.cumsum(count, 0) - count
     table = tl.minimum((step // 2 + below) // tl.maximum(step, 1), 255)
     return tl.where(step > 0, table, level)
@@ -161,12 +164,14 @@ def _make_pixels(  # type: ignore[no-untyped-def]
     place = tl.program_id(0) % blocks * block + tl.arange(0, block)
     inside = place < area
     start = image.to(tl.int64) * (3 * area)
-    source, target = pixels + start, out + start + place * stride
+    source = pixels + start
+    target = out + start + place * stride
     row = rows + image * columns
     operation = tl.load(row).to(tl.int32)
     number = tl.load(row + 1).to(tl.float32)
     if operation == SHARPNESS:
-        x, y = place % size, place // size
+        x = place % size
+        y = place // size
         inner = inside & (x > 0) & (x < size - 1) & (y > 0) & (y < size - 1)
         # The compiler does not unroll this loop. Otherwise it takes twice the registers, and the
         # GPU runs half as many programs at once.
@@ -179,10 +184,7 @@ def _make_pixels(  # type: ignore[no-untyped-def]
         else:
             red, green, blue = _load_pixels(source + place * 3, inside)
             if operation == COLOR:
-                grey = _grey(red, green, blue)
-                red = _blended(red, grey, number)
-                green = _blended(green, grey, number)
-                blue = _blended(blue, grey, number)
+                red, green, blue = _coloured(red, green, blue, number)
             else:
                 table = tables + image * 768
                 red = tl.load(table + red).to(tl.int32)
@@ -192,11 +194,12 @@ def _make_pixels(  # type: ignore[no-untyped-def]
         _store(target + stride_c, inside, green, affine + 1)
         _store(target + 2 * stride_c, inside, blue, affine + 2)
     elif interpolated:
-        x, y = _moved(row + 1, place, size), _moved(row + 4, place, size)
+        x = _moved(row + 1, place, size)
+        y = _moved(row + 4, place, size)
         for channel in range(channels):  # not unrolled, see above
             level = _interpolated(source + channel, x, y, inside, operation, size)
-            good = (x >= 0) & (x < size) & (y >= 0) & (y < size)
-            level = tl.where(good, level, tl.load(row + 7).to(tl.int32) >> 8 * channel & 255)
+            fill = tl.load(row + 7).to(tl.int32) >> 8 * channel & 255
+            level = tl.where(_is_inside(x, y, size), level, fill)
             _store(target + channel * stride_c, inside, level, affine + channel)
 
 
@@ -210,45 +213,69 @@ def _store(target, mask, level, affine):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _load_levels(address, mask):  # type: ignore[no-untyped-def]
+    """Load a level of each pixel, int32; 0 where the mask is false."""
+    return tl.load(address, mask, 0).to(tl.int32)
+
+
+@triton.jit
 def _load_pixels(address, mask):  # type: ignore[no-untyped-def]
     """Load the three levels of each pixel, int32; 0 where the mask is false."""
-    return (
-        tl.load(address, mask, 0).to(tl.int32),
-        tl.load(address + 1, mask, 0).to(tl.int32),
-        tl.load(address + 2, mask, 0).to(tl.int32),
-    )
+    red = _load_levels(address, mask)
+    green = _load_levels(address + 1, mask)
+    blue = _load_levels(address + 2, mask)
+    return red, green, blue
+
+
+@triton.jit
+def _coloured(red, green, blue, weight):  # type: ignore[no-untyped-def]
+    """Blend pixels with their grey levels."""
+    grey = _grey(red, green, blue)
+    return _blended(red, grey, weight), _blended(green, grey, weight), _blended(blue, grey, weight)
 
 
 @triton.jit
 def _nearest_pixels(source, matrix, place, inside, size: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copy the nearest pixels; the matrix is followed by the fill."""
-    x, y = _copied(matrix, place, size), _copied(matrix + 3, place, size)
-    good = inside & (x >= 0) & (x < size) & (y >= 0) & (y < size)
+    x = _copied(matrix, place, size)
+    y = _copied(matrix + 3, place, size)
+    good = inside & _is_inside(x, y, size)
     red, green, blue = _load_pixels(source + (y * size + x) * 3, good)
     fill = tl.load(matrix + 6).to(tl.int32)
     red = tl.where(good, red, fill & 255)
     green = tl.where(good, green, fill >> 8 & 255)
-    return red, green, tl.where(good, blue, fill >> 16)
+    blue = tl.where(good, blue, fill >> 16)
+    return red, green, blue
+
+
+@triton.jit
+def _is_inside(x, y, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    return (x >= 0) & (x < size) & (y >= 0) & (y < size)
 
 
 @triton.jit
 def _interpolated(source, x, y, good, operation, size: tl.constexpr):  # type: ignore[no-untyped-def]
     """Compute the levels of a channel at points of the image, int32."""
-    x, y = x - 0.5, y - 0.5
-    left, top = tl.floor(x), tl.floor(y)
-    across, down = x - left, y - top
-    left, top = left.to(tl.int32), top.to(tl.int32)
+    x -= 0.5
+    y -= 0.5
+    left = tl.floor(x)
+    top = tl.floor(y)
+    across = x - left
+    down = y - top
+    left = left.to(tl.int32)
+    top = top.to(tl.int32)
     if operation == BILINEAR:
         level = _bilinear(source, left, top, across, down, good, size)
     else:
         level = _bicubic(source, left, top, across, down, good, size)
-    return tl.minimum(tl.maximum(level, 0.0), 255.0).to(tl.int32)
+    return _clipped(level)
 
 
 @triton.jit
 def _copied(matrix, place, size: tl.constexpr):  # type: ignore[no-untyped-def]
     """Compute one coordinate of the pixel to copy, from 16.16 fixed point."""
-    across, down = tl.load(matrix).to(tl.int32), tl.load(matrix + 1).to(tl.int32)
+    across = tl.load(matrix).to(tl.int32)
+    down = tl.load(matrix + 1).to(tl.int32)
     offset = tl.load(matrix + 2).to(tl.int32)
     return (across * (place % size) + down * (place // size) + offset) >> 16
 
@@ -256,7 +283,8 @@ def _copied(matrix, place, size: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _moved(matrix, place, size: tl.constexpr):  # type: ignore[no-untyped-def]
     """Compute one coordinate of the point that a pixel's centre is from, float64."""
-    x, y = (place % size).to(tl.float64) + 0.5, (place // size).to(tl.float64) + 0.5
+    x = (place % size).to(tl.float64) + 0.5
+    y = (place // size).to(tl.float64) + 0.5
     return tl.load(matrix) * x + tl.load(matrix + 1) * y + tl.load(matrix + 2)
 
 
@@ -272,13 +300,15 @@ def _level(source, x, y, good, size: tl.constexpr):  # type: ignore[no-untyped-d
 def _bilinear(source, x, y, across, down, good, size: tl.constexpr):  # type: ignore[no-untyped-def]
     """Compute a level between the pixels (x, y) and (x + 1, y + 1), float64."""
     upper = _linear_row(source, x, y, across, good, size)
-    return upper + (_linear_row(source, x, y + 1, across, good, size) - upper) * down
+    lower = _linear_row(source, x, y + 1, across, good, size)
+    return upper + (lower - upper) * down
 
 
 @triton.jit
 def _linear_row(source, x, y, across, good, size: tl.constexpr):  # type: ignore[no-untyped-def]
     left = _level(source, x, y, good, size)
-    return left + (_level(source, x + 1, y, good, size) - left) * across
+    right = _level(source, x + 1, y, good, size)
+    return left + (right - left) * across
 
 
 @triton.jit
@@ -319,12 +349,13 @@ def _sharpened(address, inside, inner, weight, size: tl.constexpr):  # type: ign
     The weights are 1 and in the middle 5, divided by 13. A sum of them never lies in the middle
     between two multiples of 13, so that whole numbers round as Pillow's floats.
     """
-    level = tl.load(address, inside, 0).to(tl.int32)
+    level = _load_levels(address, inside)
     total = 4 * level
     for down in tl.static_range(-1, 2):
         for across in tl.static_range(-1, 2):
-            total += tl.load(address + 3 * (down * size + across), inner, 0).to(tl.int32)
-    return _blended(level, tl.where(inner, (total + 6) // 13, level), weight)
+            total += _load_levels(address + 3 * (down * size + across), inner)
+    smooth = tl.where(inner, (total + 6) // 13, level)
+    return _blended(level, smooth, weight)
 
 
 @triton.jit
@@ -337,4 +368,10 @@ def _grey(red, green, blue):  # type: ignore[no-untyped-def]
 def _blended(level, degenerate, weight):  # type: ignore[no-untyped-def]
     """Blend int32 levels with a degenerate image; a weight above 1 extrapolates."""
     blended = (level - degenerate).to(tl.float32) * weight + degenerate.to(tl.float32)
-    return tl.minimum(tl.maximum(blended, 0.0), 255.0).to(tl.int32)
+    return _clipped(blended)
+
+
+@triton.jit
+def _clipped(values):  # type: ignore[no-untyped-def]
+    """Cut values to levels, int32, without rounding."""
+    return tl.minimum(tl.maximum(values, 0.0), 255.0).to(tl.int32)
