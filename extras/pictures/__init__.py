@@ -6,13 +6,13 @@ so far writes the folder `evaluation` of the run, and scripts/evaluate.py one wi
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from engine.files import replace_file, write_json
 from engine.log.observer import Observer
@@ -24,8 +24,6 @@ from pipeline.dataset import Dataset
 
 COLUMNS = {"label", "prediction", "loss", "confidence", "top1"}  # of a classifier
 WORST_DRAWN, WORST_LISTED = 16, 100  # images with the largest loss; of many, 2 % are listed
-MAX_BARS = 25
-BINS = 15  # of the confidence, as in arXiv 1706.04599
 
 
 class Pictures(Observer):
@@ -47,11 +45,13 @@ class Pictures(Observer):
         if self.log.state.best_validation.get("step") == step:
             folder = self.log.path / "evaluation"
             folder.mkdir(exist_ok=True)
-            write_json(folder / "evaluation.json", {**row, **predictions.write(folder)})
+            predictions.write(folder)
+            write_json(folder / "evaluation.json", row)
 
     @staticmethod
-    def evaluated(folder: Path, rows: Rows, classes: Sequence[str], dataset: Dataset) -> Any:
-        return Predictions(rows, classes, dataset).write(folder) if rows.keys() >= COLUMNS else None
+    def evaluated(folder: Path, rows: Rows, classes: Sequence[str], dataset: Dataset) -> None:
+        if rows.keys() >= COLUMNS:
+            Predictions(rows, classes, dataset).write(folder)
 
 
 class Predictions:
@@ -70,49 +70,38 @@ class Predictions:
         self.losses = self.values["loss"]
         self.confidences = rows["confidence"].numpy().astype(np.float64)
 
-    def write(self, folder: Path) -> dict[str, Any]:
-        """Write CSV files and the worst images; return what evaluation.json gets."""
+    def write(self, folder: Path) -> None:
+        """Write CSV files and the worst images."""
+        _write_csv(folder / "per_class.csv", self.per_class)
         pairs = [{**self.named(i, j), "images": images} for i, j, images in self.confusions]
+        _write_csv(folder / "confusion.csv", pairs)
         worst = []
         for row in self.worst(max(WORST_LISTED, len(self.labels) // 50)):
-            values = {"confidence": float(self.confidences[row]), "loss": float(self.losses[row])}
-            named = self.named(self.labels[row], self.predictions[row])
-            worst.append({"path": self.dataset.name(row), **named, **values})
-        tables = {"per_class": self.per_class, "confusion": pairs, "worst": worst}
-        for name, rows in tables.items():
-            text = io.StringIO()
-            table = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
-            table.writeheader()
-            table.writerows(rows)
-            replace_file(folder / f"{name}.csv", text.getvalue())
+            listed: dict[str, Any] = {"path": self.dataset.name(row)}
+            listed |= self.named(self.labels[row], self.predictions[row])
+            listed["confidence"] = float(self.confidences[row])
+            listed["loss"] = float(self.losses[row])
+            worst.append(listed)
+        _write_csv(folder / "worst.csv", worst)
         self.worst_images.save(folder / "worst.jpg", quality=90)
-        return {"calibration": self.calibration()}
 
-    def named(self, label: int, prediction: int) -> dict[str, str]:
-        names = {"name": self.names[label], "prediction_name": self.names[prediction]}
-        return {"class": self.classes[label], "prediction": self.classes[prediction], **names}
-
-    def calibration(self) -> dict[str, Any]:
-        """Return how well the confidence, the largest probability, predicts the accuracy.
-
-        `images`, `confidence` and `accuracy`: for each of the bins (0, 1/15], (1/15, 2/15], ... of
-        the confidence, the number of images and two means in percent; None without images.
-        """
-        edges = np.linspace(0, 1, BINS + 1)
-        bins = np.digitize(self.confidences, edges[1:-1], right=True)
+    def named(self, label: int, prediction: int) -> dict[str, Any]:
         return {
-            "images": np.bincount(bins, minlength=BINS).tolist(),
-            "confidence": _means(100 * self.confidences, bins, BINS),
-            "accuracy": _means(self.values["top1"], bins, BINS),
+            "class": self.classes[label],
+            "prediction": self.classes[prediction],
+            "name": self.names[label],
+            "prediction_name": self.names[prediction],
         }
 
     @cached_property
     def confusions(self) -> list[tuple[int, int, int]]:
         """(label, prediction, images) of every pair, the most frequent first."""
-        classes = len(self.classes)
-        pairs, images = np.unique(self.labels * classes + self.predictions, return_counts=True)
-        rows = zip(pairs.tolist(), images.tolist(), strict=True)
-        return sorted(((*divmod(pair, classes), n) for pair, n in rows), key=lambda row: -row[2])
+        size = len(self.classes)
+        pairs, images = np.unique(self.labels * size + self.predictions, return_counts=True)
+        order = np.argsort(-images, kind="stable")
+        labels, predictions = np.divmod(pairs[order], size)
+        columns = labels.tolist(), predictions.tolist(), images[order].tolist()
+        return list(zip(*columns, strict=True))
 
     @cached_property
     def per_class(self) -> list[dict[str, Any]]:
@@ -123,7 +112,8 @@ class Predictions:
         hits = np.bincount(self.labels, self.values["top1"], size)  # in percent
         columns = {"class": [*self.classes], "images": images.tolist()}
         for key, values in self.values.items():
-            columns[key] = _means(values, self.labels, size)
+            sums = np.bincount(self.labels, values, size)
+            columns[key] = _ratios(sums, images)
         columns["precision"] = _ratios(hits, guesses)
         columns["f1"] = _ratios(2 * hits, images + guesses)
         columns["name"] = self.names
@@ -132,40 +122,25 @@ class Predictions:
     def worst(self, count: int) -> list[int]:
         """Return the positions of the images with the largest loss, in descending order."""
         losses = np.nan_to_num(self.losses, nan=np.inf)
-        return [int(i) for i in np.argsort(-losses, kind="stable")[:count]]
+        order: list[int] = np.argsort(-losses, kind="stable").tolist()
+        return order[:count]
 
     @cached_property
     def worst_images(self) -> Image.Image:
         """The images with the largest loss."""
-        images, captions, names = [], [], self.names
+        images: list[np.ndarray] = []
+        captions: list[str] = []
         for i in self.worst(WORST_DRAWN):
             images.append(self.dataset.load(0, i)[IMAGE])
+            label = self.names[self.labels[i]]
+            prediction = self.names[self.predictions[i]]
             values = f"loss {self.losses[i]:.2f}, {100 * self.confidences[i]:.0f} %"
-            captions.append(f"{names[self.labels[i]]}\n-> {names[self.predictions[i]]}\n{values}")
+            captions.append(f"{label}\n-> {prediction}\n{values}")
         return sheet(images, captions)
 
     def draw(self) -> dict[str, Image.Image]:
-        """Draw the worst images, the confusions and the classes: TensorBoard's tag -> picture."""
-        per_class, names = self.per_class, self.names
-        accuracy = [(row["name"], row["top1"], row["images"]) for row in per_class if row["images"]]
-        accuracy.sort(key=lambda bar: bar[1])
-        confused = []
-        for label, other, count in self.confusions:
-            if label != other:
-                pair = f"{names[label]} -> {names[other]}"
-                total = per_class[label]["images"]
-                confused.append((pair, 100 * count / total, total))
-        return {
-            "val/worst": self.worst_images,
-            "val/confusion": bars("most frequent confusions", confused[:MAX_BARS]),
-            "val/per_class": bars("top-1, the worst classes first", accuracy[:MAX_BARS]),
-        }
-
-
-def _means(values: np.ndarray, groups: np.ndarray, count: int) -> list[float | None]:
-    """Return the mean over each of the `count` groups; None for an empty one."""
-    sums = np.bincount(groups, values, count)
-    return _ratios(sums, np.bincount(groups, minlength=count))
+        """Draw the worst images: TensorBoard's tag -> picture."""
+        return {"val/worst": self.worst_images}
 
 
 def _ratios(parts: np.ndarray, wholes: np.ndarray) -> list[float | None]:
@@ -173,16 +148,9 @@ def _ratios(parts: np.ndarray, wholes: np.ndarray) -> list[float | None]:
     return [part / whole if whole else None for part, whole in pairs]
 
 
-def bars(title: str, rows: Sequence[tuple[str, float, int]]) -> Image.Image:
-    """Draw a bar for each (name, percentage, number of images), 26 px apart."""
-    image = Image.new("RGB", (900, 80 + 26 * len(rows)), "white")
-    draw, font = ImageDraw.Draw(image), ImageFont.load_default(14)
-    draw.text((16, 14), title, "black", ImageFont.load_default(18))
-    for i, (name, percent, count) in enumerate(rows):
-        top, right = 56 + 26 * i, 300 + max(2, int(4.4 * percent))
-        text = name.encode(errors="replace").decode()  # a folder name may not be UTF-8
-        draw.text((16, top + 10), text, "black", font, "lm")
-        draw.rectangle((290, top, 900, top + 20), "white")  # over a long name
-        draw.rectangle((300, top, right, top + 20), "#4c72b0")
-        draw.text((right + 8, top + 10), f"{percent:.1f} % of {count:,}", "black", font, "lm")
-    return image
+def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    text = io.StringIO()
+    table = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    replace_file(path, text.getvalue())
