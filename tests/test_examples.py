@@ -31,6 +31,7 @@ FEW_IMAGES = [SMALL_BATCH, "data=folder", "data.root=data/demo"]  # not those of
 class Example(NamedTuple):
     """The commands of a patch in docs/, without `git apply` and `python`."""
 
+    patches: Words
     before: list[Words]  # draw images, or train a teacher
     training: Words
     after: list[Words]  # what reads the run
@@ -41,11 +42,12 @@ def read_page(page: str) -> dict[str, Example]:
     examples = {}
     text = (ROOT / "docs" / page).read_text().replace("\\\n", " ")
     for block in re.findall(r"^```sh\n(git apply .*?)^```$", text, re.M | re.S):
-        patch, *lines = block.splitlines()
+        first, *lines = block.splitlines()
+        patches = first.split()[2:]
         commands = [shlex.split(line, comments=True)[1:] for line in lines]
         last = max(i for i, words in enumerate(commands) if words[0] == "train.py")
-        example = Example(commands[:last], commands[last], commands[last + 1 :])
-        examples[Path(patch).stem] = example
+        example = Example(patches, commands[:last], commands[last], commands[last + 1 :])
+        examples[Path(patches[-1]).stem] = example
     return examples
 
 
@@ -57,12 +59,11 @@ class Fork:
     """A copy of the tracked files with a patch."""
 
     def __init__(self, tree: Path, root: Path, name: str) -> None:
-        self.root, self.example = root, EXAMPLES[name]
-        self.patch = root / "examples" / f"{name}.patch"
+        self.root, self.example, self.name = root, EXAMPLES[name], name
         shutil.copytree(tree, root, symlinks=True)
         variables = {"GIT_CEILING_DIRECTORIES": str(root.parent)}
-        done = run_command(["git", "apply", self.patch], variables, cwd=root)
-        assert done.returncode == 0, f"{done.stderr}update {self.patch.name}"
+        done = run_command(["git", "apply", *self.example.patches], variables, cwd=root)
+        assert done.returncode == 0, f"{done.stderr}update the patch"
 
     def run(self, words: Words, *, status: int = 0) -> str:
         done = run_command([sys.executable, *words], cwd=self.root, seconds=TRAINS_SECONDS)
@@ -70,14 +71,15 @@ class Fork:
         return done.stdout + done.stderr
 
     def check_sources(self, *tool: str) -> None:
-        """Run a tool on the files that the patch changes."""
-        sources = re.findall(r"^\+\+\+ b/(.*\.py)$", self.patch.read_text(), re.M)
+        """Run a tool on the files that the patches change."""
+        patches = "".join((self.root / patch).read_text() for patch in self.example.patches)
+        sources = set(re.findall(r"^\+\+\+ b/(.*\.py)$", patches, re.M))
         self.run(["-m", *tool, *sources])
 
     def training(self, *overrides: str) -> Words:
         """Return the words of the training; that of the demo gets a few images."""
         words = [*self.example.training, *overrides]
-        if self.patch.stem in TASKS:
+        if self.name in TASKS:
             return words
         if "data=folder" in words:
             return [*words, SMALL_BATCH]
@@ -122,7 +124,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory, image_root: Path) -> Path:
 
 
 def test_each_patch_has_its_commands() -> None:
-    assert {path.stem for path in (ROOT / "examples").glob("*.patch")} == set(EXAMPLES)
+    patches = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.patch")}
+    assert patches == {patch for example in EXAMPLES.values() for patch in example.patches}
 
 
 def test_the_tests_that_a_fork_keeps_are_collected(tree: Path, tmp_path: Path) -> None:
@@ -278,6 +281,12 @@ def test_values_are_those_of_the_literature(
     name: str, code: str, tree: Path, tmp_path: Path
 ) -> None:
     Fork(tree, tmp_path / "tree", name).run(["-c", code])
+
+
+def test_tables_of_numbers(tree: Path, tmp_path: Path) -> None:
+    """By the tests of the patch."""
+    fork = Fork(tree, tmp_path / "tree", "regression")
+    fork.run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/extras/test_table.py"])
 
 
 @pytest.mark.slow
