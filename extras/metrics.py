@@ -38,31 +38,38 @@ def roc_auc(label: Column, score: Column) -> float:
     It is the share of pairs of an image of class 1 and one of class 0 in which the former has the
     higher `score`, float [N] (Mann and Whitney 1947). Equal scores count half; NaN is wrong.
     """
-    positive, scores = np.asarray(label) == 1, np.asarray(score)
-    scores = np.where(np.isnan(scores), np.where(positive, -np.inf, np.inf), scores)
+    positive = np.asarray(label) == 1
+    scores = np.asarray(score)
+    worst = np.where(positive, -np.inf, np.inf)
+    scores = np.where(np.isnan(scores), worst, scores)
     _, position, count = np.unique(scores, return_inverse=True, return_counts=True)
     rank = (count.cumsum() - (count - 1) / 2)[position]  # from 1; equal scores get their mean
     ones = int(positive.sum())
     pairs = ones * (len(positive) - ones)
     if pairs == 0:
         return np.nan
-    return float(100 * (rank[positive].sum() - ones * (ones + 1) / 2) / pairs)
+    in_order = rank[positive].sum() - ones * (ones + 1) / 2
+    return float(100 * in_order / pairs)
 
 
 def calibration_error(top1: Column, confidence: Column) -> float:
     """Return the expected calibration error (Naeini 2015; arXiv 1706.04599) of float [N] each."""
-    bins = np.digitize(np.asarray(confidence), np.linspace(0, 1, BINS + 1)[1:-1], right=True)
+    hits = np.asarray(top1, np.float64)
+    confidences = np.asarray(confidence, np.float64)
+    edges = np.linspace(0, 1, BINS + 1)
+    bins = np.digitize(confidences, edges[1:-1], right=True)
     images = np.bincount(bins, minlength=BINS)
     divisors = np.maximum(images, 1)
-    confidences = np.bincount(bins, 100 * np.asarray(confidence, np.float64), BINS) / divisors
-    hits = np.bincount(bins, np.asarray(top1, np.float64), BINS) / divisors
-    gaps = np.abs(hits - confidences)
+    expected = np.bincount(bins, 100 * confidences, BINS) / divisors
+    reached = np.bincount(bins, hits, BINS) / divisors
+    gaps = np.abs(reached - expected)
     return float((gaps * images).sum() / max(1, len(bins)))
 
 
 def _by_class(label: Column, prediction: Column) -> tuple[Counts, Counts, Counts]:
     """Return hits, images and predictions of each class that has any of them, int64 [classes]."""
-    labels, predictions = np.asarray(label), np.asarray(prediction)
+    labels = np.asarray(label)
+    predictions = np.asarray(prediction)
     valid = predictions[predictions >= 0]
     num_classes = 1 + max(labels.max(initial=0), valid.max(initial=0))
     hits = np.bincount(labels[labels == predictions], minlength=num_classes)
@@ -73,7 +80,8 @@ def _by_class(label: Column, prediction: Column) -> tuple[Counts, Counts, Counts
 
 
 def _mean_ratio(part: Counts, whole: Counts) -> float:
-    return float(100 * (part / np.maximum(whole, 1)).mean())  # `part` is 0 where `whole` is
+    ratios = part / np.maximum(whole, 1)  # `part` is 0 where `whole` is
+    return float(100 * ratios.mean())
 
 
 PERCENT = partial(Metric, ".2f", " %", console=False)

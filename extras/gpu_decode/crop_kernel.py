@@ -48,10 +48,15 @@ def _weights(places, last, centre, width, bicubic: tl.constexpr):  # type: ignor
 
 @triton.jit
 def _add(red, green, blue, weights, pixel, good):  # type: ignore[no-untyped-def]
-    red += weights * tl.load(pixel, mask=good, other=0).to(tl.float32)
-    green += weights * tl.load(pixel + 1, mask=good, other=0).to(tl.float32)
-    blue += weights * tl.load(pixel + 2, mask=good, other=0).to(tl.float32)
+    red += weights * _load(pixel, good)
+    green += weights * _load(pixel + 1, good)
+    blue += weights * _load(pixel + 2, good)
     return red, green, blue
+
+
+@triton.jit
+def _load(address, mask):  # type: ignore[no-untyped-def]
+    return tl.load(address, mask, 0).to(tl.float32)
 
 
 @triton.jit
@@ -67,14 +72,10 @@ def _normal(level, affine):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _taps(row, target, bicubic: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the source pixels of some target pixels, across or down.
+    """Find the source pixels of target pixels, int32 [block], from CLIP_LEFT or CLIP_TOP of a row.
 
-    They are the filters of torch with antialiasing: a triangle of half-width max(scale, 1) around
-    the source point, or a cubic of twice that half-width, cut at the clip, with a sum of 1.
-
-    Args:
-        row: address of CLIP_LEFT of the image, or of CLIP_TOP.
-        target: int32 [block].
+    torch's antialiased filters: a triangle of half-width max(scale, 1) around the source point, or
+    a cubic of twice that half-width, cut at the clip, with a sum of 1.
     """
     clip_first = tl.load(row).to(tl.int32)
     clip_last = tl.load(row + 2).to(tl.int32)
@@ -118,39 +119,41 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     first_x, last_x, centre_x, width_x, taps_x = _taps(row + 4, from_x, bicubic)
     first_y, last_y, centre_y, width_y, taps_y = _taps(row + 5, y, bicubic)
 
-    red = tl.zeros([block, block], tl.float32)
-    green = tl.zeros([block, block], tl.float32)
-    blue = tl.zeros([block, block], tl.float32)
-    total_y = tl.zeros([block], tl.float32)
+    nothing = tl.zeros([block, block], tl.float32)
+    red = nothing
+    green = nothing
+    blue = nothing
     total_x = tl.zeros([block], tl.float32)
+    total_y = tl.zeros([block], tl.float32)
     for i in range(taps_x):
         total_x += _weights(first_x + i, last_x, centre_x, width_x, bicubic)
     norm_x = 1.0 / total_x[None, :]
     for j in range(taps_y):
         place_y = first_y + j
-        weight_y = _weights(place_y, last_y, centre_y, width_y, bicubic)
-        total_y += weight_y
-        line = source + place_y.to(tl.int64) * pitch
+        weights = _weights(place_y, last_y, centre_y, width_y, bicubic)
+        total_y += weights
+        weight_y = weights[:, None]
+        line = (source + place_y.to(tl.int64) * pitch)[:, None]
         if bicubic:
             # Weights below 0 overshoot at edges: like the CPU, cut that off after each direction.
-            red_x = tl.zeros([block, block], tl.float32)
-            green_x = tl.zeros([block, block], tl.float32)
-            blue_x = tl.zeros([block, block], tl.float32)
+            red_x = nothing
+            green_x = nothing
+            blue_x = nothing
             for i in range(taps_x):
                 place_x = first_x + i
                 weight_x = _weights(place_x, last_x, centre_x, width_x, bicubic)[None, :]
-                good = (weight_y != 0.0)[:, None] & (weight_x != 0.0)
-                pixel = line[:, None] + place_x[None, :] * 3
+                good = (weight_y != 0.0) & (weight_x != 0.0)
+                pixel = line + place_x[None, :] * 3
                 red_x, green_x, blue_x = _add(red_x, green_x, blue_x, weight_x, pixel, good)
-            red += weight_y[:, None] * _level(red_x * norm_x)
-            green += weight_y[:, None] * _level(green_x * norm_x)
-            blue += weight_y[:, None] * _level(blue_x * norm_x)
+            red += weight_y * _level(red_x * norm_x)
+            green += weight_y * _level(green_x * norm_x)
+            blue += weight_y * _level(blue_x * norm_x)
         else:
             for i in range(taps_x):
                 place_x = first_x + i
                 weight_x = _weights(place_x, last_x, centre_x, width_x, bicubic)
-                weight = weight_y[:, None] * weight_x[None, :]
-                pixel = line[:, None] + place_x[None, :] * 3
+                weight = weight_y * weight_x[None, :]
+                pixel = line + place_x[None, :] * 3
                 red, green, blue = _add(red, green, blue, weight, pixel, weight > 0.0)
     if bicubic:
         norm = 1.0 / total_y[:, None]

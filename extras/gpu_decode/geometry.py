@@ -35,27 +35,33 @@ def write_geometry(picture: Picture, row: np.ndarray) -> bool:
     if not isinstance(picture.source, JpegFile):
         return False
     width, height = picture.source.size
-    source, clip = (0.0, 0.0, 1.0, 1.0), (0.0, 0.0, float(width), float(height))
+    start_x = start_y = 0.0
+    scale_x = scale_y = 1.0
+    clip = 0.0, 0.0, float(width), float(height)
     bicubic = mirrored = False
     for step in picture.geometry:
         left, top, right, bottom = step.box
         if min(left, top, width - right, height - bottom) < 0:
             return False  # black borders
-        x, y, scale_x, scale_y = source
-        if step.size != (right - left, bottom - top):
-            if (scale_x, scale_y) != (1.0, 1.0) or mirrored:
-                return False  # two resizes are not equal to one
-            clip = x + left, y + top, x + right, y + bottom
-            bicubic = step.interpolation == "bicubic"
-            scale_x, scale_y = (right - left) / step.size[0], (bottom - top) / step.size[1]
-        elif mirrored:
+        is_resized = step.size != (right - left, bottom - top)
+        if is_resized and ((scale_x, scale_y) != (1.0, 1.0) or mirrored):
+            return False  # two resizes are not equal to one
+        if mirrored:
             left = width - right
-        source = (x + source[2] * left, y + source[3] * top, scale_x, scale_y)
+        x = start_x + scale_x * left
+        y = start_y + scale_y * top
         width, height = step.size
+        if is_resized:
+            clip = x, y, start_x + right, start_y + bottom
+            bicubic = step.interpolation == "bicubic"
+            scale_x = (right - left) / width
+            scale_y = (bottom - top) / height
+        start_x, start_y = x, y
         mirrored ^= step.mirrored
     row[CLIP_LEFT : CLIP_BOTTOM + 1] = clip
-    row[SOURCE_LEFT : SCALE_Y + 1] = source
-    row[MIRRORED], row[BICUBIC] = mirrored, bicubic
+    row[SOURCE_LEFT : SCALE_Y + 1] = start_x, start_y, scale_x, scale_y
+    row[MIRRORED] = mirrored
+    row[BICUBIC] = bicubic
     return True
 
 

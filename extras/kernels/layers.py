@@ -14,11 +14,25 @@ from torch.nn import functional as F
 from models.vit import AddNorm
 
 # The stem of a ResNet.
-STEM: dict[str, Any] = dict(kernel_size=(7, 7), stride=(2, 2), padding=(3, 3), dilation=(1, 1))
-STEM |= dict(in_channels=3, groups=1, bias=None, padding_mode="zeros")
-STEM_POOLING: dict[str, Any] = dict(kernel_size=3, stride=2, padding=1, dilation=1)
-STEM_POOLING |= dict(return_indices=False, ceil_mode=False)
-BATCH_NORM: dict[str, Any] = dict(affine=True, track_running_stats=True)
+STEM = {
+    "in_channels": 3,
+    "kernel_size": (7, 7),
+    "stride": (2, 2),
+    "padding": (3, 3),
+    "dilation": (1, 1),
+    "groups": 1,
+    "bias": None,
+    "padding_mode": "zeros",
+}
+STEM_POOLING = {
+    "kernel_size": 3,
+    "stride": 2,
+    "padding": 1,
+    "dilation": 1,
+    "return_indices": False,
+    "ceil_mode": False,
+}
+BATCH_NORM = {"affine": True, "track_running_stats": True}
 # 2x2 blocks of an RGB image have 12 channels. Tensor cores need a multiple of 8; the rest is zero.
 PADDED_CHANNELS = 16
 
@@ -50,7 +64,9 @@ def faster(layer: nn.Module, *, channels_last: bool) -> type[nn.Module]:
 
 def _is_like(layer: nn.Module, kind: type[nn.Module], options: Mapping[str, Any]) -> bool:
     """Whether a layer is of a class, not a subclass, with these attributes."""
-    return type(layer) is kind and options == {name: getattr(layer, name) for name in options}
+    if type(layer) is not kind:
+        return False
+    return all(getattr(layer, name) == value for name, value in options.items())
 
 
 class BlockConv(nn.Conv2d):
@@ -70,9 +86,8 @@ class BlockConv(nn.Conv2d):
         weight = F.pixel_unshuffle(F.pad(self.weight, (1, 0, 1, 0)), 2)
         blocks = F.pixel_unshuffle(F.pad(input, (4, 2, 4, 2)), 2)
         more = (0, 0, 0, 0, 0, PADDED_CHANNELS - blocks.shape[1])
-        return F.conv2d(
-            F.pad(blocks, more).contiguous(memory_format=torch.channels_last), F.pad(weight, more)
-        )
+        padded = F.pad(blocks, more).contiguous(memory_format=torch.channels_last)
+        return F.conv2d(padded, F.pad(weight, more))
 
 
 class OnePassBatchNorm(nn.BatchNorm2d):
@@ -88,13 +103,17 @@ class OnePassBatchNorm(nn.BatchNorm2d):
         """float [B, C, H, W] -> the same shape and dtype."""
         if not self.training:
             return super().forward(input)
-        mean_now, variance_now, momentum = self.running_mean, self.running_var, self.momentum
+        mean_now = self.running_mean
+        variance_now = self.running_var
+        momentum = self.momentum
         assert mean_now is not None and variance_now is not None and momentum is not None
         count = input.numel() // input.shape[1]
         whole = input.to(torch.promote_types(input.dtype, torch.float32))
         # The running mean would not do: torch.compile recomputes `x` in the backward pass, after it
         # has changed. A corner would depend on the zero padding of the convolution.
-        near = whole[0, :, input.shape[2] // 2, input.shape[3] // 2].detach()
+        middle_y = input.shape[2] // 2
+        middle_x = input.shape[3] // 2
+        near = whole[0, :, middle_y, middle_x].detach()
         x = whole - near[:, None, None]
         mean = x.mean((0, 2, 3))
         variance = ((x * x).mean((0, 2, 3)) - mean * mean).clamp(min=0)
@@ -104,7 +123,8 @@ class OnePassBatchNorm(nn.BatchNorm2d):
             mean_now.lerp_(near + mean, momentum)
             variance_now.lerp_(variance * (count / (count - 1)), momentum)
         scale = self.weight * torch.rsqrt(variance + self.eps)
-        y = x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]
+        shift = self.bias - mean * scale
+        y = x * scale[:, None, None] + shift[:, None, None]
         return y.to(input.dtype)
 
 
@@ -113,8 +133,9 @@ class PlacedMaxPool(nn.MaxPool2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """float [B, C, S, S] -> [B, C, S / 2, S / 2]."""
-        odd, large = input.shape[2] % 2 or input.shape[3] % 2, input.numel() >= 1 << 31
-        if not input.is_cuda or input.dtype == torch.float64 or odd or large:
+        is_odd = input.shape[2] % 2 or input.shape[3] % 2
+        is_large = input.numel() >= 1 << 31
+        if not input.is_cuda or input.dtype == torch.float64 or is_odd or is_large:
             return super().forward(input)
         pooled: Tensor = _PlacedMaxPool.apply(input)
         return pooled
@@ -127,9 +148,10 @@ class _PlacedMaxPool(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor) -> Tensor:
         padded = F.pad(input, (1, 0, 1, 0), value=-torch.inf)
         best = padded[:, :, 0:-1:2, 0:-1:2]
+        height, width = best.shape[2:]
         place = torch.zeros_like(best, dtype=torch.int8)
         for k in range(1, 9):
-            value = padded[:, :, k // 3 :: 2, k % 3 :: 2][:, :, : best.shape[2], : best.shape[3]]
+            value = padded[:, :, k // 3 :: 2, k % 3 :: 2][:, :, :height, :width]
             better = (value > best) | value.isnan()
             best = torch.where(better, value, best)
             place = torch.where(better, k, place).to(torch.int8)

@@ -7,7 +7,7 @@ once, and does not wait for the device.
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -36,12 +36,15 @@ MOVED = len(NAMES)
 
 def on_gpu(dataset: Any, config: Config, device: torch.device) -> Any:
     """Return a dataset whose operations a GPU applies, or the same one: see data.on_device."""
-    made = ("load", "load_undecoded", "image_fields")
-    is_plain = all(getattr(type(dataset), n, None) is getattr(FolderDataset, n) for n in made)
-    if not is_plain or dataset.fields[IMAGE] != image_field(dataset.transform.image_size):
+    for name in ("load", "load_undecoded", "image_fields"):
+        if getattr(type(dataset), name, None) is not getattr(FolderDataset, name):
+            return dataset
+    if dataset.fields[IMAGE] != image_field(dataset.transform.image_size):
         return dataset
-    ends = any(isinstance(last, RandAugment) for last in dataset.transform.transforms[-1:])
-    return DrawnOperations(dataset) if ends and has_kernels(device) else dataset
+    transforms = dataset.transform.transforms
+    if not transforms or not isinstance(transforms[-1], RandAugment):
+        return dataset
+    return DrawnOperations(dataset) if has_kernels(device) else dataset
 
 
 class DrawnOperations(DatasetWrapper):
@@ -64,14 +67,16 @@ class DrawnOperations(DatasetWrapper):
 
     def load_undecoded(self, index: int, rng: Any) -> tuple[Picture, dict[str, Any]]:
         picture = self.transform(self.dataset.open(index), rng)
-        rows = [kernel_row(each, picture.size) for each in self.last.sample(picture.size, rng)]
+        operations = self.last.sample(picture.size, rng)
+        rows = [kernel_row(operation, picture.size) for operation in operations]
         # No mask can follow.
         picture = Picture(picture.source, picture.geometry, untracked=True)
         return picture, {OPERATIONS: rows, **self.dataset.targets(index, picture)}
 
     def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
         rest = dict(fields)
-        levels, drawn = rest.pop(IMAGE), rest.pop(OPERATIONS)
+        levels = rest.pop(IMAGE)
+        drawn = rest.pop(OPERATIONS)
         if not levels.is_cuda:
             levels = slot.copy(IMAGE, levels)
         images = channels_first(levels)
@@ -83,11 +88,8 @@ class DrawnOperations(DatasetWrapper):
 def apply_operations(images: Tensor, operations: Tensor, out: Tensor, affine: Tensor) -> None:
     """Apply the operations of a batch, one after another, and normalise.
 
-    Args:
-        images: uint8 [B, 3, S, S] on a GPU; overwritten if channels_last.
-        operations: float64 [B, count, COLUMNS] on the host, of `kernel_row`.
-        out: float [B, 3, S, S] on the GPU; or uint8, which gets the levels.
-        affine: float32 [2, 3] on the GPU, of `ImageFormat.affine`.
+    The operations are float64 [B, count, COLUMNS] on the host, of `kernel_row`. For the others, see
+    `apply_rounds`; images that are channels_last are overwritten.
     """
     from extras.rand_augment.kernels import apply_rounds
 
@@ -105,8 +107,10 @@ def has_kernels(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
-        pixel, nothing = torch.zeros(1, 3, 1, 1, device=device), torch.zeros(1, 1, COLUMNS)
-        apply_operations(pixel.byte(), nothing.double(), pixel, pixel.expand(2, 3, 1, 1)[..., 0, 0])
+        pixel = torch.zeros(1, 3, 1, 1, device=device)
+        affine = torch.zeros(2, 3, device=device)
+        nothing = torch.zeros(1, 1, COLUMNS, dtype=torch.float64)
+        apply_operations(pixel.byte(), nothing, pixel, affine)
         pixel.cpu()
     except Exception as error:  # no Triton, no C compiler, a GPU that is too old, ...
         logger.warning(
@@ -125,12 +129,22 @@ def kernel_row(operation: Operation, size: tuple[int, int]) -> list[float]:
     interpolation, followed by a matrix and the fill.
     """
     name, number, interpolation, fill = operation
+    row = [0.0] * COLUMNS
+    if name == "invert":
+        name = "solarize"  # from level 0 on
     if name in NAMES:
-        position, numbers = NAMES.index("solarize" if name == "invert" else name), [number]
-    else:
-        matrix = MATRICES[name](number, size) if name in MATRICES else (1, 0, 0, 0, 1, 0)
-        if not interpolation:  # Geometry.c copies the nearest pixels in units of 1 / 65536
-            centred = [(a, b, c + a * 0.5 + b * 0.5) for a, b, c in (matrix[:3], matrix[3:])]
-            matrix = tuple(math.floor(v * 65536 + 0.5) for line in centred for v in line)
-        position, numbers = MOVED + interpolation, [*matrix, fill]
-    return [position, *numbers, *[0] * (COLUMNS - 1 - len(numbers))]
+        row[:2] = NAMES.index(name), number
+        return row
+    matrix: Sequence[float] = (1, 0, 0, 0, 1, 0)
+    if name in MATRICES:
+        matrix = MATRICES[name](number, size)
+    if not interpolation:
+        matrix = [*_fixed_point(*matrix[:3]), *_fixed_point(*matrix[3:])]
+    row[:] = MOVED + interpolation, *matrix, fill
+    return row
+
+
+def _fixed_point(a: float, b: float, c: float) -> list[int]:
+    """Return a line of a matrix as in Geometry.c, which copies pixels in units of 1 / 65536."""
+    centred = c + a * 0.5 + b * 0.5
+    return [math.floor(value * 65536 + 0.5) for value in (a, b, centred)]
