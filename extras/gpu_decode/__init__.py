@@ -73,18 +73,21 @@ def engines(dataset: Any, config: Config, device: torch.device) -> Any:
 
 def _needs_pixels(dataset: Any) -> str:
     """Why the engines could decode no image of this dataset; an empty string if they could."""
-    made = ("load", "image_fields")
-    is_plain = all(getattr(type(dataset), n, None) is getattr(FolderDataset, n) for n in made)
-    if not is_plain or dataset.fields[IMAGE] != image_field(dataset.transform.image_size):
-        return "the dataset makes the images itself"
-    image, row = np.zeros((300, 400, 3), np.uint8), np.zeros(g.COLUMNS)
+    own = "the dataset makes the images itself"
+    for name in ("load", "image_fields"):
+        if getattr(type(dataset), name, None) is not getattr(FolderDataset, name):
+            return own
+    if dataset.fields[IMAGE] != image_field(dataset.transform.image_size):
+        return own
+    image = np.zeros((300, 400, 3), np.uint8)
     source = Picture(JpegFile(b"", (400, 300), lambda *_: image))
-    transforms = dataset.transform.transforms
-    for number in range(len(transforms)):
-        chain = Compose(transforms[: number + 1])
-        pictures = [chain(source, sample_rng(0, 0, trial)) for trial in range(8)]
+    row = np.zeros(g.COLUMNS)
+    chain: list[Any] = []
+    for transform in dataset.transform.transforms:
+        chain.append(transform)
+        pictures = [Compose(chain)(source, sample_rng(0, 0, trial)) for trial in range(8)]
         if not any(write_geometry(picture, row) for picture in pictures):
-            return f"{type(transforms[number]).__name__} in augment.train needs decoded pixels"
+            return f"{type(transform).__name__} in augment.train needs decoded pixels"
     return ""
 
 
@@ -102,14 +105,17 @@ class JpegEngineDataset(DatasetWrapper):
         self.size = dataset.transform.image_size
         self.room = max(MIN_ROOM, int(ROOM * dataset.mean_bytes()))
         self.shared = SharedArray((4,), np.float64)
-        self.workers, self.demand = 1, math.inf
+        self.workers = 1
+        self.demand = math.inf
         self.engine: GpuDecoder | None = None
         self.engine_seconds = 0.0  # of the engines for an image of the newest batch
         self._decodes_all = False  # this process makes pixels, whatever the mode
         # For the rows that a worker fills: the memory of the files, its free bytes, how many files
         # may follow, and when the worker began to make the next image.
         self._files: np.ndarray | None = None
-        self._free, self._due, self._began = range(0), 0, 0.0
+        self._free = range(0)
+        self._due = 0
+        self._began = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "engine": None, "_files": None}
@@ -128,7 +134,8 @@ class JpegEngineDataset(DatasetWrapper):
         return MODES[int(self.shared.array[MODE])]
 
     def set_decode_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
-        self.workers, self.demand = workers, demand
+        self.workers = workers
+        self.demand = demand
         self.decoder = "none" if mode == GPU else self.dataset.decoder
         self.shared.array[MODE] = MODES.index(mode)
         self.shared.array[SHARE] = {CPU: 0.0, GPU: 1.0, HYBRID: FIRST_SHARE}[mode]
@@ -144,10 +151,12 @@ class JpegEngineDataset(DatasetWrapper):
     def load(self, epoch: int, index: int, rng: Any = None) -> Mapping[str, Any]:
         sample = FolderDataset.load(self, epoch, index, rng)  # type: ignore[arg-type]
         if IMAGE in sample and self.decode_mode != GPU:  # in that mode, workers only read
-            shared, now = self.shared.array, time.perf_counter()
+            shared = self.shared.array
+            now = time.perf_counter()
             shared[COUNT] = min(shared[COUNT] + 1, AVERAGED)
             # With writing the samples since the last image, and reading the files.
-            shared[SECONDS] += (now - self._began - shared[SECONDS]) / shared[COUNT]
+            seconds = now - self._began
+            shared[SECONDS] += (seconds - shared[SECONDS]) / shared[COUNT]
             self._began = now
         return sample
 
@@ -158,7 +167,8 @@ class JpegEngineDataset(DatasetWrapper):
         if self._due > 0 and self._send(picture, row):
             return {GEOMETRY: row}
         row[:] = 0  # LENGTH too: the row holds pixels of the final size
-        row[[g.CLIP_RIGHT, g.CLIP_BOTTOM]], row[[g.SCALE_X, g.SCALE_Y]] = self.size, 1
+        row[[g.CLIP_RIGHT, g.CLIP_BOTTOM]] = self.size
+        row[[g.SCALE_X, g.SCALE_Y]] = 1
         return {**self.dataset.image_fields(picture), GEOMETRY: row}
 
     def _send(self, picture: Picture, row: np.ndarray) -> bool:
@@ -167,27 +177,31 @@ class JpegEngineDataset(DatasetWrapper):
         # Another size is an error that names the file.
         if not isinstance(source, JpegFile) or picture.size != (self.size, self.size):
             return False
-        data, free = source.data, self._free
+        data = source.data
+        free = self._free
         if len(data) > len(free) or not engines_support(data) or not write_geometry(picture, row):
             return False
         row[[g.LENGTH, g.OFFSET, g.WIDTH, g.HEIGHT]] = len(data), free.start, *source.size
-        self._free, self._due = free[len(data) :], self._due - 1
+        self._free = free[len(data) :]
+        self._due -= 1
         self._files[free.start : self._free.start] = np.frombuffer(data, np.uint8)  # type: ignore[index]
         return True
 
     def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
         rest = dict(fields)
-        pixels, files, geometry = rest.pop(IMAGE), rest.pop(FILE), rest.pop(GEOMETRY)
+        pixels = rest.pop(IMAGE)
+        files = rest.pop(FILE)
+        geometry = rest.pop(GEOMETRY)
         self._decodes_all = False
         if self.decode_mode == CPU:
             return self.dataset.on_device({IMAGE: pixels, **rest}, slot)
-        affine, batch = slot.format.affine(3), (files, geometry, pixels)
+        affine = slot.format.affine(3)
         if type(self.dataset).on_device is not Dataset.on_device:  # it computes on levels
             levels = slot.memory(IMAGE, pixels.shape, torch.uint8)
-            self._decode(*batch, channels_first(levels), affine)
+            self._decode(files, geometry, pixels, channels_first(levels), affine)
             return self.dataset.on_device({IMAGE: levels, **rest}, slot)
         out = slot.output(IMAGE, channels_first(pixels).shape)
-        self._decode(*batch, out, affine)
+        self._decode(files, geometry, pixels, out, affine)
         return {IMAGE: out, **self.dataset.on_device(rest, slot)}
 
     def _decode(self, files: Tensor, geometry: Tensor, pixels: Tensor, *out: Tensor) -> None:
@@ -207,6 +221,7 @@ class JpegEngineDataset(DatasetWrapper):
         """Set the share of hybrid from the measured rates of workers and engines."""
         seconds = self.shared.array[SECONDS]
         if self.decode_mode == HYBRID and seconds and self.engine_seconds:
-            rate, workers = 1 / self.engine_seconds, self.workers / seconds
+            rate = 1 / self.engine_seconds
+            workers = self.workers / seconds
             needed = max(0.0, 1 - workers / self.demand)
             self.shared.array[SHARE] = min(rate / (rate + workers), needed, MAX_SHARE)

@@ -2,9 +2,7 @@
 
 nvJPEG decodes the files of a batch on the hardware engines (14,000 images/s while an H200 also
 trains; one host thread waits without the GIL), and one kernel makes the batch: float [B, 3, S, S].
-
-The engines support baseline YCbCr JPEGs. A worker decodes the other files of a batch, and their
-pixels go through the same kernel.
+The pixels of files that a worker has decoded go through the same kernel.
 """
 
 import ctypes
@@ -44,10 +42,11 @@ class JpegEngines:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         flags = ctypes.c_uint(self.NO_PIPELINE)
-        self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
-        handle, state = ctypes.byref(self._handle), ctypes.byref(self._state)
+        self._handle = ctypes.c_void_p()
+        self._state = ctypes.c_void_p()
+        handle = ctypes.byref(self._handle)
         self._call("nvjpegCreateEx", self.HARDWARE_BACKEND, None, None, flags, handle)
-        self._call("nvjpegJpegStateCreate", self._handle, state)
+        self._call("nvjpegJpegStateCreate", self._handle, ctypes.byref(self._state))
         self._count = 0  # files of the last batch
 
     def decode(
@@ -63,7 +62,8 @@ class JpegEngines:
             lengths: uint64 [n] bytes.
             targets: uint64 [n, 8] nvjpegImage_t: device address in column 0, pitch in column 4.
         """
-        count, both = len(files), (self._handle, self._state)
+        count = len(files)
+        both = self._handle, self._state
         if count != self._count:
             self._count = 0
             self._call("nvjpegDecodeBatchedInitialize", *both, count, 1, self.RGB_INTERLEAVED)
@@ -73,7 +73,8 @@ class JpegEngines:
         self._count = count
 
     def _call(self, name: str, *arguments: Any) -> None:
-        if status := getattr(self.library, name)(*arguments):
+        status = getattr(self.library, name)(*arguments)
+        if status:
             reason = ": this GPU has no JPEG engines" if status == NO_ENGINES else ""
             raise JpegEngineError(f"{name} of nvJPEG returned status {status}{reason}")
 
@@ -115,7 +116,8 @@ class GpuDecoder:
     """
 
     def __init__(self, device: torch.device, batch_size: int) -> None:
-        self.engines, self.device = open_engines(), device
+        self.engines = open_engines()
+        self.device = device
         self.seconds_per_image = 0.0
         # nvjpegImage_t: four device pointers, four pitches.
         self._targets = np.zeros((batch_size, 8), np.uint64)
@@ -141,8 +143,7 @@ class GpuDecoder:
             files: uint8 [B, bytes] of the slot, in host memory, one file after the other.
             geometry: float64 [B, COLUMNS] on the host, pinned; ADDRESS and PITCH are written here.
             pixels: uint8 [B, S, S, 3] of the slot, on the host, pinned; rows decoded by workers.
-            out: float or uint8 [B, 3, S, S] on the device.
-            affine: float32 [2, 3] on the device, of `ImageFormat.affine`.
+            out, affine: as for `crop_resize`.
         """
         from extras.gpu_decode.crop_kernel import crop_resize
 
@@ -151,10 +152,11 @@ class GpuDecoder:
         if self._raw is None:
             self._raw = torch.empty_like(pixels, device=self.device)
         made = np.flatnonzero(~files_here)
-        for part in np.split(made, np.flatnonzero(np.diff(made) > 1) + 1):  # neighbours: one copy
+        gaps = np.flatnonzero(np.diff(made) > 1)
+        for part in np.split(made, gaps + 1):  # neighbours: one copy
             if len(part):
-                first, last = int(part[0]), int(part[-1]) + 1
-                self._raw[first:last].copy_(pixels[first:last], non_blocking=True)
+                rows = slice(int(part[0]), int(part[-1]) + 1)
+                self._raw[rows].copy_(pixels[rows], non_blocking=True)
         row_bytes = pixels[0].nbytes
         table[:, PITCH] = np.where(files_here, 3 * table[:, WIDTH], row_bytes // len(pixels[0]))
         table[:, ADDRESS] = self._raw.data_ptr() + row_bytes * np.arange(len(table))
@@ -166,21 +168,24 @@ class GpuDecoder:
             # The engines decode one batch at a time; the kernel has read what this one overwrites.
             self._done.synchronize()
             targets = self._targets[: len(address)]
-            targets[:, 0], targets[:, 4] = address, table[files_here, PITCH]
-            began, stream = time.perf_counter(), torch.cuda.current_stream(self.device)
+            targets[:, 0] = address
+            targets[:, 4] = table[files_here, PITCH]
+            began = time.perf_counter()
+            stream = torch.cuda.current_stream(self.device)
             try:
                 self.engines.decode(source, lengths, targets, stream)
             finally:  # before an error, some files may have been decoded
                 self._done.record()
                 self._decoded.reverse()
             self.seconds_per_image = (time.perf_counter() - began) / len(source)
-        rows = geometry.to(self.device, non_blocking=True)
+        on_device = geometry.to(self.device, non_blocking=True)
         for bicubic in np.unique(table[:, BICUBIC]):  # both only with interpolation: random
-            crop_resize(rows, out, affine, bicubic=bool(bicubic))
+            crop_resize(on_device, out, affine, bicubic=bool(bicubic))
 
     def _addresses(self, rows: np.ndarray) -> np.ndarray:
         """Device addresses, int64 [n], for the decoded images of these rows of the geometry."""
-        size = -(-(rows[:, PITCH] * rows[:, HEIGHT]).astype(np.int64) // ALIGNMENT) * ALIGNMENT
+        size = (rows[:, PITCH] * rows[:, HEIGHT]).astype(np.int64)
+        size = -(-size // ALIGNMENT) * ALIGNMENT
         total = int(size.sum())
         if total > len(self._decoded[0]):
             self._decoded[0] = self._decoded[0].new_empty(total + total // 4)
