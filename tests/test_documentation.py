@@ -2,7 +2,7 @@
 
 The commands in blocks (```sh), in the text and in benchmarks/ are read by the parsers of the
 programs, in a folder with stand-ins for the reader's files. Those of other programs begin with
-python3. Those of docs/fork.md and tasks.md are run by tests/test_examples.py.
+python3. Those of docs/fork.md and tasks.md, and after `git apply`, are run by test_examples.py.
 """
 
 import re
@@ -48,7 +48,7 @@ def inline_of(page: Path) -> list[str]:
 
 def commands_of(page: Path) -> list[str]:
     """Return the commands of the blocks, also those in a loop or a pipe, and of the text."""
-    blocks = re.findall(r"^ *```sh\n(.*?)^ *```$", page.read_text(), re.M | re.S)
+    blocks = re.findall(r"^ *```sh\n((?!git apply).*?)^ *```$", page.read_text(), re.M | re.S)
     inline = re.findall(r"^(?:python|torchrun) \S+ \S.*", "\n".join(inline_of(page)), re.M)
     return commands_in("\n".join([*blocks, *inline]))
 

@@ -1,7 +1,7 @@
 """examples/*.patch: each applies, trains, is killed and resumed, and has its effect.
 
-The commands are those of docs/fork.md and docs/tasks.md, in a copy of the tracked files. `make
-test` trains two steps of each; what takes longer is slow.
+The commands are those of docs/fork.md, reading.md and tasks.md, in a copy of the tracked files.
+`make test` trains two steps of each; what takes longer is slow.
 """
 
 import math
@@ -51,7 +51,8 @@ def read_page(page: str) -> dict[str, Example]:
     return examples
 
 
-CHANGES, TASKS = read_page("fork.md"), read_page("tasks.md")
+CHANGES = read_page("fork.md") | read_page("reading.md")
+TASKS = read_page("tasks.md")
 EXAMPLES = CHANGES | TASKS
 
 
@@ -192,9 +193,10 @@ def test_killed_training_ends_as_a_whole_one(name: str, tree: Path, tmp_path: Pa
         assert summary_of(killed)[key] == summary_of(whole)[key]
 
 
-SAME_WEIGHTS = ("storage", "grad_norm", "grad_cam", "roc")  # as without the patch
+SAME_WEIGHTS = ("storage", "grad_norm", "grad_cam", "roc", "profiler")  # as without the patch
 LOGGED = {"grad_norm": "grad_norm", "two_heads": "auxiliary_loss"}
 WRITTEN = {"grad_norm": "report.html", "grad_cam": "grad_cam/00*.png", "roc": "curves.html"}
+WRITTEN["profiler"] = "profile/steps-1-3.json.gz"
 
 
 @pytest.fixture(scope="module")
@@ -283,10 +285,10 @@ def test_values_are_those_of_the_literature(
     Fork(tree, tmp_path / "tree", name).run(["-c", code])
 
 
-def test_tables_of_numbers(tree: Path, tmp_path: Path) -> None:
-    """By the tests of the patch."""
-    fork = Fork(tree, tmp_path / "tree", "regression")
-    fork.run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/extras/test_table.py"])
+@pytest.mark.parametrize(("name", "tests"), [("regression", "table"), ("profiler", "profiler")])
+def test_tests_of_a_patch_pass(name: str, tests: str, tree: Path, tmp_path: Path) -> None:
+    fork = Fork(tree, tmp_path / "tree", name)
+    fork.run(["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/extras/test_{tests}.py"])
 
 
 @pytest.mark.slow
