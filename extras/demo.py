@@ -160,8 +160,8 @@ def draw_image(label: str, rng: Generator) -> Image.Image:
     """Draw an RGB image of class `label` with random size, angle, scale, colours and noise."""
     width, height = rng.integers(128, 321, 2).tolist()
     short = min(width, height)  # has length 1 in these coordinates
-    x = _axis(width, short)[None, :]
-    y = _axis(height, short)[:, None]
+    x = np.linspace(-0.5, 0.5, width, dtype=np.float32)[None, :] * (width / short)
+    y = np.linspace(-0.5, 0.5, height, dtype=np.float32)[:, None] * (height / short)
     periods = rng.uniform(4, 9)
     u, v = _rotate(x, y, rng)
     u = periods * u + rng.uniform(0, 32)
@@ -183,10 +183,6 @@ def draw_image(label: str, rng: Generator) -> Image.Image:
     pixels += rng.uniform(0.01, 0.08) * rng.standard_normal((height, width), np.float32)
     levels = (255 * pixels.clip(0, 1)).astype(np.uint8)
     return Image.fromarray(levels.transpose(1, 2, 0).copy())
-
-
-def _axis(pixels: int, short: int) -> Plane:
-    return np.linspace(-0.5, 0.5, pixels, dtype=np.float32) * (pixels / short)
 
 
 def _colour(hue: float, value: float, rng: Generator) -> Plane:

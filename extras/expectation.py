@@ -3,11 +3,9 @@
 By default, conf/config.yaml names it: log.observers=[extras.expectation:Expectation]. The node
 `expect` of a recipe's file states what is expected; UserError if an entry is missing:
 
-    recipe: the name of the recipe, so that a changed copy of the file is not compared.
-    top1, or the value that train.best_by names: after the last epoch; with train.ema_decay, of the
-        moving average.
-    std, runs: the standard deviation between runs (of a sample, n - 1), and of how many; null if
-        the source does not state them.
+    recipe: its name, so that a changed copy of the file is not compared.
+    top1, or what train.best_by names: after the last epoch, of the moving average if there is one.
+    std, runs: the standard deviation between runs (n - 1), and of how many; null if unknown.
     status, source: "published" or "reproduced here", and where the figure is from.
     classes, train_images, val_images: of the data that it is for.
     format: "JPEG" or "lossless", of its files. CIFAR-10 as JPEGs costs 3 points (docs/accuracy.md).

@@ -1,8 +1,7 @@
 """LAMB (arXiv 1904.00962) with timm's numbers, for a step that is part of a CUDA graph.
 
 torch has no LAMB. timm's counts the steps on the host: a CUDA graph would repeat the first number.
-
-    python train.py optim=lamb
+conf/optim/lamb.yaml names it.
 """
 
 from typing import Any

@@ -35,7 +35,7 @@ from conf.compose import from_overrides, to_yaml
 from conf.errors import UserError
 from conf.named import ROOT
 from conf.overrides import read_overrides
-from conf.schema import Config, group_names
+from conf.schema import Config
 from conf.start import handle_stops, stop_with_parent
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Sweep:
                 settings.append(word)
             elif values:
                 self.columns[key] = [f"{key}={value}" for value in values]
-                swept[key] = _for_hydra(word, values)
+                swept[key] = f"++{word.lstrip('+')}"  # to Hydra, each key is new
             else:
                 fixed.append(word)
         self.fixed = tuple(fixed)
@@ -207,23 +207,14 @@ def _values(text: str) -> list[str]:
     """The values of an override with several; of an interval its start; none for another one."""
     try:
         override = OverridesParser.create().parse_override(text)
+        if not override.is_sweep_override():
+            return []
+        if override.is_interval_sweep():
+            interval: Any = override.value()
+            return [str(interval.start)]
+        return [*itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1)]
     except HydraException:
         return []  # composing says what is wrong
-    if not override.is_sweep_override():
-        return []
-    values: Any = override.value()
-    if override.is_interval_sweep():
-        return [str(values.start)]
-    if "=glob(" in text:
-        return list(values.filter(group_names(_key(text))))
-    return [*itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1)]
-
-
-def _for_hydra(word: str, values: Sequence[str]) -> str:
-    """Return an override for Hydra, to which each key is new: it has no config here."""
-    if "=glob(" in word:  # which only the basic sweeper knows
-        return f"++{_key(word)}={','.join(values)}"
-    return f"++{word.lstrip('+')}"
 
 
 def _numbers(column: Sequence[str]) -> list[str]:

@@ -1,7 +1,6 @@
 """One kernel turns decoded images of any size into a batch: crop, resize, mirror, normalise.
 
-Journey of a batch, 5 for `loader.decoder=gpu` and `hybrid`. Imported only on a GPU: Triton comes
-with torch's CUDA builds.
+Journey of a batch, 5 for `loader.decoder=gpu` and `hybrid`; imported on a GPU, with Triton.
 """
 
 import triton
@@ -14,7 +13,7 @@ TILE = 16
 
 
 def crop_resize(geometry: Tensor, out: Tensor, affine: Tensor, *, bicubic: bool) -> None:
-    """Launch the kernel on the current stream, for the rows with one of the two interpolations.
+    """Launch the kernel on the current stream, for the rows that are bicubic, or for the others.
 
     Agrees with `decode.resize` to one level of 255: both use the same filters. For bilinear, this
     kernel rounds once, `decode.resize` after each direction.
@@ -23,7 +22,6 @@ def crop_resize(geometry: Tensor, out: Tensor, affine: Tensor, *, bicubic: bool)
         geometry: float64 [B, COLUMNS] on the device, ADDRESS and PITCH filled in.
         out: float [B, 3, S, S], channels_last or contiguous; or uint8, which gets the levels.
         affine: float32 [2, 3] on the device; a level x becomes affine[0] * x + affine[1].
-        bicubic: make the rows that are marked as bicubic; else the others.
     """
     batch, _, size, _ = out.shape
     tiles = triton.cdiv(size, TILE)

@@ -128,22 +128,16 @@ class GpuDecoder:
 
     def make_batch(
         self,
-        files: torch.Tensor,
-        geometry: torch.Tensor,
-        pixels: torch.Tensor,
-        out: torch.Tensor,
-        affine: torch.Tensor,
+        files: torch.Tensor,  # uint8 [B, bytes] in host memory, one file after the other
+        geometry: torch.Tensor,  # float64 [B, COLUMNS], pinned; gets ADDRESS and PITCH
+        pixels: torch.Tensor,  # uint8 [B, S, S, 3], pinned; rows decoded by workers
+        out: torch.Tensor,  # float or uint8 [B, 3, S, S] on the device
+        affine: torch.Tensor,  # float32 [2, 3] on the device, of `ImageFormat.affine`
     ) -> None:
         """Enqueue decoding and the kernel on the current stream.
 
         Waits on the host until the engines have read the files. Raises JpegEngineError if the
         engines do not support a file.
-
-        Args:
-            files: uint8 [B, bytes] of the slot, in host memory, one file after the other.
-            geometry: float64 [B, COLUMNS] on the host, pinned; ADDRESS and PITCH are written here.
-            pixels: uint8 [B, S, S, 3] of the slot, on the host, pinned; rows decoded by workers.
-            out, affine: as for `crop_resize`.
         """
         from extras.gpu_decode.crop_kernel import crop_resize
 

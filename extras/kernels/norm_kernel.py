@@ -1,7 +1,4 @@
-"""The backward pass of a residual addition followed by a layer norm.
-
-Imported only on a GPU: Triton is part of the CUDA builds of torch.
-"""
+"""The backward pass of a residual addition and a layer norm; imported on a GPU, with Triton."""
 
 import torch
 import triton
@@ -13,25 +10,17 @@ WARPS = 1  # a warp holds a whole row, so its sums need no shared memory
 
 
 def norm_gradients(
-    grad_total: Tensor,
-    grad_normed: Tensor,
-    total: Tensor,
-    mean: Tensor,
-    inverse: Tensor,
-    weight: Tensor,
+    grad_total: Tensor,  # float32 [..., width], of the sum from its other uses
+    grad_normed: Tensor,  # bf16 [..., width], of the norm
+    total: Tensor,  # float32 [..., width], the sum
+    mean: Tensor,  # float32 [..., 1], of each row of the sum
+    inverse: Tensor,  # float32 [..., 1], 1 / standard deviation of each row
+    weight: Tensor,  # float32 [width], of the norm
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of `total = stream + branch; normed = layer_norm(total)`.
 
     Every tensor is read and written once. Sums are float32, in a fixed order. Returns gradients of
     stream (float32), branch (dtype of `grad_normed`), weight and bias (float32).
-
-    Args:
-        grad_total: float32 [..., width], gradient of the sum from its other uses.
-        grad_normed: bf16 [..., width], gradient of the norm.
-        total: float32 [..., width], the sum.
-        mean: float32 [..., 1] of each row of the sum.
-        inverse: float32 [..., 1], 1 / standard deviation of each row.
-        weight: float32 [width] of the norm.
     """
     shape, width = total.shape, total.shape[-1]
     grad_total = grad_total.contiguous().view(-1, width)

@@ -1,7 +1,4 @@
-"""The backward pass of 3x3 max pooling with stride 2.
-
-Imported only on a GPU: Triton is part of the CUDA builds of torch.
-"""
+"""The backward pass of 3x3 max pooling with stride 2; imported on a GPU, with Triton."""
 
 import torch
 import triton
@@ -14,12 +11,8 @@ BLOCK = 1024
 def place_gradients(grad: Tensor, place: Tensor) -> Tensor:
     """Add the gradient of each window to the pixel that was its maximum.
 
-    Returns float [B, C, 2H, 2W], channels_last.
-
-    Args:
-        grad: float [B, C, H, W], gradient of the pooled image.
-        place: int8 [B, C, H, W], 3 * row + column of the maximum in its window. A window starts at
-            2 * index - 1.
+    `grad`: float [B, C, H, W]. `place`: int8 [B, C, H, W], 3 * row + column of the maximum in its
+    window, which starts at 2 * index - 1. Returns float [B, C, 2H, 2W], channels_last.
     """
     grad, place = (t.contiguous(memory_format=torch.channels_last) for t in (grad, place))
     batch, channels, height, width = grad.shape

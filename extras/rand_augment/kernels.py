@@ -1,6 +1,4 @@
-"""The kernels of RandAugment: two for a round of operations, whatever they are.
-
-Imported only on a GPU: Triton is part of the CUDA builds of torch.
+"""The kernels of RandAugment: two for a round of operations; imported on a GPU, with Triton.
 
 An operation of one level, of one channel, is a table of 256 levels. The first kernel makes the
 tables, from statistics of the image if needed; the second one makes the pixels. The formulas are
