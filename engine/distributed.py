@@ -232,11 +232,11 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             timeout = timedelta(seconds=TIMEOUT_FACTOR * timeout_seconds)
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-            # torchrun's store keeps addresses of earlier processes: prefix the step at which ranks
-            # replaced themselves, and on one node the restart count (nodes may count differently).
-            prefix = os.environ.get("TRAINER_STORE_PREFIX", "")
+            # torchrun's store keeps addresses of earlier processes: on one node, prefix the restart
+            # count (nodes may count differently).
+            prefix = ""
             if local_size == size:
-                prefix += os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                prefix = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(prefix, store)
             dist.init_process_group(
                 backend, timeout=timeout, store=store, rank=rank, world_size=size

@@ -23,7 +23,7 @@ def test_environment_variables() -> None:
             if "environ" in line:
                 names.update(re.findall(r"(?<!, )'([A-Z_]+)'", line))
     assert names == {
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TRAINER_STORE_PREFIX"),
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "XDG_CACHE_HOME", "PYTHONPATH"),
         *("CUBLAS_WORKSPACE_CONFIG", "OMP_WAIT_POLICY"),
         *("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"),

@@ -21,7 +21,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "tests.extras": (*PARTS, "train", "scripts", "extras", "tests"),
 }
 # Names of extras that are also words of the core, such as the demo of the README.
-WORDS = {"demo", "kernels", "metrics", "pictures", "progressive"}
+WORDS = {"demo", "kernels", "metrics", "pictures"}
 
 
 def test_imports_have_one_direction() -> None:

@@ -7,12 +7,29 @@ import pytest
 import train
 from tests.conf.refused import offered
 from tests.helpers.libraries import timm_module
-from tests.helpers.results import rows
+from tests.helpers.results import rows, stored
+from tests.helpers.small_run import run
 
 RECIPES = ["rn50_a3", "rn50_a2", "rn50_modern", "rn50_fast", "convnext_t", "vit_s16", "deit3_s16"]
-MORE = {"rn50_fast": ["train.prepare=null", "optim.lr=1e-3"], "deit3_s16": ["data.val_size=32"]}
+MORE = {"rn50_fast": ["optim.lr=1e-3"], "deit3_s16": ["data.val_size=32"]}
 SMALL = ["data.image_size=32", "data.val_size=48", "loader.batch_size=8", "loader.workers=0"]
 SMALL += ["log.every_steps=1", "log.trackers=[]", "train.max_steps=2", "train.device=cpu"]
+
+
+@pytest.mark.usefixtures("toy_runs")
+def test_a_run_continues_with_larger_images(image_root: Path, tmp_path: Path) -> None:
+    """As imagenet_rn50_fast; a stop after the change makes no difference. Epoch 1 begins at 5."""
+    smaller = ["data.image_size=16", "data.val_size=32", "train.max_steps=5"]
+    larger = ["data.val_size=32", "checkpoint.accept_changes=true"]
+    weights = set()
+    for stop in (100, 7):
+        folder = tmp_path / str(stop)
+        run(image_root, folder, *smaller)
+        run(image_root, folder, *larger, f"train.max_steps={stop}")
+        weights.add(run(image_root, folder, *larger)["params_sha256"])
+        assert [row["step"] for row in rows(folder, "train")] == list(range(1, 10))
+        assert stored(folder)["history"][0] == "accepted at step 5: data.image_size=16 (now 32)"
+    assert len(weights) == 1
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from tests.helpers.drawings import TEXTURES, draw_image
 
 BATCHES = 16  # of each split
 # With 16 training and 21 validation images for each of 3 classes, epochs end within batches, and
-# the last validation batch is short. imagenet_rn50_fast grows in epoch 1, which batch 12 begins.
+# the last validation batch is short. imagenet_rn50_fast is resumed with larger images in batch 12.
 SMALL = ["data.image_size=32", "data.val_size=48", "loader.batch_size=4", "train.seed=3"]
 GROWING = {"imagenet_rn50_fast": ("data.image_size=24", 12)}
 TURNED = Image.Exif()
