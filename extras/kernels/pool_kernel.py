@@ -16,12 +16,9 @@ def place_gradients(grad: Tensor, place: Tensor) -> Tensor:
     """
     grad, place = (t.contiguous(memory_format=torch.channels_last) for t in (grad, place))
     batch, channels, height, width = grad.shape
-    out = torch.empty(
-        (batch, channels, 2 * height, 2 * width),
-        dtype=grad.dtype,
-        device=grad.device,
-        memory_format=torch.channels_last,
-    )
+    size = batch, channels, 2 * height, 2 * width
+    form = torch.channels_last
+    out = torch.empty(size, dtype=grad.dtype, device=grad.device, memory_format=form)
     count = grad.numel()
     _place_gradients[(triton.cdiv(count, BLOCK),)](
         grad, place, out, count, channels, height, width, BLOCK
