@@ -1,0 +1,61 @@
+"""A ResNet-18 for photos of 96 to 256 px and few images: see conf/recipe/imagewoof.yaml."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.resnet import BasicBlock, init_convolutions, stem
+
+
+def resnet18(
+    num_classes: int,
+    image_size: int,
+    *,
+    in_channels: int = 3,
+    widths: tuple[int, ...] = (64, 128, 256, 512),
+    depths: tuple[int, ...] = (2, 2, 2, 2),
+) -> nn.Sequential:
+    """Build it: float [B, C, S, S] -> [B, num_classes].
+
+    The stem is one convolution, and keeps the resolution of images of up to 192 px. No convolution
+    has a stride after it: the resolution is halved by `MaxBlurPool` before each stage but the
+    first. The activation is SiLU.
+    """
+    width_in = widths[0]
+    layers = stem(in_channels, width_in, stride=1 if image_size <= 192 else 2)
+    for stage, (width, depth) in enumerate(zip(widths, depths, strict=True), start=1):
+        if stage > 1:
+            layers[f"pool{stage}"] = MaxBlurPool()
+        blocks = [BasicBlock(width_in, width, 1)]
+        blocks += [BasicBlock(width, width, 1) for _ in range(depth - 1)]
+        layers[f"layer{stage}"] = nn.Sequential(*blocks)
+        width_in = width
+    layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
+    layers["fc"] = nn.Linear(width_in, num_classes)
+    model = init_convolutions(nn.Sequential(layers))
+    for module in model.modules():
+        if hasattr(module, "relu"):
+            module.relu = nn.SiLU(inplace=True)
+    return model
+
+
+class MaxBlurPool(nn.Module):
+    """The maximum of 3x3 pixels, blurred by [1 2 1] x [1 2 1] / 16, at every second pixel.
+
+    As arXiv 1904.11486, with zeros around the maxima.
+    """
+
+    kernel: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        row = torch.tensor([1.0, 2.0, 1.0]) / 4
+        self.register_buffer("kernel", torch.outer(row, row), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float [B, C, H, W] -> [B, C, ceil(H / 2), ceil(W / 2)]."""
+        channels = x.shape[1]
+        kernel = self.kernel.to(x.dtype).expand(channels, 1, 3, 3)
+        maxima = F.max_pool2d(x, 3, stride=1, padding=1)
+        return F.conv2d(maxima, kernel, stride=2, padding=1, groups=channels)

@@ -1,0 +1,89 @@
+"""Muon (https://kellerjordan.github.io/posts/muon/): the updates of hidden layers are orthogonal.
+
+    python train.py optim.name=extras.muon:muon 'optim.args={rate: 0.02}'
+
+It trains the weights of linear and convolution layers, except those of the first and the last layer
+and of depthwise convolutions. SGD with the keys of `optim` trains the other parameters.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from conf.schema import OptimConfig
+from engine.optim import linear_weights, sgd, trained
+
+RMS = 0.2  # root mean square of an update for a learning rate of 1, as Adam's (arXiv 2502.16982)
+COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the Newton-Schulz iteration, from the source
+
+
+def muon(
+    model: nn.Module,
+    config: OptimConfig,
+    *,
+    rate: float = 0.02,
+    beta: float = 0.95,
+    fixed_norm: bool = False,
+) -> Optimizer:
+    """Create the optimiser.
+
+    Args:
+        rate: peak learning rate of the hidden layers; `optim.lr` is that of SGD.
+        beta: decay of the average of the gradients.
+        fixed_norm: keep the root mean square of each hidden weight at 0.2, as airbench does
+            (github.com/KellerJordan/cifar10-airbench). Then `rate` is the relative change in a
+            step. It needs a norm after each hidden layer, which makes their scale irrelevant.
+    """
+    layers = linear_weights(model)
+    matrices = [weight for weight in trained(model) if weight in layers and weight.shape[1] > 1]
+    hidden = matrices[1:-1]
+    optimizer = sgd(model, config)
+    others = set(trained(model)) - set(hidden)
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter in others]
+    own: dict[str, Any] = {"params": hidden, "lr_scale": rate / config.lr}
+    own |= {"momentum": 0.0, "nesterov": False, "weight_decay": config.weight_decay}
+    optimizer.add_param_group(own)
+    for weight in hidden:
+        optimizer.state[weight] = {"average": torch.zeros_like(weight)}
+
+    def before_step(*_: Any) -> None:
+        for weight in hidden:
+            if weight.grad is not None:
+                average = optimizer.state[weight]["average"]
+                replace_gradient(weight.grad, average, beta)
+
+    def after_step(*_: Any) -> None:
+        for weight in hidden:
+            weight.mul_(RMS * weight.numel() ** 0.5 / weight.norm())
+
+    optimizer.register_step_pre_hook(torch.no_grad()(before_step))
+    if fixed_norm:
+        optimizer.register_step_post_hook(torch.no_grad()(after_step))
+    # So torch.amp.GradScaler skips the whole step, with the average, if a gradient is not finite.
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    return optimizer
+
+
+def replace_gradient(gradient: Tensor, average: Tensor, beta: float) -> None:
+    """Update the average of the gradients; make `gradient` the update for a learning rate of 1."""
+    average.lerp_(gradient, 1 - beta)
+    with_momentum = gradient.lerp(average, beta)  # of Nesterov
+    rows = with_momentum.flatten(1)
+    update = orthogonal(rows) * (RMS * max(rows.shape) ** 0.5)
+    gradient.copy_(update.view_as(gradient))
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Bring the singular values of a matrix to 0.7 to 1.2, in five iterations in bf16."""
+    if matrix.shape[0] > matrix.shape[1]:
+        return orthogonal(matrix.T).T
+    a, b, c = COEFFICIENTS
+    x = matrix.bfloat16()
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x

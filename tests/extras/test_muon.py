@@ -1,0 +1,113 @@
+"""Muon compared with its formula in float64, with SGD, and with timm's."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conf.compose import from_overrides
+from engine.optim import build_optimizer
+
+OPTIONS = ["data=fake", "optim.name=extras.muon:muon", "optim.lr=0.1", "optim.weight_decay=0.01"]
+RATES = (0.1, 0.2, 0.05)
+HIDDEN = ("1.weight", "2.weight")
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    depthwise = nn.Conv2d(6, 6, 3, groups=6)
+    layers = [nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 3), nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6)]
+    return nn.Sequential(*layers, depthwise, nn.Flatten(), nn.Linear(6, 2))
+
+
+def step(optimizer: torch.optim.Optimizer, model: nn.Module, rate: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.from_numpy(rng.normal(size=parameter.shape)).float()
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(rate * group.get("lr_scale", 1))  # as in a CUDA graph
+    optimizer.step()
+
+
+def assert_near(ours: Tensor, theirs: Tensor, start: Tensor) -> None:
+    """The error, of products in bf16, is at most 5 % of the way from the initial weights."""
+    assert (ours - theirs).norm() < 0.05 * (theirs - start).norm()
+
+
+def orthogonal(matrix: np.ndarray) -> np.ndarray:
+    u, values, v = np.linalg.svd(matrix, full_matrices=False)
+    values /= np.linalg.norm(values)
+    for _ in range(5):
+        values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+    return u * values @ v
+
+
+def muon_step(weight: np.ndarray, average: np.ndarray, gradient: np.ndarray) -> np.ndarray:
+    """Update the average in place; return the update for a learning rate of 1."""
+    average += 0.05 * (gradient - average)
+    nesterov = gradient + 0.95 * (average - gradient)
+    rows = nesterov.reshape(len(weight), -1)
+    update = orthogonal(rows) * 0.2 * max(rows.shape) ** 0.5
+    return update.reshape(weight.shape)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_by_its_formula(fixed: bool) -> None:
+    """The second and third convolution are the hidden layers; the others are trained by SGD."""
+    model, twin = build(), build()
+    args = f"optim.args={{rate: 0.05, fixed_norm: {str(fixed).lower()}}}"
+    optimizer = build_optimizer(model, from_overrides([*OPTIONS, args]).optim)
+    others = build_optimizer(twin, from_overrides([*OPTIONS, "optim.name=sgd"]).optim)
+    start = {name: twin.get_parameter(name).detach().clone() for name in HIDDEN}
+    weights = {name: value.double().numpy() for name, value in start.items()}
+    averages = {name: np.zeros_like(weight) for name, weight in weights.items()}
+    for number, rate in enumerate(RATES):
+        step(optimizer, model, rate, number)
+        step(others, twin, rate, number)
+        for name, weight in weights.items():
+            gradient = twin.get_parameter(name).grad
+            assert gradient is not None
+            update = muon_step(weight, averages[name], gradient.double().numpy())
+            new = weight - 0.5 * rate * (update + 0.01 * weight)
+            weights[name] = new * 0.2 / np.sqrt(np.mean(new**2)) if fixed else new
+    for name, parameter in model.named_parameters():
+        if name in HIDDEN:
+            assert_near(parameter, torch.from_numpy(weights[name]), start[name])
+        else:
+            torch.testing.assert_close(parameter, twin.get_parameter(name), rtol=0, atol=0)
+
+
+def test_equals_timm() -> None:
+    """timm's has the same average, iteration and scale; its fall-back trains the other weights."""
+    timm = pytest.importorskip("timm.optim.muon")
+    model, twin = build(), build()
+    optimizer = build_optimizer(model, from_overrides([*OPTIONS, "optim.args={rate: 0.1}"]).optim)
+    hidden = [twin.get_parameter(name) for name in HIDDEN]
+    start = {name: twin.get_parameter(name).detach().clone() for name in HIDDEN}
+    keys: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "weight_decay": 0.01}
+    theirs = timm.Muon(hidden, lr=0.1, ns_coefficients="original", **keys)
+    for number, rate in enumerate(RATES):
+        step(theirs, twin, rate, number)
+        step(optimizer, model, rate, number)
+    for name in HIDDEN:
+        ours, other = model.get_parameter(name), twin.get_parameter(name)
+        assert_near(ours, other, start[name])
+
+
+def test_average_is_stored(tmp_path: Path) -> None:
+    """A step after loading a checkpoint is that of the optimiser that wrote it."""
+    config = from_overrides(OPTIONS).optim
+    model, twin = build(), build()
+    optimizer, resumed = build_optimizer(model, config), build_optimizer(twin, config)
+    step(optimizer, model, 0.1, 1)
+    torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "state.pt")
+    weights, state = torch.load(tmp_path / "state.pt")
+    twin.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    for each_model, each in ((model, optimizer), (twin, resumed)):
+        step(each, each_model, 0.2, 2)
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=0, atol=0)
