@@ -38,42 +38,44 @@ def muon(
     """
     layers = linear_weights(model)
     matrices = [weight for weight in trained(model) if weight in layers and weight.shape[1] > 1]
-    hidden = matrices[1:-1]
+    hidden = dict.fromkeys(matrices[1:-1])
     optimizer = sgd(model, config)
-    others = set(trained(model)) - set(hidden)
     for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter in others]
-    own: dict[str, Any] = {"params": hidden, "lr_scale": rate / config.lr}
+        group["params"] = [weight for weight in group["params"] if weight not in hidden]
+    own: dict[str, Any] = {"params": list(hidden), "lr_scale": rate / config.lr}
     own |= {"momentum": 0.0, "nesterov": False, "weight_decay": config.weight_decay}
     optimizer.add_param_group(own)
     for weight in hidden:
         optimizer.state[weight] = {"average": torch.zeros_like(weight)}
 
+    @torch.no_grad()
     def before_step(*_: Any) -> None:
         for weight in hidden:
-            if weight.grad is not None:
-                average = optimizer.state[weight]["average"]
-                replace_gradient(weight.grad, average, beta)
+            replace_gradient(weight, optimizer.state[weight]["average"], beta)
 
+    @torch.no_grad()
     def after_step(*_: Any) -> None:
         for weight in hidden:
             weight.mul_(RMS * weight.numel() ** 0.5 / weight.norm())
 
-    optimizer.register_step_pre_hook(torch.no_grad()(before_step))
+    optimizer.register_step_pre_hook(before_step)
     if fixed_norm:
-        optimizer.register_step_post_hook(torch.no_grad()(after_step))
-    # So torch.amp.GradScaler skips the whole step, with the average, if a gradient is not finite.
+        optimizer.register_step_post_hook(after_step)
+    # So torch.amp.GradScaler skips the whole step if a gradient is not finite.
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     return optimizer
 
 
-def replace_gradient(gradient: Tensor, average: Tensor, beta: float) -> None:
-    """Update the average of the gradients; make `gradient` the update for a learning rate of 1."""
+def replace_gradient(weight: Tensor, average: Tensor, beta: float) -> None:
+    """Update the average; make the gradient the update of the weight for a learning rate of 1."""
+    gradient = weight.grad
+    if gradient is None:  # no output depends on this weight
+        return
     average.lerp_(gradient, 1 - beta)
     with_momentum = gradient.lerp(average, beta)  # of Nesterov
     rows = with_momentum.flatten(1)
-    update = orthogonal(rows) * (RMS * max(rows.shape) ** 0.5)
-    gradient.copy_(update.view_as(gradient))
+    scale = RMS * max(rows.shape) ** 0.5
+    gradient.copy_(scale * orthogonal(rows).reshape(gradient.shape))
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

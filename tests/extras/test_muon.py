@@ -18,9 +18,9 @@ HIDDEN = ("1.weight", "2.weight")
 
 def build() -> nn.Sequential:
     torch.manual_seed(0)
-    depthwise = nn.Conv2d(6, 6, 3, groups=6)
-    layers = [nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 3), nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6)]
-    return nn.Sequential(*layers, depthwise, nn.Flatten(), nn.Linear(6, 2))
+    depthwise = nn.Conv2d(20, 20, 3, groups=20)
+    layers = [nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 3), nn.Conv2d(4, 20, (2, 1)), nn.BatchNorm2d(20)]
+    return nn.Sequential(*layers, depthwise, nn.Flatten(), nn.Linear(20, 2))
 
 
 def step(optimizer: torch.optim.Optimizer, model: nn.Module, rate: float, seed: int) -> None:
