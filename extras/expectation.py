@@ -85,7 +85,7 @@ class Expectation(Observer):
             name = "top1"
         expected = f"{expect[name]:g}"
         if expect["std"] is not None:
-            expected += f" +/- {expect['std']:.2g}"
+            expected += f" ± {expect['std']:.2g}"
         source = f"{expect['status']}, {expect['source']}"
         reached = self.log.metrics.text(name, row[name])
         line = f"recipe    {reached}: {expected} is expected ({source})"

@@ -55,7 +55,7 @@ def row(epoch: float, top1: float = 0.0, loss: float = 0.5) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("std", "expected"), [(0.123, "76.1 +/- 0.12 is expected"), (None, "76.1 is expected")]
+    ("std", "expected"), [(0.123, "76.1 ± 0.12 is expected"), (None, "76.1 is expected")]
 )
 def test_the_summary_at_the_end(std: float | None, expected: str) -> None:
     """It has the facts of the recipe. A run that stops earlier is not compared."""
@@ -134,7 +134,7 @@ def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> Non
     hardware, time, source = expect["hardware"], expect["time"], expect["source"]
     top1 = f"{expect['top1']:g}"
     if expect["runs"]:
-        top1 += f" +/- {expect['std']:.2g}"
+        top1 += f" ± {expect['std']:.2g}"
     row = re.escape(" | ".join(["", hardware, time, top1, f"{source} |"]))
     about = rf"^\| `{recipe}` \| [^|]+, {config.train.epochs:g}\b[^|]*{row}"
     assert re.search(about, (ROOT / "docs" / "accuracy.md").read_text(), re.MULTILINE), about
