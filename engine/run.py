@@ -278,7 +278,7 @@ def refuse_changes(path: Path, changes: Mapping[str, str], *, accept: bool) -> N
         refused &= set(FIXED)
     if refused:
         shown = ", ".join(list(changes.values())[:MOST_SHOWN])
-        wrong = f"{len(changes)} of the keys that affect the result have changed: {shown}"
+        wrong = f"keys that affect the result have changed ({len(changes)}): {shown}"
         cure = "give run.name=NAME to start another run, or checkpoint.accept_changes=true to "
         cure += f"continue this one ({', '.join(FIXED)} cannot change)"
         raise UserError(f"cannot resume {path}", wrong, cure)
