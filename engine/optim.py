@@ -50,7 +50,7 @@ def _find(name: str) -> Callable[..., Optimizer]:
         near = did_you_mean(name, OPTIMIZERS)
         groups = " or ".join(group_names("optim"))
         others = f"optim={groups}, timm/NAME and module:name are others"
-        reason = UNFIT.get(name.lower(), f"there is no such optimiser{near}; {others}")
+        reason = UNFIT.get(name.lower(), f"there is no such optimiser; {others}{near}")
         raise UserError(f"optim.name={name}", reason)
     return OPTIMIZERS[name]
 

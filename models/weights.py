@@ -52,7 +52,7 @@ def read_file(path: Path, *, origin: str, give: str = ANY_FILE) -> Any:
     except Exception:  # torch.load raises many types, with texts of many lines
         reason = OTHERS.get(path.suffix.lower(), UNREADABLE)
     near = near_paths(str(path), "runs")
-    raise UserError(origin, f"cannot be read ({reason}){near}", f"give {give}")
+    raise UserError(origin, f"cannot be read ({reason})", f"give {give}{near}")
 
 
 def _renamed(content: Any) -> Any:

@@ -108,7 +108,7 @@ def _build_torchvision(
     if name not in available():
         near = did_you_mean(name, available(), count=3)
         others = f"for a model of timm write timm/{name}; our own are {ours}"
-        raise UserError(given, f"no such model{near}", others)
+        raise UserError(given, "no such model", others + near)
     if in_channels != RGB:
         wrong = f"takes images of 3 channels, not {in_channels}"
         raise UserError(given, wrong, f"give model.name=timm/NAME, or one of {ours}")

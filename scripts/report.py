@@ -187,8 +187,8 @@ def run_folders(folder: Path) -> list[Path]:
     found += folder.glob("*/metrics.jsonl")
     if not found:
         near = near_paths(str(folder), "runs")
-        wrong = f"no metrics.jsonl in it or below{near}"
-        raise UserError(str(folder), wrong, "give a run directory")
+        wrong = "no metrics.jsonl in it or below"
+        raise UserError(str(folder), wrong, f"give a run directory{near}")
     return [path.parent for path in found]
 
 
@@ -357,4 +357,4 @@ def write_report(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.exit_status(partial(write_report, OPTIONS)))
+    sys.exit(cli.run_main(partial(write_report, OPTIONS)))
