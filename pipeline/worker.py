@@ -26,7 +26,7 @@ from pipeline.dataset import READ_AHEAD, Dataset
 from pipeline.shared import SharedArray
 
 EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
-CHECK = "run scripts/doctor.py --all with the same overrides to check every file"
+CHECK = "run `python scripts/doctor.py --all` with the same overrides to check every file"
 REPLACE = f"replace or remove it; {CHECK}"
 SKIP = "data.on_error=skip data.max_bad_fraction=0.01"
 REPLACE_OR_SKIP = f"{REPLACE}; {SKIP} skips unreadable training images, up to this fraction"

@@ -301,8 +301,8 @@ def test_unreadable_file_is_skipped_and_counted(
         Path(dataset.name(3)).write_bytes(b"")
         message = (
             r"^data\.max_bad_fraction=0\.0833333: 4 of 36 training images cannot be read, for "
-            rf"example {dataset.name(3)}: empty, 0 bytes; run scripts/doctor.py --all with the "
-            "same overrides to check every file and replace the unreadable ones, or raise this"
+            rf"example {dataset.name(3)}: empty, 0 bytes; run `python scripts/doctor.py --all` "
+            "with the same overrides to check every file and replace the unreadable ones, or "
         )
         with pytest.raises(LoaderError, match=message):
             list(loader.batches(9, 18))

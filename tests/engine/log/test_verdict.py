@@ -119,7 +119,7 @@ def test_a_short_time_has_no_verdict(feed: Feed, judged: list[StepTimes]) -> Non
 
 DECODE = "input-bound by decode and augmentation"
 AUTO = "set loader.workers=auto in a new run"
-RE_ENCODE = "re-encode the images once with scripts/prepare.py --side 50"
+RE_ENCODE = "re-encode the images: python scripts/prepare.py SOURCE --to DIR --side 50"
 
 
 @pytest.mark.parametrize(
