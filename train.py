@@ -384,7 +384,7 @@ def main(config: Config) -> int:
         return 128 + signal_number if signal_number else 0
 
     cli.log_to_stderr(force=True)
-    return cli.exit_status(status, limits=explain_limit)
+    return cli.run_main(status, limits=explain_limit)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from engine.memory import fit_memory
 from engine.meter import Meter
 from pipeline.batch import Batch
 from pipeline.feed import Feed, open_feed
-from scripts.lib.trained import exit_status
+from scripts.lib.trained import run_main
 
 WINDOWS = 5
 FOREVER = 1 << 40  # steps
@@ -173,4 +173,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    sys.exit(run_main(main))

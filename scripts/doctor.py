@@ -53,7 +53,7 @@ from pipeline.listing import SPLITS, LeftOut, count_left_out, list_classes
 from pipeline.splits import held_out, other_classes
 from pipeline.worker import SKIP
 from scripts.lib.progress import in_threads, num_cores, with_progress
-from scripts.lib.trained import exit_status, sorted_as_text
+from scripts.lib.trained import run_main, sorted_as_text
 
 SAMPLE = 2000  # files of each split
 THREADS = 16  # comparing waits for storage, not for a core
@@ -61,7 +61,7 @@ LARGE = 25_000_000  # pixels
 SLOW = f"slow to decode: progressive, CMYK or over {LARGE / 1e6:g} megapixels"
 TURNED = "rotated by their EXIF data"
 CURES = {
-    SLOW: "scripts/prepare.py --side converts such JPEG files",
+    SLOW: "`python scripts/prepare.py SOURCE --to DIR --side PIXELS` converts JPEG files",
     TURNED: "training takes the stored pixels: data.exif_orientation=true turns them upright",
 }
 REFUSED = "training refuses to start"
@@ -441,4 +441,4 @@ def main(case: Case) -> int:
 if __name__ == "__main__":
     # Each time the files are listed, it would warn of what `data` reports once.
     logging.getLogger("pipeline.index").setLevel(logging.ERROR)
-    sys.exit(exit_status(partial(main, Case(CONFIG, sys.maxsize if OPTIONS.all else SAMPLE))))
+    sys.exit(run_main(partial(main, Case(CONFIG, sys.maxsize if OPTIONS.all else SAMPLE))))

@@ -68,7 +68,7 @@ from pipeline.loader import start_forkserver
 from pipeline.machine import cores_for_workers
 from pipeline.splits import held_out, refuse_inside
 from scripts.lib.progress import with_progress
-from scripts.lib.trained import Trained, build_val, exit_status, open_trained, sorted_as_text
+from scripts.lib.trained import Trained, build_val, open_trained, run_main, sorted_as_text
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
 CURE = "give images of its classes, or --classes FILE with the names of all, one per line"
@@ -437,4 +437,4 @@ def evaluate_one(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(partial(evaluate_one, OPTIONS)))
+    sys.exit(run_main(partial(evaluate_one, OPTIONS)))

@@ -71,7 +71,7 @@ from torch import Tensor, nn
 from models.weights import safetensors_metadata
 from pipeline.batch import Field, ImageFormat
 from pipeline.build import build_image_transforms
-from scripts.lib.trained import Trained, exit_status, open_trained
+from scripts.lib.trained import Trained, open_trained, run_main
 
 CPU = torch.device("cpu")
 BATCHES = (1, 3, 12)  # images; the example batch of the export has 2
@@ -368,4 +368,4 @@ def export_model(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(partial(export_model, OPTIONS)))
+    sys.exit(run_main(partial(export_model, OPTIONS)))

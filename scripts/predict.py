@@ -36,7 +36,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     options = parse_paths(parser, words, several=True)
     options.checkpoint, *options.paths = options.paths
     if not options.paths:
-        parser.error("PATH: give the model, then images: scripts/predict.py runs/NAME PHOTO.jpg")
+        usage = "python scripts/predict.py runs/NAME PHOTO.jpg"
+        parser.error(f"PATH: give the model, then images: {usage}")
     if options.top < 1:
         parser.error(f"--top {options.top}: give 1 or more")
     return options
@@ -74,7 +75,7 @@ from pipeline.dataset import FolderDataset
 from pipeline.index import ImageFolder
 from pipeline.listing import LeftOut, count_left_out, images_below
 from scripts.lib.progress import in_threads, num_cores
-from scripts.lib.trained import Trained, exit_status, open_trained
+from scripts.lib.trained import Trained, open_trained, run_main
 
 # Images. Larger batches are slower: their memory is mapped anew (120 of ResNet-50: 8.2 s, 32: 9.4).
 CPU_BATCH = 8
@@ -398,4 +399,4 @@ def predict_all(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(partial(predict_all, OPTIONS)))
+    sys.exit(run_main(partial(predict_all, OPTIONS)))

@@ -280,4 +280,4 @@ def list_unreadable(listed: Path, unreadable: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.exit_status(partial(prepare_images, OPTIONS)))
+    sys.exit(cli.run_main(partial(prepare_images, OPTIONS)))

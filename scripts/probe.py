@@ -99,4 +99,4 @@ def probe_features(train: Path, val: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.exit_status(partial(probe_features, OPTIONS.TRAIN, OPTIONS.VAL)))
+    sys.exit(cli.run_main(partial(probe_features, OPTIONS.TRAIN, OPTIONS.VAL)))

@@ -117,10 +117,10 @@ class Trained:
         )
 
 
-def exit_status(command: Callable[[], int]) -> int:
+def run_main(command: Callable[[], int]) -> int:
     """Run a command and return the exit status; print an expected error in one line."""
     cli.log_to_stderr()
-    return cli.exit_status(command, partial(explain_limit, remedy="lower loader.batch_size"))
+    return cli.run_main(command, partial(explain_limit, remedy="lower loader.batch_size"))
 
 
 def open_trained(

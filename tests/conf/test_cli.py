@@ -91,13 +91,13 @@ def test_surroundings(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """With the path; a reader that stops needs no words."""
-    assert cli.exit_status(lambda: len(Path("nowhere").read_text())) == 1
+    assert cli.run_main(lambda: len(Path("nowhere").read_text())) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "No such file or directory: 'nowhere'; check the path" in error
     for raised, status in ((BrokenPipeError, 1), (KeyboardInterrupt, 130)):
         with patch("signal.signal") as handle:  # as before: what runs at exit would print it
-            assert cli.exit_status(Mock(side_effect=raised)) == status
+            assert cli.run_main(Mock(side_effect=raised)) == status
         assert (capsys.readouterr().err, handle.call_args.args[1]) == ("", signal.getsignal(2))
 
 

@@ -26,7 +26,7 @@ from pipeline.dataset import FolderDataset
 from pipeline.decode import Picture
 from scripts import predict
 from scripts.lib.progress import in_threads
-from scripts.lib.trained import build_val, exit_status, open_trained
+from scripts.lib.trained import build_val, open_trained, run_main
 from scripts.predict import Predictor, Result, find_files
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.helpers import small_run
@@ -202,7 +202,7 @@ def test_command_line(folder: Path, damaged: Path, monkeypatch: Any, capfd: Any)
         options = predict.arguments([str(folder), *words.split(), *HERE])
         with (damaged / "list").open() as file:
             monkeypatch.setattr(sys, "stdin", file)
-            assert exit_status(lambda: predict.predict_all(options)) == 1
+            assert run_main(lambda: predict.predict_all(options)) == 1
         return capfd.readouterr()
 
     out, err = run("gone.jpg - --format=csv --top=1", b"/link.jpg", b"/sub.jpg", b"/sub/\xff.jpg")

@@ -303,7 +303,7 @@ NOTES = {
 
 def run(source: Path, to: Path, *options: str) -> int:
     given = prepare.arguments([str(source), "--to", str(to), *options])
-    return cli.exit_status(partial(prepare.prepare_images, given))
+    return cli.run_main(partial(prepare.prepare_images, given))
 
 
 def written(to: Path) -> dict[str, bytes]:
