@@ -66,7 +66,7 @@ from pipeline.feed import Feed, open_feed
 from pipeline.index import find_storage
 from pipeline.loader import start_forkserver
 from pipeline.machine import cores_for_workers
-from pipeline.splits import held_out, refuse_inside
+from pipeline.splits import HeldOut, held_out, refuse_inside
 from scripts.lib.progress import with_progress
 from scripts.lib.trained import Trained, build_val, open_trained, run_main, sorted_as_text
 
@@ -75,6 +75,7 @@ CURE = "give images of its classes, or --classes FILE with the names of all, one
 HITS = "hits.json"
 Names = tuple[str, ...]  # of classes
 Outputs = tuple[Names, list[int]]  # names and places of outputs
+Images = tuple[Path, HeldOut | None]
 
 
 @dataclass(frozen=True)
@@ -231,13 +232,13 @@ def root_of(data: DataConfig) -> Path:
     return Path(data.root or "").expanduser().resolve()
 
 
-def split_path(data: DataConfig) -> Path:
-    """Return where the validation images are, without links; of held-out images, data.root."""
-    root = root_of(data)
-    if held_out(data):
-        return root
+def images_of(data: DataConfig) -> Images:
+    """Return the place of the validation images without links, and which of them are held out."""
+    root, held = root_of(data), held_out(data)
+    if held:
+        return root, held
     path = str((root / data.val).resolve())
-    return Path(path.removesuffix(".tar").removesuffix(".csv"))  # which need not be typed
+    return Path(path.removesuffix(".tar").removesuffix(".csv")), None  # which need not be typed
 
 
 def outputs_of(trained: Trained, datasets: Datasets, *, all_outputs: bool = False) -> Outputs:
@@ -369,6 +370,7 @@ def data_of_run(trained: Trained) -> DataConfig:
     stored = trained.stored.get("config", {})
     return DataConfig(
         root=stored.get("data.root"),
+        train=stored.get("data.train", "train"),
         val=stored.get("data.val", "val"),
         val_fraction=stored.get("data.val_fraction", 0.0),
         val_fold=stored.get("data.val_fold"),
@@ -380,10 +382,16 @@ def name_of(trained: Trained) -> str:
 
     It depends on the folder that holds the images, and not on how its path was typed.
     """
-    path = split_path(trained.config.data)
-    if path == split_path(data_of_run(trained)):
+    images = images_of(trained.config.data)
+    if images == images_of(data_of_run(trained)):
         return trained.name
-    return trained.name + str(path).replace("/", ",")
+    return trained.name + str(images[0]).replace("/", ",")
+
+
+def are_trained_on(images: Images, run: DataConfig) -> bool:
+    """Whether these are the training images of a run, or all images of which it held out some."""
+    split = replace(run, val=run.train, val_fraction=0.0, val_fold=None)
+    return images in (images_of(split), (root_of(run), None))
 
 
 def print_result(result: Evaluated, folder: Path) -> None:
@@ -400,8 +408,9 @@ def print_result(result: Evaluated, folder: Path) -> None:
     kept, every = len(result.classes), trained.num_classes
     if kept < every:
         say(f"note      only {kept:,} classes with images competed, not {every:,} (--all-outputs)")
-    if trained.stored and summary["split"] in (".", "train"):
-        say("note      this counts training images, too, which the model knows")
+    images, run = images_of(trained.config.data), data_of_run(trained)
+    if trained.stored and are_trained_on(images, run):
+        say("note      this counts training images, which the model knows")
 
 
 def evaluate_one(options: argparse.Namespace) -> int:

@@ -228,7 +228,7 @@ def test_another_task(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: An
     assert found.classes == own.classes
     evaluate.print_result(found, tmp_path)
     out = capsys.readouterr().out
-    assert re.search(r"mae \d[.\d]*\nimages    36 images ", out)
+    assert re.search(r"mae \d[.\d]*\nimages    36 images (.|\n)*\nnote      this counts tr", out)
     evaluate.write(found, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["evaluation.json"]
     assert json.loads((tmp_path / "evaluation.json").read_text())["mae"] == found.values["mae"]
@@ -248,6 +248,11 @@ def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_pat
         val = opened(folder, typed)  # not to replace the files of the run's own val
         assert evaluate.name_of(val) == f"{val.name}{image_root}/val".replace("/", ",")
         assert len(build_val(val.config).val) == len(names)
+    whole = opened(folder, f"data.val={flat}")  # with those that were held out
+    assert evaluate.name_of(whole) == f"{whole.name}{flat}".replace("/", ",")
+    run, images = evaluate.data_of_run(whole), evaluate.images_of(whole.config.data)
+    assert evaluate.are_trained_on(images, run)
+    assert not evaluate.are_trained_on(evaluate.images_of(opened(folder).config.data), run)
     shutil.copytree(image_root / "val", flat / "test")
     as_tar(image_root / "val", flat / "packed.tar")
     as_list(image_root / "val", flat / "listed.csv")
