@@ -7,8 +7,11 @@ named. After `rm` of the file, a YAML file that names it is refused until the na
 """
 
 import importlib
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from conf.errors import UserError
 
@@ -38,11 +41,23 @@ def object_names_in(value: Any) -> set[str]:
 
 
 def require_module(value: str, key: str) -> None:
-    """Refuse a name whose module is not inside this checkout with a UserError."""
+    """Refuse a name whose module is not inside this checkout, and tell which YAML files have it."""
     if not is_object_name(value) or not module_exists(value):
         file = value.partition(":")[0].replace(".", "/")
         wrong = f"there is no {file}.py in {ROOT}"
-        raise UserError(f"{key}={value}", wrong, "only its files are run; leave the name out")
+        cure = "; ".join(["only its files are run; leave the name out", *_places_of(value)])
+        raise UserError(f"{key}={value}", wrong, cure)
+
+
+def _places_of(value: str) -> list[str]:
+    """Return the YAML files of conf/ that hold a missing name, each with all that are missing."""
+    places = []
+    for path in sorted(ROOT.glob("conf/**/*.yaml")):
+        text = path.read_text("utf-8")
+        if value in text:
+            missing = filterfalse(module_exists, object_names_in(yaml.safe_load(text)))
+            places.append(f"{path.relative_to(ROOT)} has {', '.join(sorted(missing))}")
+    return places
 
 
 def import_object(value: str, key: str) -> Any:
