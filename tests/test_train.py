@@ -291,6 +291,7 @@ def test_accepted_changes_are_reported_by_every_start(call_main: Any, folder: Pa
     number, out, _ = call_main("optim.lr=0.4", ACCEPT, "train.max_steps=7")
     assert number == 0
     assert "resumed at step 5, epoch 1.11, from " in out
+    assert ", with 2 steps left" in out
     assert f"history   {history}\n" in out
     # The run has the new values from then on: only a command with them resumes.
     for steps in (8, 8):  # also the start of a finished run
