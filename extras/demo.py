@@ -212,7 +212,8 @@ class DemoDataset(FolderDataset):
 
     def __init__(self, data: DataConfig, split: str, transform: Compose, **options: Any) -> None:
         if split not in COUNTS:
-            raise UserError(f"data=demo draws the splits {' and '.join(COUNTS)}, but no {split}")
+            wrong = f"data=demo draws only {' and '.join(COUNTS)}"
+            raise UserError(split, wrong, "give data=folder for other images")
         self.root = Path(data.root or "").expanduser()
         is_drawn(self.root)
         files: dict[str, list[bytes]] = {}
