@@ -174,8 +174,7 @@ class Run(AbstractContextManager["Run"]):
     def save(self, state: TrainState) -> None:
         """Copy the state to the host, and write a checkpoint in a thread. Collective.
 
-        Raises TrainingError or CheckpointError if the previous one had weights that are not finite
-        or was not written.
+        Raises TrainingError if the previous one's weights are not finite; else CheckpointError.
         """
         self.wait()
         self.world.broadcast_buffers(state.model)

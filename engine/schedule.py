@@ -147,8 +147,7 @@ def make_schedule(
 ) -> Schedule:
     """Return the schedule for some training images.
 
-    `identity`: that of the checkpoint to resume. Raises UserError for a batch that does not fit
-    the images or the ranks.
+    `identity`: of the checkpoint to resume. Raises UserError for a batch of an unfit size.
     """
     size = config.loader.batch_size
     given = f"loader.batch_size={size}"

@@ -142,8 +142,7 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     """Load weights by name. The model does not change if they do not fit.
 
     Raises UserError if keys are missing, unknown or of another shape: another model's weights.
-    `origin`: the beginning of messages; `new_head`: allow weights without a head for these classes,
-    see `_first_head`.
+    `origin`: the beginning of messages; `new_head`: allow another head, see `_first_head`.
     """
     own = model.state_dict()
     weights = {_present_name(name): value for name, value in weights.items()}

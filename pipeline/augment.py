@@ -1,8 +1,7 @@
 """Transforms of one image, written as an ordered list in the config.
 
 Journey of a batch, 3: picture -> picture, in a worker. A transform is a function of (picture, rng).
-Its generator is a pure function of (seed, epoch, index), so the result depends neither on the
-worker nor on restarts.
+Its generator is a pure function of (seed, epoch, index), whatever worker or restart calls it.
 
 To add a transform, write a class with keyword-only parameters and name it in TRANSFORMS, or name it
 as module:name in the config. `build_by_name` checks the `parameter`s of a dataclass.

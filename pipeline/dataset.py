@@ -5,8 +5,7 @@ worker. The buffers, the copy to the device and the batch of the training step h
 
 To add a dataset, write a subclass of `Dataset`, and a function that builds both splits; name it in
 conf/data/NAME.yaml as `source: module:function` (pipeline/build.py has examples). For image files
-with something else than a class, such as a number or a mask, override `fields` and `targets` of
-`FolderDataset`.
+with a number or a mask instead of a class, override `fields` and `targets` of `FolderDataset`.
 """
 
 import hashlib

@@ -4,9 +4,8 @@ Journey of a batch, 2: a sample's number is a row of this table. A scan is cache
 in a tar file is one `pread` from an open file: a network file system then opens a few large files
 instead of 1.28 million small ones.
 
-A list of 1.28 million Python strings would be copied page by page into every worker, because
-reading a Python object writes its reference count (pytorch#13246). Here all paths are one array in
-shared memory.
+A list of 1.28 million Python strings would be copied page by page into every worker: reading a
+Python object writes its reference count (pytorch#13246). All paths are one array in shared memory.
 """
 
 import errno

@@ -252,8 +252,7 @@ def tar_members(path: str, shown: str, start: int = 0, length: int = sys.maxsize
     """List the files in a tar file: name -> offset in `path` and length, in bytes.
 
     It begins at byte `start` of `path` and has `length` bytes, or fewer if `path` ends. `shown`:
-    the path for messages. Raises UserError if the tar file is damaged or holds a link; OSError if
-    it cannot be read.
+    the path for messages. Raises UserError if it is damaged or holds a link; OSError of the system.
     """
     members: Members = {}
     at = start

@@ -4,8 +4,7 @@ Journey of a batch, 1: step -> this rank's [(epoch, index), ...].
 
 The shuffled epochs form one endless stream, and step s takes samples s * batch_size ... of it. A
 batch may contain samples of two epochs: no batch is short, none is dropped, and by default an epoch
-uses each sample once. Resuming needs only the step, and another number of ranks only splits each
-batch differently.
+uses each sample once. Resuming needs only the step; the number of ranks only splits each batch.
 
 With repeated augmentation (arXiv 1902.05509), an epoch has as many samples of fewer images, each
 several times with another augmentation; with train.class_weights=sampled, rare images repeat.

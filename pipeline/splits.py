@@ -55,8 +55,7 @@ def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str)
 def load_splits(data: DataConfig) -> tuple[Index, Index]:
     """Find and scan the images of both splits, and choose those to use.
 
-    If data.train equals data.val, only one split has to exist. Raises UserError if the folder or
-    its content is wrong.
+    If data.train equals data.val, only one has to exist. Raises UserError for wrong content.
     """
     assert data.root is not None, "compose refuses it"
     root = Path(data.root).expanduser()
