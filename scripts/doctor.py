@@ -109,12 +109,12 @@ def data(case: Case) -> Iterator[Row]:
     try:
         datasets = build_datasets(case.config)
     except UserError as error:
+        case.is_refused = True
         mistakes = [str(error)]
         if source == "folder":
-            case.is_refused = True
             mistakes += list_apart(case)
         for mistake in dict.fromkeys(mistakes):
-            yield fail(mistake, REFUSED)
+            yield fail(mistake, f"{REFUSED}; the plan below is for synthetic images")
     else:
         for name, dataset in (("train", datasets.train), ("val", datasets.val)):
             has_files = type(dataset).create_files is Dataset.create_files  # and makes none later
@@ -333,7 +333,9 @@ def as_list(values: np.ndarray) -> str:
 
 
 def with_synthetic(case: Case) -> Config:
-    """Return the config with as many synthetic images as there are files."""
+    """If training refuses the images, return the config with as many synthetic ones."""
+    if not case.is_refused:
+        return case.config
     indexes = case.indexes.values()
     synthetic = replace(
         case.config.data,
@@ -350,10 +352,9 @@ def plan(case: Case) -> Iterator[Row]:
     """Build the parts of the training, as far as they need no ranks, and pass its notes on."""
     device = resolve_device(case.config.train.device)
     world = World(0, 1, 1, device)
-    config = case.config = train.resolve_config(case.config, world)
-    if case.is_refused:
-        config = with_synthetic(case)
-        yield ok("synthetic images stand for those that training refuses, see data")
+    case.config = with_synthetic(case)  # train.prepare may read the images
+    case.config = train.resolve_config(case.config, world)
+    config = case.config = with_synthetic(case)  # it may have composed the config again
     # Again, with loader.decoder, which depends on the device, and what train.prepare has changed.
     datasets = build_datasets(config, device)
     schedule = make_schedule(config, len(datasets.train), world)
