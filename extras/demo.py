@@ -212,8 +212,7 @@ class DemoDataset(FolderDataset):
 
     def __init__(self, data: DataConfig, split: str, transform: Compose, **options: Any) -> None:
         if split not in COUNTS:
-            wrong = f"data=demo draws only {' and '.join(COUNTS)}"
-            raise UserError(split, wrong, "give data=folder for other images")
+            raise UserError(split, "data=demo draws only train and val", "give data=folder")
         self.root = Path(data.root or "").expanduser()
         is_drawn(self.root)
         files: dict[str, list[bytes]] = {}

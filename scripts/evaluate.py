@@ -388,10 +388,10 @@ def name_of(trained: Trained) -> str:
     return trained.name + str(images[0]).replace("/", ",")
 
 
-def are_trained_on(images: Images, run: DataConfig) -> bool:
-    """Whether these are the training images of a run, or all images of which it held out some."""
+def are_trained_on(data: DataConfig, run: DataConfig) -> bool:
+    """Whether data.val are the training images of a run, or all of which it held out some."""
     split = replace(run, val=run.train, val_fraction=0.0, val_fold=None)
-    return images in (images_of(split), (root_of(run), None))
+    return images_of(data) in (images_of(split), (root_of(run), None))
 
 
 def print_result(result: Evaluated, folder: Path) -> None:
@@ -408,8 +408,7 @@ def print_result(result: Evaluated, folder: Path) -> None:
     kept, every = len(result.classes), trained.num_classes
     if kept < every:
         say(f"note      only {kept:,} classes with images competed, not {every:,} (--all-outputs)")
-    images, run = images_of(trained.config.data), data_of_run(trained)
-    if trained.stored and are_trained_on(images, run):
+    if trained.stored and are_trained_on(trained.config.data, data_of_run(trained)):
         say("note      this counts training images, which the model knows")
 
 

@@ -36,8 +36,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     options = parse_paths(parser, words, several=True)
     options.checkpoint, *options.paths = options.paths
     if not options.paths:
-        usage = "python scripts/predict.py runs/NAME PHOTO.jpg"
-        parser.error(f"PATH: give the model, then images: {usage}")
+        parser.error("PATH: give images, too: python scripts/predict.py runs/NAME PHOTO.jpg")
     if options.top < 1:
         parser.error(f"--top {options.top}: give 1 or more")
     return options

@@ -91,10 +91,8 @@ def probe_features(train: Path, val: Path) -> int:
     penalty = 1 / linear.best_params_["C"]
     num_train, num_val = len(bank.folders), len(queries.folders)
     print(f"{num_train:,} training, {num_val:,} validation images, {len(classes):,} classes")
-    top1 = 100 * knn.score(*queries)
-    print(f"top1 {top1:.2f} %  knn")
-    top1 = 100 * linear.score(*queries)
-    print(f"top1 {top1:.2f} %  linear, penalty {penalty:g}")
+    print(f"top1 {100 * knn.score(*queries):.2f} %  knn")
+    print(f"top1 {100 * linear.score(*queries):.2f} %  linear, penalty {penalty:g}")
     return 0
 
 

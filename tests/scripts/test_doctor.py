@@ -15,7 +15,10 @@ import pytest
 from PIL import Image
 
 from conf.compose import from_overrides
+from conf.schema import Config
+from engine.distributed import World
 from pipeline import decode, machine
+from pipeline.build import build_datasets
 from scripts import doctor, prepare
 from scripts.doctor import Case, Row
 from tests.conftest import CLASSES
@@ -41,6 +44,12 @@ def look(root: Path, *overrides: str, **options: Any) -> Rows:
     for name, row in doctor.check(case_of(root, *overrides, **options)):
         found.setdefault(name, []).append(row)
     return found
+
+
+def compose_again(config: Config, world: World) -> Config:
+    """Read the images, as extras.finetune does."""
+    build_datasets(config)
+    return from_overrides(config.overrides)
 
 
 def only(rows: Any) -> Any:
@@ -107,7 +116,8 @@ def test_each_fault_is_found_in_one_run(root: Path) -> None:
     shutil.copy(root / "train" / "dots" / "03.jpg", root / "val" / "cats" / "copy.jpg")
     (root / "val").rename(root / "Validation")
     (root / "train").rename(root / "training")
-    found = look(root, "model.weights=gone.pth")
+    again = "train.prepare=tests.scripts.test_doctor:compose_again"
+    found = look(root, again, "model.weights=gone.pth")
     mistakes = "\n".join(map(attrgetter("result"), of_status("fail", found["data"])))
     assert mistakes.count(f"data.train={root}/train: ") == 1, mistakes
     assert mistakes.count(f"data.val={root}/val: ") == 1, mistakes

@@ -250,9 +250,9 @@ def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_pat
         assert len(build_val(val.config).val) == len(names)
     whole = opened(folder, f"data.val={flat}")  # with those that were held out
     assert evaluate.name_of(whole) == f"{whole.name}{flat}".replace("/", ",")
-    run, images = evaluate.data_of_run(whole), evaluate.images_of(whole.config.data)
-    assert evaluate.are_trained_on(images, run)
-    assert not evaluate.are_trained_on(evaluate.images_of(opened(folder).config.data), run)
+    run = evaluate.data_of_run(whole)
+    assert evaluate.are_trained_on(whole.config.data, run)
+    assert not evaluate.are_trained_on(opened(folder).config.data, run)
     shutil.copytree(image_root / "val", flat / "test")
     as_tar(image_root / "val", flat / "packed.tar")
     as_list(image_root / "val", flat / "listed.csv")
