@@ -239,6 +239,7 @@ def test_early_stopping_ends_all_ranks_and_the_next_start(tree: Path, tmp_path: 
     scores = [row["top1"] for row in validations]
     assert scores.index(max(scores)) == len(scores) - 4  # train.patience=3
     assert validations[-1]["step"] == steps
+    assert summary_of(folder)["history"][0].startswith("stopped early after epoch ")
     assert f"finished after step {steps:,}" in fork.run(two)
     fork.run([*two, "train.patience=4"])
     assert summary_of(folder)["step"] > steps
