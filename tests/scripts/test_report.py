@@ -61,8 +61,7 @@ def texts(nodes: Iterable[ElementTree.Element]) -> list[str]:
 def page_of(*runs: Path) -> Page:
     """Write the page of runs beside the first one, and read it."""
     out = runs[0].with_suffix(".html")
-    words = [*map(str, runs), "--out", str(out)]
-    assert report.write_report(report.arguments(words)) == 0
+    assert report.write_report(report.arguments([*map(str, runs), "--out", str(out)])) == 0
     return Page(out)
 
 
