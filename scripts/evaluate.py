@@ -119,8 +119,7 @@ def evaluate_checkpoint(
 ) -> Evaluated:
     """Evaluate one model on its validation images, with the script's options. Collective.
 
-    Raises UserError if the data or the config does not fit the model, and LoaderError if an image
-    cannot be read.
+    Raises UserError if data or config do not fit the model, LoaderError for an unreadable image.
     """
     config, device = trained.config, world.device
     metrics = Metrics.of(config)
@@ -234,7 +233,8 @@ def root_of(data: DataConfig) -> Path:
 
 def images_of(data: DataConfig) -> Images:
     """Return the place of the validation images without links, and which of them are held out."""
-    root, held = root_of(data), held_out(data)
+    root = root_of(data)
+    held = held_out(data)
     if held:
         return root, held
     path = str((root / data.val).resolve())
@@ -302,8 +302,7 @@ def imagenet_classes(trained: Trained, classes: Names) -> tuple[Names, Names]:
 def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
     """Return the labels of each image: numbers of the model's outputs; empty if it does not count.
 
-    The file is real.json of "Are we done with ImageNet?" (arXiv 2006.07159). Raises UserError if it
-    has not one list for each image.
+    The file is real.json of arXiv 2006.07159. Raises UserError if an image has no list or several.
     """
     lists = json.loads(path.read_bytes())
     paths = map(dataset.name, range(len(dataset)))
@@ -378,14 +377,12 @@ def data_of_run(trained: Trained) -> DataConfig:
 
 
 def name_of(trained: Trained) -> str:
-    """Return the name of a checkpoint, and behind it the path of other images than the run's val.
-
-    It depends on the folder that holds the images, and not on how its path was typed.
-    """
+    """Return the name of a checkpoint, and behind it the path of other images, however typed."""
     images = images_of(trained.config.data)
     if images == images_of(data_of_run(trained)):
         return trained.name
-    return trained.name + str(images[0]).replace("/", ",")
+    place = str(images[0])
+    return trained.name + place.replace("/", ",")
 
 
 def are_trained_on(data: DataConfig, run: DataConfig) -> bool:

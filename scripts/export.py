@@ -8,8 +8,7 @@
     --to safetensors  the weights alone, for the model of the same name
     --to hub          a folder for timm and the Hugging Face Hub, of a model timm/NAME; needs timm
 
-The result computes in fp32. It is written, or replaced, only if it agrees with eager PyTorch on 16
-random images.
+The result computes in fp32. It is written only if it agrees with eager PyTorch on random images.
 """
 
 import argparse

@@ -212,8 +212,7 @@ def add_member(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 def start(to: Path, settings: dict[str, Any]) -> None:
     """Create the output folder, or check that the same settings started it.
 
-    Raises UserError if it contains other files, or other settings started it, and OSError if it
-    cannot be written.
+    Raises UserError for other files or settings in it, and OSError if it cannot be written.
     """
     to.mkdir(parents=True, exist_ok=True)
     marker = to / MARKER

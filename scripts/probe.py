@@ -83,16 +83,17 @@ def probe_features(train: Path, val: Path) -> int:
     number = min(NEIGHBOURS, len(bank.folders))
     knn = KNeighborsClassifier(number, metric="cosine", weights=vote_weights)
     knn.fit(*bank)
-    # Of equally good penalties the largest, so the smallest C
-    choices = {"C": 10.0 ** np.arange(-6, 7)}
+    choices = {"C": 10.0 ** np.arange(-6, 7)}  # of equally good ones, the smallest
     tenth = ShuffleSplit(1, test_size=0.1, random_state=0)
     linear = GridSearchCV(LogisticRegression(max_iter=1000), choices, cv=tenth)
     linear.fit(*bank)
     penalty = 1 / linear.best_params_["C"]
     num_train, num_val = len(bank.folders), len(queries.folders)
     print(f"{num_train:,} training, {num_val:,} validation images, {len(classes):,} classes")
-    print(f"top1 {100 * knn.score(*queries):.2f} %  knn")
-    print(f"top1 {100 * linear.score(*queries):.2f} %  linear, penalty {penalty:g}")
+    top1 = 100 * knn.score(*queries)
+    print(f"top1 {top1:.2f} %  knn")
+    top1 = 100 * linear.score(*queries)
+    print(f"top1 {top1:.2f} %  linear, penalty {penalty:g}")
     return 0
 
 

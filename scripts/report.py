@@ -186,8 +186,9 @@ def run_folders(folder: Path) -> list[Path]:
     found = list(folder.glob("metrics.jsonl"))
     found += folder.glob("*/metrics.jsonl")
     if not found:
-        cure = f"give a run directory{near_paths(str(folder), 'runs')}"
-        raise UserError(str(folder), "no metrics.jsonl in it or below", cure)
+        near = near_paths(str(folder), "runs")
+        wrong = "no metrics.jsonl in it or below"
+        raise UserError(str(folder), wrong, f"give a run directory{near}")
     return [path.parent for path in found]
 
 
@@ -216,8 +217,9 @@ def read_runs(given: Iterable[Path], damaged: list[str]) -> list[Run]:
 
 def read_evaluations(run: Run, damaged: list[str]) -> list[Evaluation]:
     """Return the evaluation of the run itself, then those by evaluate.py."""
-    paths = [*run.folder.glob("evaluation/evaluation.json")]
-    paths += sorted(Path("evaluation").glob("*/evaluation.json"))
+    own = run.folder.glob("evaluation/evaluation.json")
+    others = sorted(Path("evaluation").glob("*/evaluation.json"))
+    paths = [*own, *others]
     intact = read_each(paths, Evaluation, damaged)
     return [found for found in intact if run.folder in found.checkpoint.parents]
 
@@ -231,7 +233,8 @@ def formatted(name: str, value: float, unit: str, row: dict[str, Any]) -> str:
     text = f"{value:.2f} %"
     if name.startswith("top"):
         variance = value * (100 - value) / row.get("images", math.nan)
-        text += f" ± {variance**0.5:.1f}"
+        error = variance**0.5
+        text += f" ± {error:.1f}"
     return text
 
 
@@ -316,7 +319,11 @@ def page(runs: list[Run], damaged: list[str]) -> str:
     else:
         curves = {"validation": [run.val_rows], "training": [run.train_rows]}
         evaluations = read_evaluations(run, damaged)
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     template = environment.from_string(read_text(LIB / "report.html"))
     return template.render(
         about=ABOUT,

@@ -28,8 +28,7 @@ def published(name: str, path: Path, *, val_size: int | None = None) -> Stated |
 
     timm states it for each model (with its test size, as timm's validate.py); torchvision for each
     published file, recognised by its name. `name`: as in `build`. `path`: `pretrained` stands for
-    what `build` downloads. `val_size`: side of the validation images, pixels, if the user chose it;
-    the short side changes with it.
+    what `build` downloads. `val_size`: side of the validation images that the user chose, pixels.
     """
     if name.startswith("timm/"):
         return _of_timm(name.removeprefix("timm/"), val_size)

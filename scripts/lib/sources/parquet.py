@@ -21,8 +21,7 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
 
     There is a column of images, which are structs of bytes and path, and one of the numbers of
     classes. The images are not read if they have a name. `path`: below SOURCE; it makes the names
-    unique. Raises UserError if pyarrow is not installed, the file is damaged, or its columns are
-    not clear.
+    unique. Raises UserError without pyarrow, and if the file is damaged or its columns are unclear.
     """
     try:
         from pyarrow import parquet
