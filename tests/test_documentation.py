@@ -217,7 +217,8 @@ def test_the_lock_of_extras() -> None:
     """It pins the packages of its groups, and none that `make env` installs anyway."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     extras = pins("requirements-extras.lock")
-    assert {word.partition(">=")[0] for word in groups["timm"] + groups["onnx"]} <= extras
+    words = groups["timm"] + groups["onnx"]
+    assert {word.partition(">=")[0] for word in words} <= extras
     others = pins("requirements.lock") | pins("requirements-dev.lock")
     assert extras.isdisjoint(others | pins("requirements-cuda.lock"))
 

@@ -1,6 +1,7 @@
 """train() and its command line, end to end on small JPEG files.
 
-Faults come from outside: signals, corrupt files, a full disk. tests/reliability has workers, too.
+Faults come from outside: signals, corrupt files, a full disk. tests/reliability has signals to
+processes with workers.
 """
 
 import gc
@@ -290,6 +291,7 @@ def test_accepted_changes_are_reported_by_every_start(call_main: Any, folder: Pa
     number, out, _ = call_main("optim.lr=0.4", ACCEPT, "train.max_steps=7")
     assert number == 0
     assert "resumed at step 5, epoch 1.11, from " in out
+    assert ", with 2 steps left" in out
     assert f"history   {history}\n" in out
     # The run has the new values from then on: only a command with them resumes.
     for steps in (8, 8):  # also the start of a finished run

@@ -49,6 +49,12 @@ def test_another_training_has_another_directory(one: str, other: str) -> None:
     assert result_keys(first) != result_keys(second)
 
 
+def test_the_last_of_equal_keys_counts() -> None:
+    config = composed("optim.lr=1 ++optim.lr=2")
+    assert config.optim.lr == 2
+    assert config.notes == ["++optim.lr=2 replaces an earlier value of optim.lr"]
+
+
 NAMES = {  # tests/equal has more
     "model.name=timm/resnet18": "timm-resnet18,data.root=imagenet,",
     "optim=adamw optim.lr=1 model=resnet18": "resnet18,optim=adamw,optim.lr=1,data.root=imagenet",

@@ -29,7 +29,8 @@ from tests.helpers.results import same, strictly_parsed
 
 def content(number: int, **best: int) -> dict[str, Any]:
     """A checkpoint whose content depends on its step, and the step of the best one, if any."""
-    return content_of(number, {"weights": torch.full((1000,), float(number)), "best": best})
+    weights = torch.full((1000,), float(number))
+    return content_of(number, {"weights": weights, "best": best})
 
 
 def test_keep_and_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -83,7 +83,8 @@ def test_class_weights(smoothing: float) -> None:
     """The weight of an image's class multiplies its loss, also the smoothed share of it.
 
     torch multiplies the share of each class by the weight of that class: the loss of a common class
-    would be least where a rare one is predicted (pytorch#104776). Mixed images mix losses.
+    would be least where a rare one is predicted (pytorch#104776). Of a mixed image, the losses for
+    its two classes are mixed.
     """
     weights = torch.linspace(0.5, 20, CLASSES)
     criterion = build_criterion(TrainConfig(label_smoothing=smoothing), weights)

@@ -108,7 +108,8 @@ def test_a_graph_gives_the_same_bits(
         assert train_on_batch.disabled_reason == refused
         found.append((weights(state), logged))
     assert found[0] == found[1]
-    # Each step has another batch. The head of a ViT begins with zeros: two losses may be equal.
+    # Each step has another batch. The first losses of a ViT, whose head begins with zeros, may be
+    # equal after rounding.
     assert len({row["loss"] for row in found[0][1]}) >= STEPS - 1
 
 

@@ -7,7 +7,8 @@ from pipeline.sampler import TrainSampler, val_batches
 
 
 def rows(sampler: TrainSampler, steps: range) -> list[tuple[int, int]]:
-    return [*map(tuple, np.concatenate([*map(sampler.samples, steps)]).tolist())]
+    samples = np.concatenate([*map(sampler.samples, steps)])
+    return [*map(tuple, samples.tolist())]
 
 
 @pytest.mark.parametrize(("num_samples", "batch_size"), [(37, 8), (5, 16), (7, 7)])

@@ -1,6 +1,7 @@
 """Whatever ends a run, at any instant: the same command, given again, ends with the same weights.
 
-A seed draws the instants, what is killed, and each start's workers, decoder and storage.
+A seed draws the instants, what is killed, and the workers, the decoder and the storage of each
+start.
 """
 
 import os

@@ -46,8 +46,9 @@ def look(root: Path, *overrides: str, **options: Any) -> Rows:
     return found
 
 
-def again(config: Config, world: World) -> Config:
-    build_datasets(config)  # as extras.finetune reads the images
+def compose_again(config: Config, world: World) -> Config:
+    """Read the images, as extras.finetune does."""
+    build_datasets(config)
     return from_overrides(config.overrides)
 
 
@@ -115,7 +116,8 @@ def test_each_fault_is_found_in_one_run(root: Path) -> None:
     shutil.copy(root / "train" / "dots" / "03.jpg", root / "val" / "cats" / "copy.jpg")
     (root / "val").rename(root / "Validation")
     (root / "train").rename(root / "training")
-    found = look(root, "train.prepare=tests.scripts.test_doctor:again", "model.weights=gone.pth")
+    again = "train.prepare=tests.scripts.test_doctor:compose_again"
+    found = look(root, again, "model.weights=gone.pth")
     mistakes = "\n".join(map(attrgetter("result"), of_status("fail", found["data"])))
     assert mistakes.count(f"data.train={root}/train: ") == 1, mistakes
     assert mistakes.count(f"data.val={root}/val: ") == 1, mistakes
@@ -125,7 +127,8 @@ def test_each_fault_is_found_in_one_run(root: Path) -> None:
     train, val = found["readable"]
     assert only(train.details).startswith(f"{root}/training/dots/01.jpg: ")
     assert only(val.details) == f"{root}/Validation/cats/empty.jpg: empty, 0 bytes"
-    assert only(of_status("warn", found["odd files"])).details == (f"{root}/training/dots/odd.jpg",)
+    odd = only(of_status("warn", found["odd files"]))
+    assert odd.details == (f"{root}/training/dots/odd.jpg",)
     assert "cats/copy.jpg = " in only(only(found["duplicates"]).details)
     assert found["plan"][-1].result.startswith("model.weights=gone.pth: cannot be read")
     found = look(root / "Validation", "data.val_fraction=0.5", sample=1)

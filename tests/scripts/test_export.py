@@ -127,7 +127,8 @@ def test_a_folder_for_timm(trained: Trained, tmp_path: Path) -> None:
 def test_the_accuracy_on_a_card(trained: Trained) -> None:
     row: dict[str, Any] = {"step": 7, "top1": 90.0}
     stored = {"step": 7, "validation": row, "identity": {"data.val": "1,000 images, SHA-256 0"}}
-    assert export.accuracy(replace(trained, stored=stored)) == "90.00 % top-1 of 1,000 images"
+    said = "90.00 % top-1 of 1,000 images"
+    assert export.accuracy(replace(trained, stored=stored)) == said
     assert export.accuracy(replace(trained, stored=stored | {"step": 8})) == "not known"
 
 

@@ -61,7 +61,8 @@ def texts(nodes: Iterable[ElementTree.Element]) -> list[str]:
 def page_of(*runs: Path) -> Page:
     """Write the page of runs beside the first one, and read it."""
     out = runs[0].with_suffix(".html")
-    assert report.write_report(report.arguments([*map(str, runs), "--out", str(out)])) == 0
+    words = [*map(str, runs), "--out", str(out)]
+    assert report.write_report(report.arguments(words)) == 0
     return Page(out)
 
 

@@ -38,7 +38,8 @@ def test_table() -> None:
     assert (len(second), first[len(titled) :]) == (len(titled), "  grad_norm 1.235")
     words = ["1.00/10", "10", "1.0000", "50.00", "1,235", "25.0", "0.1", "1:02:03"]
     assert (first.split()[:8], second.split()[5]) == (words, "37.5")
-    assert first[: titled.index("img/s") + len("img/s")].endswith(" 1,235")
+    end = titled.index("img/s") + len("img/s")
+    assert first[:end].endswith(" 1,235")
     text = "  2.00/10         20   0.5000   60.00 validation: top5 95.00 %, best so far"
     assert val_line(VAL, ["loss", "top1", "top5"], TOP1, 10, best=True) == text
     assert titled in (ROOT / "docs" / "console.svg").read_text()  # else `make pictures`

@@ -84,7 +84,8 @@ def test_one_that_fails_is_one_warning(
 ) -> None:
     """It is not called again; another one goes on."""
     entry = f"{{{{{{module}}:Recorder: {{{{fails: {event}}}}}}}}}"
-    assert observed(image_root, tmp_path, entry)["status"] == "finished"
+    summary = observed(image_root, tmp_path, entry)
+    assert summary["status"] == "finished"
     assert CALLS[-1][0] == event
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     text = f"no {event}; training continues without it"

@@ -34,7 +34,8 @@ class Rated(Tuner):
         return StepTimes(rate=self.rates[mode])
 
     def choose(self) -> str:
-        return self.choose_mode(self.measure_mode(next(iter(self.rates)), 0).rate, 0)
+        first = self.measure_mode(next(iter(self.rates)), 0)
+        return self.choose_mode(first.rate, 0)
 
 
 @pytest.mark.parametrize(
