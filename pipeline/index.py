@@ -28,7 +28,8 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from conf.errors import UserError, did_you_mean, with_advice
-from pipeline import listing, machine
+from conf.start import default_cache_dir
+from pipeline import listing
 from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
@@ -252,7 +253,7 @@ def _missing_split(folder: str | os.PathLike[str], key: str) -> UserError:
 def _cached_scan(files: Sequence[str], origin: str) -> Scan:
     """Read the cached scan of a split, or scan it; `origin`: key=value, for messages."""
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
-    file = machine.default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
+    file = default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
     scan = _read_cache(file)
     if scan is None:
         started = time.time()

@@ -1,4 +1,4 @@
-"""Cores, open files and the cache folder that this process may use.
+"""Cores and open files that this process may use.
 
 `os.cpu_count()` is an upper bound: an affinity mask, the limits of a container and the other ranks
 of the node leave less. macOS has none of these.
@@ -9,7 +9,6 @@ import errno
 import math
 import os
 import resource
-import tempfile
 from pathlib import Path
 
 GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -40,21 +39,6 @@ def cores_for_workers(local_size: int = 1) -> int:
     """Return for how many workers a rank has cores, at least 1; each training process keeps one."""
     available = min(cores(), cpu_quota()) / local_size
     return max(1, math.floor(available) - 1)
-
-
-def default_cache_dir() -> Path:
-    """Return the cache folder: in XDG_CACHE_HOME or ~/.cache, else in the temporary folder."""
-    with contextlib.suppress(OSError, RuntimeError):  # no home folder, or that of another user
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        folder = Path(base, "imagenet-trainer").expanduser()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    # This user cannot write there, as in a container without a home.
-    folder = Path(tempfile.gettempdir()) / f"imagenet-trainer-{os.geteuid()}"
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
 
 
 def reached_limit(error: BaseException) -> str | None:

@@ -10,7 +10,6 @@ import hashlib
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from pathlib import Path
 from PIL import Image
 
 from conf.errors import UnreadableError, UserError
-from pipeline import machine
+from conf.start import code_cache_dir
 
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILERS = ("cc", "gcc", "clang")
@@ -47,7 +46,7 @@ def load() -> DecodeRegion:
         # A library also gives access to the functions of the libraries that it is linked with.
         pillow = ctypes.CDLL(Image.core.__file__)
         functions = [ctypes.cast(getattr(pillow, name), ctypes.c_void_p) for name in FUNCTIONS]
-        code = ctypes.CDLL(str(compile_library(machine.default_cache_dir() / "native")))
+        code = ctypes.CDLL(str(compile_library(code_cache_dir("native"))))
     except AttributeError:
         raise _not_installed(pillow_advice) from None
     except OSError as error:
@@ -75,15 +74,11 @@ def _not_installed(advice: str) -> UserError:
 def compile_library(folder: Path) -> Path:
     """Return the path of the machine code in `folder`; compile it if it is missing.
 
-    Raises OSError if there is no compiler, it fails, or `folder` cannot be used.
+    Raises OSError if there is no compiler, or it fails.
     """
     # Different machines can share a home directory.
     key = SOURCE.read_bytes() + platform.platform().encode()
     path = folder / f"region-{hashlib.sha256(key).hexdigest()[:24]}.so"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = folder.stat()
-    if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"remove {folder}: other users can replace the code in it")
     if path.is_file():
         return path
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)

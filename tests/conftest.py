@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from _pytest.config import create_terminal_writer
 
-from pipeline.machine import default_cache_dir
+from conf.start import default_cache_dir
 from tests.helpers.drawings import draw_image
 from tests.helpers.processes import leave_nothing
 from tests.helpers.ranks import Ranks

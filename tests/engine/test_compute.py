@@ -1,6 +1,7 @@
 """How a device computes a model: precision, FLOPs, torch.compile."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,17 @@ import models
 from conf.compose import from_overrides
 from engine.compute import choose_precision, compile_function, count_flops, resolve_compile
 from tests.engine.plans import compute
+from tests.helpers.processes import run_python
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_compiled_kernels_are_kept_in_the_cache(cache: Path) -> None:
+    """torch chooses the folder for temporary files at its import; a container loses it."""
+    program = "from conf.start import set_up_process; set_up_process(); import os, torch; "
+    program += "import torch._inductor.codecache; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    result = run_python("-c", program, XDG_CACHE_HOME=str(cache.parent))
+    assert result.stdout.strip() == str(cache / "inductor")
 
 
 @pytest.mark.slow

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from conf.start import default_cache_dir
 from pipeline import index as module
 from pipeline.decode import FORMATS
 from pipeline.index import load_index
 from pipeline.listing import EXTENSIONS
-from pipeline.machine import default_cache_dir
 from tests.helpers.limits import file_size_limit
 from tests.helpers.stored import samples
 
