@@ -20,7 +20,7 @@ from pipeline.dataset import FolderDataset
 from pipeline.index import ImageFolder, load_index
 from tests.helpers.stored import as_tar
 from tests.pipeline.loaders import crops, loaded
-from tests.reliability.odd_images import drawn, encoded, png_16_bits
+from tests.reliability.odd_images import DEEP, drawn, encoded
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
@@ -76,7 +76,7 @@ def test_what_training_does_not_see_is_noted(tmp_path: Path) -> None:
     several: Any = {"save_all": True, "append_images": [drawn("L").convert("RGB")]}
     files = [
         encoded(Image.fromarray(grey * 16), "PNG"),  # 12 bits
-        png_16_bits(np.asarray(drawn()).astype(np.uint16) * 16),
+        DEEP.read_bytes(),
         encoded(Image.fromarray(grey * 16), "TIFF", compression="tiff_deflate"),
         encoded(Image.fromarray(grey * 257), "PNG"),  # 8 bits
         encoded(clear, "PNG"),

@@ -1,4 +1,4 @@
-"""Image files as a download or a camera leaves them, made by code.
+"""Image files as a download or a camera leaves them, most of them made by code.
 
 `KINDS` is the table: a name -> what is in the file, and what the trainer does with it. `damaged`
 mutates JPEGs, which `load_mutated` loads.
@@ -6,11 +6,10 @@ mutates JPEGs, which `load_mutated` loads.
 
 import io
 import random
-import struct
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,9 @@ from tests.helpers.drawings import draw_image
 
 # The region decoder's error. Pillow gives grey or wrong pixels instead.
 DAMAGED = "the JPEG data is damaged or truncated"
-WIDTH, HEIGHT = SIZE = (90, 70)  # of an image that is trained, in pixels
+SIZE = (90, 70)  # of an image that is trained, in pixels
+# Pillow writes neither a lossless JPEG nor a PNG with 16 bits per channel, which has 12 here.
+LOSSLESS, DEEP = (Path(__file__).with_name(name) for name in ("lossless.jpg", "16_bits.png"))
 
 
 @cache
@@ -48,30 +49,6 @@ def ended_before(marker: int) -> bytes:
     return jpeg()[: place(jpeg(), marker)]
 
 
-def lossless() -> bytes:
-    """A lossless JPEG (ITU-T T.81, process 14): differences of each level to the one before it."""
-    levels = np.asarray(drawn()).astype(int)
-    before = np.full_like(levels, 128)
-    before[:, 1:], before[1:, 0] = levels[:, :-1], levels[:-1, 0]
-    bits = ""
-    for difference in (levels - before).reshape(-1).tolist():
-        length = abs(difference).bit_length()
-        code = difference + (difference < 0) * (2**length - 1)  # as in T.81, table H.2
-        bits += f"{length:04b}" + f"{code:0{length}b}"[:length]
-    bits += "1" * (-len(bits) % 8)
-    data = int(bits, 2).to_bytes(len(bits) // 8, "big").replace(b"\xff", b"\xff\0")
-    tables = segment(0xC4, bytes([0, 0, 0, 0, 9, *[0] * 12, *range(9)]))
-    parts = b"".join(bytes([number, 0x11, 0]) for number in (1, 2, 3))
-    frame = segment(0xC3, struct.pack(">BHHB", 8, HEIGHT, WIDTH, 3) + parts)
-    scan = segment(0xDA, bytes([3, 1, 0, 2, 0, 3, 0, 1, 0, 0]))
-    adobe = segment(0xEE, b"Adobe\0d" + bytes(5))
-    return b"\xff\xd8" + adobe + frame + tables + scan + data + b"\xff\xd9"
-
-
-def segment(marker: int, content: bytes) -> bytes:
-    return struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
-
-
 def png(mode: str = "RGB", **options: Any) -> bytes:
     return encoded(drawn(mode), "PNG", **options)
 
@@ -80,20 +57,6 @@ def with_alpha() -> Image.Image:
     image = drawn("RGBA").copy()
     image.putalpha(Image.linear_gradient("L").resize(image.size))
     return image
-
-
-def png_16_bits(levels: np.ndarray) -> bytes:
-    """Write a PNG of uint16 [H, W, 3], as Pillow cannot."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        checksum = struct.pack(">I", zlib.crc32(kind + content))
-        return struct.pack(">I", len(content)) + kind + content + checksum
-
-    height, width, _ = levels.shape
-    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in levels)
-    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 def wide_grey(dtype: str) -> Image.Image:
@@ -106,7 +69,7 @@ def exif(orientation: int) -> Image.Exif:
     return made
 
 
-CORRUPT_EXIF = b"\xff\xe1" + struct.pack(">H", 16) + b"Exif\0\0II*\0\xff\xff\xff\xff"
+CORRUPT_EXIF = b"\xff\xe1\0\x10Exif\0\0II*\0\xff\xff\xff\xff"
 # The size of the image if it is trained, or a part of the message.
 Verdict = tuple[int, int] | str
 NO_IMAGE = "cannot identify image file"
@@ -128,7 +91,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
     "png palette with transparency": (lambda: png("P", transparency=bytes(range(256))), SIZE),
     "png alpha": (lambda: encoded(with_alpha(), "PNG"), SIZE),
     "png 16 bits grey": (lambda: encoded(wide_grey("<u2"), "PNG"), SIZE),
-    "png 16 bits colour": (lambda: png_16_bits(np.asarray(drawn()).astype(np.uint16) * 257), SIZE),
+    "png 16 bits colour": (DEEP.read_bytes, (30, 20)),
     "png ends in its data": (lambda: png()[:-2000], "truncated"),
     "gif animated": (
         lambda: encoded(drawn("P"), "GIF", save_all=True, append_images=[drawn("L").convert("P")]),
@@ -146,7 +109,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
         lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:0",
         "git lfs pull",
     ),
-    "jpeg lossless": (lossless, SIZE),
+    "jpeg lossless": (LOSSLESS.read_bytes, (30, 20)),
     "eps": (lambda: encoded(drawn(), "EPS"), NO_IMAGE),
 }
 
