@@ -29,7 +29,7 @@ def sections(config: Config) -> dict[str, object]:
 
 @needs_extras
 def test_help_shows_the_composed_defaults() -> None:
-    """Except for these keys: tests/equal has their values."""
+    """Except for these keys: tests/repository/equal has their values."""
     composed, declared = config_values(from_overrides([DATA])), config_values(Config())
     differ = {"data.root", "augment.train", "augment.val", "data.val_size", "run.name", "run.dir"}
     differ |= {"data.on_device", "model.rewrite", "log.values", "log.observers"}  # in config.yaml

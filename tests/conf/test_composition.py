@@ -26,7 +26,7 @@ def name(typed: str = "") -> str:
 
 # The default name.
 
-# Pairs of commands that train the same, or different things; tests/equal has more.
+# Pairs of commands that train the same, or different things; tests/repository/equal has more.
 with Path(__file__).with_name("pairs.csv").open(newline="", encoding="utf-8") as file:
     PAIRS = [*csv.reader(file)]
 SAME, OTHER = ([pair for kind, *pair in PAIRS if kind == wanted] for wanted in ("same", "other"))
@@ -55,7 +55,7 @@ def test_the_last_of_equal_keys_counts() -> None:
     assert config.notes == ["++optim.lr=2 replaces an earlier value of optim.lr"]
 
 
-NAMES = {  # tests/equal has more
+NAMES = {  # tests/repository/equal has more
     "model.name=timm/resnet18": "timm-resnet18,data.root=imagenet,",
     "optim=adamw optim.lr=1 model=resnet18": "resnet18,optim=adamw,optim.lr=1,data.root=imagenet",
     "model.name=a_model_of_" + 70 * "x": "a_model_of_" + 49 * "x" + ",",

@@ -1,4 +1,4 @@
-"""Every recipe builds: models, transforms and optimisers. tests/equal has its other sizes."""
+"""Every recipe builds: models, transforms, optimisers. tests/repository/equal has other sizes."""
 
 import re
 import shlex

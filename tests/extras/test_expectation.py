@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import yaml
 from conf.compose import from_overrides
 from conf.errors import UserError
 from conf.named import ROOT
-from conf.schema import group_names
 from engine.metrics import Metrics
 from extras.expectation import Expectation
 from scripts import report
@@ -121,20 +119,3 @@ def test_the_node_of_five_runs(tmp_path: Path) -> None:
     assert expectation(**node).finish({}) == {"expectation": None}
     with pytest.raises(UserError, match=r"give 5 or more .*; 4 are given, "):
         reference(runs[:4])
-
-
-@pytest.mark.parametrize("recipe", group_names("recipe"))
-def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> None:
-    """docs/accuracy.md has a row with these facts."""
-    config = from_overrides([f"recipe={recipe}", "data.root=/data"])
-    expect = config.expect
-    if expect is None:
-        pytest.skip("the recipe states no accuracy")
-    assert expect.keys() == FACTS.keys() and expect["recipe"] == recipe
-    hardware, time, source = expect["hardware"], expect["time"], expect["source"]
-    top1 = f"{expect['top1']:g}"
-    if expect["runs"]:
-        top1 += f" ± {expect['std']:.2g}"
-    row = re.escape(" | ".join(["", hardware, time, top1, f"{source} |"]))
-    about = rf"^\| `{recipe}` \| [^|]+, {config.train.epochs:g}\b[^|]*{row}"
-    assert re.search(about, (ROOT / "docs" / "accuracy.md").read_text(), re.MULTILINE), about

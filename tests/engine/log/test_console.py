@@ -21,7 +21,6 @@ from pipeline.build import build_datasets
 from pipeline.clock import StepTimes
 from tests.engine.plans import ALONE, WAITED, compute, schedule
 from tests.helpers.batches import without_waiting
-from tests.helpers.processes import ROOT
 
 TOP1 = Metrics.of(Config())
 TRAIN = {"step": 10, "epoch": 1.0, "loss": 1.0, "top1": 50.0, "lr": 0.1, "seconds_left": 3723.0}
@@ -42,7 +41,6 @@ def test_table() -> None:
     assert first[:end].endswith(" 1,235")
     text = "  2.00/10         20   0.5000   60.00 validation: top5 95.00 %, best so far"
     assert val_line(VAL, ["loss", "top1", "top5"], TOP1, 10, best=True) == text
-    assert titled in (ROOT / "docs" / "console.svg").read_text()  # else `make pictures`
 
 
 def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """The sentences for the figures of a run, which rows are judged, and the remedies.
 
-tests/equal has the cause for many more figures.
+tests/repository/equal has the cause for many more figures.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Lists that are fixed: a change of them is a decision. A fork deletes this file (docs/fork.md)."""
+"""Lists that are fixed: a change of them is a decision."""
 
 import ast
 import re
@@ -31,7 +31,7 @@ def test_environment_variables() -> None:
 
 
 def test_what_each_key_affects() -> None:
-    """The others affect the result. tests/equal has the list of all keys."""
+    """The others affect the result. tests/repository/equal has the list of all keys."""
     found = {name for name, f in FIELDS.items() if not f.metadata["in_identity"]}
     sections = {"checkpoint", "run", "log"}
     assert {name for name in found if name.split(".")[0] not in sections} == {

@@ -10,7 +10,7 @@ A refactoring changes none of these files. It may edit the function of each kind
 program, whose docstring begins with "Adapter". An intended change replaces entries, in a commit of
 its own that says so: this command asks the code again, and writes the file of a kind.
 
-    python -m tests.equal.record KIND ...
+    python -m tests.repository.equal.record KIND ...
 
 What depends on the arithmetic of a machine is not stored: CONTRIBUTING.md has the command for it.
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.equal import batches, configs, verdicts
+from tests.repository.equal import batches, configs, verdicts
 
 Lines = list[dict[str, Any]]
 KINDS: dict[str, Callable[[Lines], Lines]] = {

@@ -19,8 +19,11 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from conf import cli
+from conf.compose import from_overrides
 from conf.overrides import SECTIONS, read_overrides
-from conf.schema import FIELDS, NAMES
+from conf.schema import FIELDS, NAMES, Config, group_names
+from engine.log.console import header
+from engine.metrics import Metrics
 from tests.helpers.processes import ROOT, needs_extras
 
 DOCS = ROOT / "docs"
@@ -225,3 +228,27 @@ def test_the_lock_of_extras() -> None:
 
 def pins(lock: str) -> set[str]:
     return set(re.findall("^([a-z].*?)==", (ROOT / lock).read_text(), re.M))
+
+
+def test_the_columns_of_the_console_are_those_of_its_picture() -> None:
+    assert header(Metrics.of(Config())) in (DOCS / "console.svg").read_text(), "run `make pictures`"
+
+
+@needs_extras
+@pytest.mark.parametrize("recipe", group_names("recipe"))
+def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> None:
+    """docs/accuracy.md has a row with these facts."""
+    from tests.extras.test_expectation import FACTS
+
+    config = from_overrides([f"recipe={recipe}", "data.root=/data"])
+    expect = config.expect
+    if expect is None:
+        pytest.skip("the recipe states no accuracy")
+    assert expect.keys() == FACTS.keys() and expect["recipe"] == recipe
+    hardware, time, source = expect["hardware"], expect["time"], expect["source"]
+    top1 = f"{expect['top1']:g}"
+    if expect["runs"]:
+        top1 += f" ± {expect['std']:.2g}"
+    row = re.escape(" | ".join(["", hardware, time, top1, f"{source} |"]))
+    about = rf"^\| `{recipe}` \| [^|]+, {config.train.epochs:g}\b[^|]*{row}"
+    assert re.search(about, (DOCS / "accuracy.md").read_text(), re.MULTILINE), about

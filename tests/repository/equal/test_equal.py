@@ -7,9 +7,9 @@ import pytest
 
 from conf.schema import group_names
 from engine.log.verdict import REMEDIES
-from tests.equal import batches, configs
-from tests.equal.record import KINDS, stored
 from tests.helpers.processes import needs_extras
+from tests.repository.equal import batches, configs
+from tests.repository.equal.record import KINDS, stored
 
 pytestmark = needs_extras
 CONFIGS = stored("configs")
