@@ -1,7 +1,6 @@
 """The structure of the program: directions of imports, core and extras, and banned calls."""
 
 import ast
-import re
 
 from tests.helpers.processes import run_python
 from tests.helpers.sources import PROGRAM, ROOT, SOURCES, calls, imports, within
@@ -20,8 +19,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "tests": (*PARTS, "train", "scripts"),
     "tests.extras": (*PARTS, "train", "scripts", "extras", "tests"),
 }
-# Names of extras that are also words of the core, such as the demo of the README.
-WORDS = {"demo", "kernels", "metrics", "pictures"}
 
 
 def test_imports_have_one_direction() -> None:
@@ -34,16 +31,6 @@ def test_imports_have_one_direction() -> None:
                 assert within(imported, (own, *ALLOWED[part])), f"{name} imports {imported}"
             if part == "engine" and within(imported, ["engine.log"]):
                 assert within(name, ["engine.log", "engine.tune"]), f"{name} imports {imported}"
-
-
-def test_the_core_does_not_know_the_extras() -> None:
-    """An extra is reached by a name in YAML."""
-    names = {path.stem for path in (ROOT / "extras").glob("*")} - {"__init__", "__pycache__"}
-    unknown = {"extras", *names} - WORDS
-    files = [ROOT / "train.py", ROOT / "pipeline" / "region.c"]
-    files += [path for part in PARTS for path in (ROOT / part).rglob("*.py")]
-    for path in files:
-        assert unknown.isdisjoint(re.findall(r"\w+", path.read_text())), path
 
 
 def test_slow_packages_are_imported_when_used() -> None:

@@ -3,11 +3,13 @@
 import re
 import shlex
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
 import models
+import train
 from conf.schema import FOLDER, group_names
 from engine.compute import count_flops
 from engine.optim import build_optimizer
@@ -15,6 +17,8 @@ from pipeline import augment
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.build import build_image_transforms
 from tests.conf.refused import offered
+from tests.helpers.results import rows, stored
+from tests.helpers.small_run import run
 
 RECIPES = group_names("recipe")
 
@@ -29,15 +33,56 @@ def test_recipe_builds(recipe: str) -> None:
         config = offered(shlex.split(command))
         assert config.recipe == recipe
     augment.build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    train = build_image_transforms(config.augment.train, "augment.train")
-    val = build_image_transforms(config.augment.val, "augment.val")
-    assert (train.image_size, val.image_size) == (config.data.image_size, config.data.val_size)
+    side = build_image_transforms(config.augment.train, "augment.train").image_size
+    val_side = build_image_transforms(config.augment.val, "augment.val").image_size
+    assert (side, val_side) == (config.data.image_size, config.data.val_size)
     if config.model.name.startswith("timm/") and find_spec("timm") is None:
         return  # the rest needs the model
     with torch.device("meta"):
-        model = models.build(
-            config.model.name, num_classes=10, image_size=train.image_size, args=config.model.args
-        )
-    for side in {train.image_size, val.image_size}:
-        assert count_flops(model, (3, side, side)) > 0
+        options = {"num_classes": 10, "image_size": side, "args": config.model.args}
+        model = models.build(config.model.name, **options)
+    for size in {side, val_side}:
+        assert count_flops(model, (3, size, size)) > 0
     build_optimizer(model, config.optim)
+
+
+# They train, on small images.
+
+MANY = ["rn50_a3", "rn50_a2", "rn50_modern", "rn50_fast", "convnext_t", "vit_s16", "deit3_s16"]
+MORE = {"rn50_fast": ["optim.lr=1e-3"], "deit3_s16": ["data.val_size=32"]}
+SMALL = ["data.image_size=32", "data.val_size=48", "loader.batch_size=8", "loader.workers=0"]
+SMALL += ["log.every_steps=1", "log.trackers=[]", "train.max_steps=2", "train.device=cpu"]
+
+
+@pytest.mark.usefixtures("toy_runs")
+def test_a_run_continues_with_larger_images(image_root: Path, tmp_path: Path) -> None:
+    """As imagenet_rn50_fast; a stop after the change makes no difference. Epoch 1 begins at 5."""
+    smaller = ["data.image_size=16", "data.val_size=32", "train.max_steps=5"]
+    larger = ["data.val_size=32", "checkpoint.accept_changes=true"]
+    weights = set()
+    for stop in (100, 7):
+        folder = tmp_path / str(stop)
+        run(image_root, folder, *smaller)
+        run(image_root, folder, *larger, f"train.max_steps={stop}")
+        weights.add(run(image_root, folder, *larger)["params_sha256"])
+        assert [row["step"] for row in rows(folder, "train")] == list(range(1, 10))
+        assert stored(folder)["history"][0] == "accepted at step 5: data.image_size=16 (now 32)"
+    assert len(weights) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("whole_runs")
+@pytest.mark.parametrize("recipe", MANY)
+def test_recipe_trains(recipe: str, image_root: Path, tmp_path: Path) -> None:
+    """All of it but the numbers of pixels: two steps, then a validation."""
+    words = [f"recipe=imagenet_{recipe}", f"data.root={image_root}", f"run.dir={tmp_path}", *SMALL]
+    config = offered([*words, *MORE.get(recipe, [])])
+    if config.model.name.startswith("timm/"):
+        pytest.importorskip("timm")
+    assert train.train(config)["step"] == 2
+    found = rows(tmp_path, "train")
+    assert [row["step"] for row in found] == [1, 2]
+    # Three classes: a loss near that of a guess, ln 3; for bce, ln 2.
+    assert all(0.3 < row["loss"] < 3 for row in found)
+    (validated,) = rows(tmp_path, "val")
+    assert ("top1_raw" in validated) == (config.train.ema_decay is not None)

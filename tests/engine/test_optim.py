@@ -14,7 +14,6 @@ from conf.errors import UserError
 from conf.schema import OTHERS, OptimConfig, unmet
 from engine.optim import UNFIT, build_optimizer
 from models import build
-from tests.helpers.libraries import timm_module
 
 
 def stored_lists() -> dict[str, Counter[str]]:
@@ -80,7 +79,7 @@ def test_every_class_of_torch_is_known() -> None:
 
 def test_a_name_of_timm() -> None:
     """It may stand for an option, which a key does not replace."""
-    timm_module("optim")
+    pytest.importorskip("timm")
     assert build_optimizer(nn.Linear(2, 2), OptimConfig("timm/nesterov")).defaults["nesterov"]
     with pytest.raises(UserError, match="did you mean timm/lion"):
         build_optimizer(nn.Linear(2, 2), OptimConfig("timm/lino"))

@@ -10,7 +10,6 @@ from conf.schema import OptimConfig
 from engine.optim import build_optimizer
 from extras.layer_decay import blocks
 from models.vit import vit_s16
-from tests.helpers.libraries import timm_module
 
 
 def rates_of(model: nn.Module, kind: str, layer_decay: float) -> dict[str, float]:
@@ -44,7 +43,7 @@ def test_by_the_formula() -> None:
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "convnext_atto"])
 def test_it_is_timms(name: str) -> None:
-    groups_of = timm_module("optim").param_groups_layer_decay
+    groups_of = pytest.importorskip("timm.optim").param_groups_layer_decay
     model = models.build(f"timm/{name}", num_classes=3, image_size=224)
     theirs = groups_of(model, layer_decay=0.7)
     of = {id(p): group["lr_scale"] for group in theirs for p in group["params"]}

@@ -20,7 +20,6 @@ from conf.schema import ModelConfig
 from models.resnet import resnet18_cifar
 from models.weights import fit_weights, load_weights
 from scripts.lib.trained import sizes_in
-from tests.helpers.libraries import timm_module
 from tests.helpers.results import same
 
 
@@ -53,7 +52,7 @@ def test_zero_init_residual_makes_each_block_the_identity() -> None:
 
 
 def test_timm_model_for_another_image_size() -> None:
-    timm_module("models")
+    pytest.importorskip("timm")
     model = models.build("timm/vit_tiny_patch16_224", num_classes=3, image_size=64)
     assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
     with pytest.raises(UserError, match="timm has no such model; did you mean resnet18"):
@@ -74,7 +73,7 @@ def test_names_of_the_hugging_face_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["resnet_tiny", "vit_s16", "timm/resnet18"])
 def test_input_channels(name: str, channels: int) -> None:
     if name.startswith("timm/"):
-        timm_module("models")
+        pytest.importorskip("timm")
     with torch.device("meta"):
         model = models.build(name, num_classes=7, image_size=32, in_channels=channels).eval()
         assert model(torch.empty(2, channels, 32, 32)).shape == (2, 7)

@@ -21,7 +21,6 @@ from scripts.export import CPU, Job
 from scripts.lib.published import published
 from scripts.lib.trained import Trained, build_val, open_trained
 from tests.conftest import CLASSES
-from tests.helpers.libraries import timm_module
 
 HERE = ["train.device=cpu", "loader.workers=0"]
 needs_onnx = pytest.mark.skipif(
@@ -108,7 +107,7 @@ def test_command_line(
 
 
 def test_a_folder_for_timm(trained: Trained, tmp_path: Path) -> None:
-    timm_module("models")
+    pytest.importorskip("timm")
     name, out = "timm/test_resnet", tmp_path / "model"
     weights = models.build(name, num_classes=3, image_size=32).state_dict()
     config = replace(trained.config, model=replace(trained.config.model, name=name))

@@ -14,11 +14,35 @@ import torch
 
 from engine.log import telemetry
 from engine.log.telemetry import GIB, GpuMonitor, find_gpu, memory_figures
-from tests.helpers.nvml import Nvml, NvmlError
 from tests.helpers.processes import HANGS_SECONDS, needs_linux, wait_for
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 UUIDS = ["12-34", "56-78"]  # of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order
+
+
+class NvmlError(Exception):
+    pass
+
+
+class Nvml:
+    """Replaces NVML and the driver. An answer may be an error, or a function of the arguments."""
+
+    NVMLError = NvmlError
+
+    def __init__(self, **answers: Any) -> None:
+        self.calls: list[str] = []
+        self.answers = {"nvmlInit": None} | answers
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            self.calls.append(name)
+            answer = self.answers[name]
+            answer = answer(*arguments) if callable(answer) else answer
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return ask
 
 
 ANSWERS: dict[str, Any] = {
