@@ -40,7 +40,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         # pytest-timeout prints stacks to stdout, which is /dev/null in the processes of xdist.
         stderr = create_terminal_writer(session.config, sys.stderr)
-        session.config.get_terminal_writer = lambda: stderr  # type: ignore[method-assign]
+        session.config.get_terminal_writer = lambda: stderr
     # nohup ignores SIGHUP, and a script's `&` the others. Processes inherit that, but no handler.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:

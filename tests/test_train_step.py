@@ -121,7 +121,6 @@ def test_training_loss() -> None:
         torch.testing.assert_close(values[name], 100 * hits.float().mean())
         assert not values[name].requires_grad
     loss.backward()
-    assert network.weight.grad is not None
     assert network.weight.grad.any()
 
 

@@ -39,8 +39,7 @@ def test_losses_are_those_of_one_process(image_root: Path, tmp_path: Path, ranks
         "augment.batch=[{mixup: {alpha: 0.4}}, {cutmix: {p: 0.5}}, {random_erasing: {p: 0.5}}]",
     ]
     several = tmp_path / "several" / "${now:%H-%M-%S-%f}"
-    result = ranks.run(command(image_root, several, *options), 2)
-    assert result.returncode == 0, result.stderr
+    ranks.run(command(image_root, several, *options), 2)
     run(image_root, tmp_path / "one", *options)
     (folder,) = several.parent.iterdir()
     check_rows(folder, tmp_path / "one")
@@ -55,8 +54,7 @@ def test_other_numbers_of_ranks_in_the_middle_of_an_epoch(
     several = tmp_path / "several"
     run(image_root, several, *options, "train.max_steps=2")
     for size, stop in ((2, 6), (4, 7)):
-        result = ranks.run(command(image_root, several, *options, f"train.max_steps={stop}"), size)
-        assert result.returncode == 0, result.stderr
+        ranks.run(command(image_root, several, *options, f"train.max_steps={stop}"), size)
     run(image_root, several, *options)
     run(image_root, tmp_path / "one", *options)
     check_rows(several, tmp_path / "one")
@@ -104,7 +102,6 @@ def test_each_image_is_validated_once(tmp_path: Path, ranks: Ranks) -> None:
     ]
     for number in (1, 4):
         done = ranks.run([sys.executable, str(script), json.dumps(cases)], number)
-        assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout))
     one, several = found
     assert [case[1] for case in one] == [3, 7, 13, 25]

@@ -9,7 +9,6 @@ import pytest
 
 from conf.compose import from_checkpoint, from_overrides
 from conf.errors import UserError
-from conf.run_name import NAME_LENGTH
 from conf.schema import Config, config_values, result_keys
 from tests.conf.refused import offered
 
@@ -18,10 +17,6 @@ DATA = "data.root=/imagenet"  # composing does not read it
 
 def composed(typed: str) -> Config:
     return offered([DATA, *shlex.split(typed)])
-
-
-def name(typed: str = "") -> str:
-    return str(composed(typed).run.name)
 
 
 # The default name.
@@ -53,24 +48,6 @@ def test_the_last_of_equal_keys_counts() -> None:
     config = composed("optim.lr=1 ++optim.lr=2")
     assert config.optim.lr == 2
     assert config.notes == ["++optim.lr=2 replaces an earlier value of optim.lr"]
-
-
-NAMES = {  # tests/repository/equal has more
-    "model.name=timm/resnet18": "timm-resnet18,data.root=imagenet,",
-    "optim=adamw optim.lr=1 model=resnet18": "resnet18,optim=adamw,optim.lr=1,data.root=imagenet",
-    "model.name=a_model_of_" + 70 * "x": "a_model_of_" + 49 * "x" + ",",
-}
-
-
-@pytest.mark.parametrize("typed", NAMES)
-def test_names_are_for_a_person(typed: str) -> None:
-    """At most 60 characters, data.root and a hash; and each can be typed."""
-    found = name(typed)
-    assert found.startswith(NAMES[typed])
-    assert len(found) <= 2 * NAME_LENGTH + 10
-    assert (found == NAMES[typed]) == (NAMES[typed][-1] != ",")
-    config = from_overrides([DATA, f"run.name={found}", f"run.dir=runs/{found}"])
-    assert (config.run.name, config.run.dir) == (found, f"runs/{found}")
 
 
 # The config of a checkpoint with overrides.

@@ -131,7 +131,7 @@ def wait_for(
         ended = process is not None and process.poll() is not None
         if condition():
             return
-        assert not ended, f"ended with status {process.returncode} before: {what}"  # type: ignore[union-attr]
+        assert not ended, f"ended with status {process.returncode} before: {what}"
         assert monotonic() < deadline, f"not within {seconds:g} s: {what}"
         sleep(0.01)
 

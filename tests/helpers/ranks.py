@@ -33,11 +33,13 @@ class Ranks(Started):
         super().__init__([sys.executable, __file__], variables, stdin=PIPE, stdout=PIPE)
 
     def run(
-        self, command: Sequence[str], number: int, *, cwd: Path = ROOT
+        self, command: Sequence[str], number: int, *, cwd: Path = ROOT, status: int = 0
     ) -> CompletedProcess[str]:
-        """Run `command` on each rank, with the environment of this process; wait for all."""
+        """Run `command` on each rank, with the environment of this process; check the status."""
         with self.running(command, number, cwd=cwd) as job:
-            return job.wait()
+            done = job.wait()
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
 
     @contextlib.contextmanager
     def running(
@@ -48,8 +50,6 @@ class Ranks(Started):
         Args:
             environment: variables of each rank, besides those that torchrun sets.
         """
-        assert self.stdin is not None
-        assert self.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
             job = {
                 "arguments": list(command[1:]),
@@ -138,7 +138,7 @@ def run_rank(arguments: list[str], environment: dict[str, str], cwd: str, output
     except SystemExit as end:
         return int(end.code or 0)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         return 1
     return 0
 

@@ -112,7 +112,7 @@ def test_a_new_head_before_a_relu_learns() -> None:
     model = models.build("squeezenet1_1", num_classes=3, image_size=32)
     fit_weights(model, stored, origin="test", new_head=True)
     model(torch.rand(2, 3, 32, 32)).sum().backward()
-    assert model.get_parameter("features.0.weight").grad.any()  # type: ignore[union-attr]
+    assert model.get_parameter("features.0.weight").grad.any()
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
@@ -213,7 +213,7 @@ def test_frozen_modules() -> None:
         assert changed == {"layer2", "layer3"}
         net.eval()
         models.train_mode(net)
-        assert (net.bn1.training, net.layer2.training) == (False, True)  # type: ignore[union-attr]
+        assert (net.bn1.training, net.layer2.training) == (False, True)
 
 
 def test_a_part_of_a_module() -> None:

@@ -251,7 +251,6 @@ def test_workers_survive_signals_to_the_group_and_end_with_the_training_process(
     needs_linux()
     command = [sys.executable, "-c", PROGRAM, image_root / "train", start_method]
     with Started(command, stdout=PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "stopped\n", "it ended early"
         family = descendants(process.pid)
         assert len(family) >= 3  # with two workers

@@ -98,7 +98,6 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> Non
                 with prefetcher.clock.pause():
                     clock.now += 1
         found = prefetcher.clock.step_times()
-    assert found is not None
     assert (found.steps, found.copy, found.copy_ms) == (4, 0, 0)
     assert found.step_ms == pytest.approx(100) == found.step_worst_ms
     assert (found.data_wait, found.late) == pytest.approx((0.5, 0), abs=1e-9)
@@ -174,7 +173,7 @@ def unsafe_steps(monkeypatch: pytest.MonkeyPatch, depth: int) -> list[int]:
     written, read, early = list[Access](), list[Access](), list[int]()
     filled: dict[int, int] = {}  # address -> end of the newest copy to it
     with open_prefetcher(FAKE, depth=depth, workers=2) as prefetcher:
-        prefetcher.cuda, prefetcher.side = True, side  # type: ignore[assignment]
+        prefetcher.cuda, prefetcher.side = True, side
         prefetcher.clock = StepClock(cuda=True)
         prefetcher.depth, prefetcher._on_side = depth, partial(on_stream, side)
         monkeypatch.setattr(prefetcher.loader, "ready", lambda: True)
@@ -310,7 +309,6 @@ def test_next_iteration_waits_for_the_thread() -> None:
     with open_prefetcher(NOISE, format, kind=SlowThread, workers=2) as prefetcher:
         batches = prefetcher.batches(0, 100)
         next(batches)
-        assert isinstance(prefetcher, SlowThread)
         while not prefetcher.busy:
             next(batches)
         begin = prefetcher.loader.batches
@@ -319,7 +317,7 @@ def test_next_iteration_waits_for_the_thread() -> None:
             assert not prefetcher.busy
             return begin(*steps)
 
-        prefetcher.loader.batches = at_rest  # type: ignore[assignment, method-assign]
+        prefetcher.loader.batches = at_rest
         found = [batch.clone() for batch in prefetcher.batches(50, 56)]
     assert len(found) == 6
     assert not count_wrong(found)

@@ -17,7 +17,7 @@ from tests.helpers.stored import as_tar, samples
 
 
 def splits(root: object, **keys: object) -> tuple[Index, Index]:
-    return load_splits(DataConfig(root=str(root), **keys))  # type: ignore[arg-type]
+    return load_splits(DataConfig(root=str(root), **keys))
 
 
 def config(root: Path, *overrides: str) -> Config:

@@ -41,8 +41,17 @@ FILES: dict[str, Callable[[Content, Path], object]] = {
     "text": lambda _, path: path.write_text("step: 5\n" * 1000),
     "zip without a pickle": lambda _, path: zipfile.ZipFile(path, "w").writestr("a/data.pkl", b""),
     "zip cut off": lambda content, path: [torch.save(content, path), os.truncate(path, 5000)],
+    "one bit": lambda content, path: flip(content["state"]["model"]["fc.weight"], content, path),
     "os.system": lambda _, path: torch.save(Touch(), path),
 }
+
+
+def flip(weight: torch.Tensor, content: Content, path: Path) -> None:
+    """Write a file with one bit of a weight changed."""
+    torch.save(content, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(weight.numpy().tobytes()) + 2] ^= 1
+    path.write_bytes(data)
 
 
 @pytest.fixture(scope="module")

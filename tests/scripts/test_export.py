@@ -118,7 +118,7 @@ def test_a_folder_for_timm(trained: Trained, tmp_path: Path) -> None:
     card = (out / "README.md").read_text()
     assert " % top-1 of 15 images\n" in card and "`python train.py recipe=" in card
     stated = published(f"timm/local-dir:{out}", Path("pretrained"))
-    assert stated is not None and stated.classes == CLASSES
+    assert stated.classes == CLASSES
     assert stated.values["data.mean"] == list(config.data.mean)
     assert stated.values["augment.val"] == [{"resize": {"size": 32}}, {"center_crop": {"size": 32}}]
 

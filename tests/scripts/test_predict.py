@@ -178,7 +178,6 @@ def test_a_list_and_ctrl_c(folder: Path, image_root: Path, tmp_path: Path) -> No
         open(tmp_path / "stderr", "w") as messages,
         Started(command, stdin=PIPE, stdout=PIPE, stderr=messages) as process,
     ):
-        assert process.stdin and process.stdout
         path = str(image_root / "val" / "dots" / "00.jpg")
         process.stdin.write(3 * f"{path}\n")
         process.stdin.flush()

@@ -193,14 +193,14 @@ CIFAR_LABELS = np.array([1, 0, 0, 1, 1, 0, 1, 0])
 CLASSES = ["cat", "frog"]
 
 
-class Python2(pickle._Pickler):  # type: ignore[name-defined]
+class Python2(pickle._Pickler):
     """Pickles text and bytes as Python 2 did, without a difference."""
 
     def save_string(self, content: bytes | str) -> None:
         data = content.encode() if isinstance(content, str) else content
         self.write(b"T" + struct.pack("<i", len(data)) + data)
 
-    dispatch = pickle._Pickler.dispatch | {str: save_string, bytes: save_string}  # type: ignore[attr-defined]
+    dispatch = pickle._Pickler.dispatch | {str: save_string, bytes: save_string}
 
 
 def pickled(**content: Any) -> bytes:
@@ -377,7 +377,6 @@ NO_SPLIT = {"part-0.tar": SPLITS_IN_A_TAR, "part-1.tar": SPLITS_IN_A_TAR}
 TWO_DATASETS = {"a/1.tar": tar({}), "b/train.tar": b""}
 WITHOUT_LABEL = {"a.jpg": jpeg(1), "b.jpg": jpeg(1), "b.cls": b"1"}
 SEVERAL = dict.fromkeys(("a.1.jpg", "a.1.cls", "a.2.jpg"), b"")
-MASK = {"a.jpg": b"", "a.seg.png": b"", "a.cls": b"1"}
 WRONG: list[tuple[Source, str]] = [
     (lambda: {"imagenet.zip": b"PK"}, "holds no images in class folders; give"),
     (lambda: {"a/1.jpg": b"", "b.tar": b""}, "has images (a/1.jpg) and tar files (b.tar); give"),
@@ -387,18 +386,14 @@ WRONG: list[tuple[Source, str]] = [
     (lambda: TWO_DATASETS, "several datasets (a, b); give the folder"),
     (lambda: {"train.tar": b"no tar"}, "train.tar: cannot be read at byte 0: "),
     (lambda: {"all.tar.gz": tar(IMAGES, "w:gz")[:-9]}, "all.tar.gz: is damaged or incomplete"),
-    (lambda: {"a.tar.gz": zlib.compress(tar(IMAGES)[:700], wbits=31)}, "/a.tar.gz: cannot be "),
     # Shards and Parquet.
     (lambda: {"train.tar": tar(WITHOUT_LABEL)}, "train/a.jpg has no label; add train/a.cls"),
     (lambda: {"train.tar": tar({"a.jpg": b"", "a.json": b"["})}, "a.json: holds no label"),
     (lambda: {"train.tar": tar(SEVERAL)}, "several"),
-    (lambda: {"train.tar": tar(MASK)}, "a: has several"),
     (lambda: {"a.parquet": one_image("a", "b", label=[1])[:-100]}, "a.parquet: is damaged or inc"),
-    (lambda: {"a.parquet": one_image("a", "b", label=[7])}, "a.parquet: is damaged or incomplete"),
     (lambda: {"a.parquet": one_image(caption=[""])}, "image, caption, not one of images and one"),
     # CIFAR.
     (lambda: ONE_BATCH, "data_batch_2: is damaged or incomplete"),
-    (lambda: {**CIFAR_10, CIFAR_3: CIFAR_10[CIFAR_3][:-1]}, "data_batch_3: is damaged or incompl"),
     (lambda: {**CIFAR_10, CIFAR_3: pickle.dumps(os.mkdir)}, "(its pickle names posix.mkdir)"),
     # ImageNet, and the tables of Kaggle and of Tiny ImageNet.
     (lambda: NO_KIT, "the labels of the validation images are missing"),
@@ -406,7 +401,6 @@ WRONG: list[tuple[Source, str]] = [
     (lambda: {**official(), KIT: devkit(truth=[3, 1, 2, 2, 3, 3])}, "do not have the same number"),
     (lambda: {**official(), KIT: devkit(truth=VAL * 2)}, "0007.JPEG is missing (6 in all)"),
     (lambda: changed(kaggle(), SOLUTIONS, b"n02119789 5 6", b"n02100735 5 6"), ".csv: is damaged"),
-    (lambda: changed(kaggle(), SOLUTIONS, b"l_00000001,", b"l_00000002,"), "01.JPEG has no label"),
     (lambda: changed(tiny(), ANNOTATIONS, b"val_1.J", b"val_9.J"), "1.JPEG has no label (2 in "),
 ]
 
@@ -520,7 +514,7 @@ def test_a_smaller_image(kind: str, mode: str, size: tuple[int, int]) -> None:
     assert (made.width < made.height) == (size[0] < size[1])
     assert dict(made.getexif()) == {0x0112: 6}
     assert not {"progressive", "icc_profile"} & {*made.info}
-    assert [layer[1:3] for layer in made.layer] == [(2, 2), (1, 1), (1, 1)]  # type: ignore[attr-defined]  # 4:2:0
+    assert [layer[1:3] for layer in made.layer] == [(2, 2), (1, 1), (1, 1)]  # 4:2:0
     exact = Image.fromarray(decode.open_picture(data, "pillow").pixels())
     exact = exact.resize(made.size, Image.Resampling.BILINEAR)  # Pillow's is antialiased
     at_90 = io.BytesIO(encoded(exact.convert("RGB"), quality=90, subsampling="4:2:0"))

@@ -17,7 +17,7 @@ def test_torchvision() -> None:
     """tests/extras/test_finetune.py has files with other values."""
     path = Path("/somewhere/resnet50-0676ba61.pth")
     found = published("resnet50", path)
-    assert found is not None and found.classes[:2] == ("tench", "goldfish")
+    assert found.classes[:2] == ("tench", "goldfish")
     means = {"data.mean": [0.485, 0.456, 0.406], "data.std": [0.229, 0.224, 0.225]}
     transforms = [{"resize": {"size": 256}}, {"center_crop": {"size": 224}}]
     sizes = dict.fromkeys(("data.image_size", "data.val_size"), 224)
@@ -41,9 +41,9 @@ def of_timm(monkeypatch: pytest.MonkeyPatch, val_size: int | None = None, **stat
     common |= {"interpolation": "bicubic", "mean": (0.5, 0.5, 0.5), "std": (0.4, 0.5, 0.6)}
     timm = ModuleType("timm")
     timm.__spec__ = ModuleSpec("timm", None)
-    timm.get_pretrained_cfg = lambda name: SimpleNamespace(**common | stated)  # type: ignore[attr-defined]
+    timm.get_pretrained_cfg = lambda name: SimpleNamespace(**common | stated)
     monkeypatch.setitem(sys.modules, "timm", timm)
-    return published("timm/resnet50", Path("x"), val_size=val_size).values  # type: ignore[union-attr]
+    return published("timm/resnet50", Path("x"), val_size=val_size).values
 
 
 def test_timm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,6 @@ def pair(dtype: torch.dtype, device: str = "cpu") -> tuple[nn.Module, nn.Module]
 
 
 def gradient(tensor: Tensor) -> Tensor:
-    assert tensor.grad is not None
     return tensor.grad.clone()
 
 
