@@ -98,10 +98,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _event_files_in_order() -> None:
-    """Keep event files in order: TensorBoard sorts them by name, which ends in a counter.
-
-    Otherwise the tenth file of this process comes before the ninth.
-    """
+    """Keep event files in order: TensorBoard sorts them by name, so the tenth before the ninth."""
     from tensorboard.summary.writer import event_file_writer
 
     event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)

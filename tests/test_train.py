@@ -1,8 +1,4 @@
-"""train() and its command line, end to end on small JPEG files.
-
-Faults come from outside: signals, corrupt files, a full disk. tests/reliability has signals to
-processes with workers.
-"""
+"""train() and its command line, end to end on small JPEG files, with faults from outside."""
 
 import gc
 import json

@@ -29,10 +29,7 @@ def check_rows(several: Path, one: Path) -> None:
 
 
 def test_losses_are_those_of_one_process(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
-    """Samples, augmentation, mixing partners and their draws are the same.
-
-    The ranks share a directory, although `${now:}` is another instant on each of them.
-    """
+    """With the same samples and draws; the ranks share a directory that `${now:}` names."""
     options = [
         *(*OPTIONS, "loader.batch_size=16", "train.epochs=9"),
         *("train.max_steps=10", "train.validate_every_epochs=4"),

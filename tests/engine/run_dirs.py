@@ -16,8 +16,9 @@ from tests.engine.plans import ALONE
 IDENTITY = {"dataset": "abc", "model.name": "resnet_tiny"}
 
 
-def state_of(step: int = 0, features: int = 2) -> TrainState:
-    model = nn.Linear(features, 1)
+def state_of(step: int = 0, weight: float = 0.5) -> TrainState:
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, weight)
     return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=step)
 
 
@@ -49,11 +50,9 @@ def resume_with(
     run.resume(state, {"identity": identity, "config": {}, "model_input": {}}, stop_step)
 
 
-def open_run(
-    path: Path, resume: str = "auto", identity: dict[str, Any] = IDENTITY, features: int = 2
-) -> Path | None:
+def open_run(path: Path, resume: str = "auto", identity: dict[str, Any] = IDENTITY) -> Path | None:
     """Open and close a run directory; return the checkpoint to resume."""
-    state = state_of(features=features)
+    state = state_of()
     with directory(path, resume) as run:
         resume_with(run, state, identity)
     assert run.last_saved_step == state.step == (int(run.resumed.stem[5:]) if run.resumed else 0)

@@ -21,8 +21,8 @@ from engine import checkpoint
 from engine.checkpoint import host_copy, load, load_newest, save
 from engine.files import json_text
 from engine.run import Run
-from engine.state import TrainingError, TrainState
-from tests.engine.run_dirs import content_of, directory, open_run, resume_with
+from engine.state import TrainingError
+from tests.engine.run_dirs import content_of, directory, open_run, resume_with, state_of
 from tests.helpers.processes import HANGS_SECONDS, needs_linux
 from tests.helpers.results import same, strictly_parsed
 
@@ -85,10 +85,7 @@ def test_damage_in_the_zip_directory_is_skipped(tmp_path: Path) -> None:
 
 
 def test_order_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is synced before it is renamed, and old checkpoints are removed last.
-
-    A power cut keeps synced data and may lose all other data.
-    """
+    """A power cut keeps what is synced: so is all before it is renamed, and removals come last."""
     needs_linux()
     calls: list[tuple[str, ...]] = []  # (fsync, name, bytes), (replace, source, target)
 
@@ -170,13 +167,6 @@ def test_every_kind_of_tensor_is_copied(device: str, tmp_path: Path) -> None:
     assert path.stat().st_size < 30_000  # neither ties are stored twice nor a slice's neighbours
 
 
-def state_of(value: float = 1.0, step: int = 5) -> TrainState:
-    """Return a state whose weights have a value."""
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    nn.init.constant_(model[0].weight, value)
-    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=step)
-
-
 def opened(path: Path) -> Run:
     run = directory(path)
     resume_with(run, state_of(), {})
@@ -192,7 +182,7 @@ def test_one_checkpoint_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         order.append(f"begins {content['step']}")
         assert release.wait(HANGS_SECONDS)
         path = save(folder, content, **options)
-        order.append(f"has written {content['state']['model']['0.weight'][0, 0]:g}")
+        order.append(f"has written {content['state']['model']['weight'][0, 0]:g}")
         return path
 
     def wait(future: futures.Future[None]) -> None:
@@ -201,11 +191,11 @@ def test_one_checkpoint_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(checkpoint, "save", slow_save)
     with opened(tmp_path) as run:
-        state = state_of(1.0, step=6)
+        state = state_of(6, weight=1.0)
         run.save(state)
         assert (run.last_saved_step, order) == (6, ["begins 6"][: len(order)])
         monkeypatch.setattr(futures.Future, "result", wait)
-        nn.init.constant_(state.model[0].weight, 2.0)
+        nn.init.constant_(state.model.weight, 2.0)
         state.step = 7
         run.save(state)
         assert run.last_saved_step == 7
@@ -215,8 +205,8 @@ def test_one_checkpoint_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
-        run.save(state_of(3e38))  # large weights are finite
-        run.save(state_of(-float("inf"), step=6))
+        run.save(state_of(5, weight=3e38))  # large weights are finite
+        run.save(state_of(6, weight=-math.inf))
         with pytest.raises(TrainingError, match="the weights are not finite at step 6; these weig"):
             run.wait()
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000005.pt"]

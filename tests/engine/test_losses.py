@@ -80,12 +80,7 @@ def test_class_weights_by_name() -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_class_weights(smoothing: float) -> None:
-    """The weight of an image's class multiplies its loss, also the smoothed share of it.
-
-    torch multiplies the share of each class by the weight of that class: the loss of a common class
-    would be least where a rare one is predicted (pytorch#104776). Of a mixed image, the losses for
-    its two classes are mixed.
-    """
+    """The weight of an image's class multiplies all its loss, not as in torch (pytorch#104776)."""
     weights = torch.linspace(0.5, 20, CLASSES)
     criterion = build_criterion(TrainConfig(label_smoothing=smoothing), weights)
     plain = build_criterion(TrainConfig(label_smoothing=smoothing))

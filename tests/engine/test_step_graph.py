@@ -116,11 +116,7 @@ def test_a_graph_gives_the_same_bits(
 @pytest.mark.gpu
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_fp16_skips_a_step_that_overflows(world: World, optim: str) -> None:
-    """The scale is halved, and later steps update the weights.
-
-    It happens within the graph if the optimiser skips its update on the device, as torch's fused
-    ones do. For others, the host waits for the GPU, and there is no graph.
-    """
+    """Within the graph if the optimiser skips it on the device, as torch's fused ones do."""
     compute, state, train_on_batch = build(
         world, "model=resnet_tiny", "train.precision=fp16", f"optim={optim}"
     )
@@ -215,8 +211,7 @@ FAILURES: dict[str, Callable[[TrainState], Any]] = {
 
 @pytest.mark.parametrize("where", FAILURES)
 def test_a_step_that_fails_leaves_no_gradients(where: str) -> None:
-    """As a capture that fails: on a GPU, its gradients were never computed. The next step works
-    after `clear_gradients`, which StepGraph calls."""
+    """As a capture that fails; StepGraph calls `clear_gradients`."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 3))
     batch = batch_of(image=torch.ones(3, 3, 2, 2), label=torch.arange(3))
     states = [

@@ -1,7 +1,4 @@
-"""What two ranks compute; test_distributed.py runs it on both of them.
-
-Each function checks what its own rank finds.
-"""
+"""What two ranks compute; test_distributed.py runs it on both, and each checks what it finds."""
 
 import os
 import signal
@@ -93,10 +90,7 @@ def classifier() -> TrainState:
 
 
 def check_accumulation(world: World) -> None:
-    """Each rank trains on its half of a batch, in micro-batches; DDP averages gradients once.
-
-    `wrap` first replaces rank 1's weights by those of rank 0.
-    """
+    """Each rank trains on half of a batch in micro-batches; `wrap` gives both the same weights."""
     state, whole = classifier(), classifier()
     if world.rank == 1:
         nn.init.zeros_(state.model[0].weight)

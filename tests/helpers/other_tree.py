@@ -1,7 +1,4 @@
-"""Run a script of the current folder, a checkout, in a process that has imported this one.
-
-For `tests.helpers.ranks.Ranks`, whose processes have imported torch already.
-"""
+"""Run a script of the current folder, a checkout, in a process of `Ranks`, which has torch."""
 
 import os
 import runpy

@@ -43,10 +43,7 @@ class Started(subprocess.Popen[str]):
         super().__init__([*map(str, arguments)], **fixed | options)
 
     def members(self) -> set[int]:
-        """Return the running ones of the process and of those that it has started.
-
-        On Linux, whoever their parents are now.
-        """
+        """Return what runs of the process and of those that it started; on Linux, orphans too."""
         if sys.platform == "linux":
             return marked(self.mark)
         return descendants(self.pid, session=True)

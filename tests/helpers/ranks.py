@@ -1,8 +1,4 @@
-"""Ranks without torchrun, forked from one process that has imported train.py.
-
-Each process of torchrun imports torch, which takes more than a second of a core. This is for tests
-of what ranks compute on the CPU, and for hundreds of kills; others start torchrun itself.
-"""
+"""Ranks on the CPU, forked from one process that has imported train.py: faster than torchrun."""
 
 import contextlib
 import gc
@@ -45,11 +41,7 @@ class Ranks(Started):
     def running(
         self, command: Sequence[str], number: int, *, cwd: Path = ROOT, **environment: str
     ) -> Iterator["Job"]:
-        """Start `command` on each rank; wait for the job at the end of the block, or kill it.
-
-        Args:
-            environment: variables of each rank, besides those that torchrun sets.
-        """
+        """Start `command` on each rank; the end of the block waits for the job, or kills it."""
         with tempfile.TemporaryDirectory() as folder:
             job = {
                 "arguments": list(command[1:]),
@@ -68,11 +60,7 @@ class Ranks(Started):
 
 
 class Job:
-    """A running command; like torchrun, a process of its own has started the ranks.
-
-    Attributes:
-        pids: the number of that process, which leads a session, then those of the ranks.
-    """
+    """A running command; its `pids`: the process that started the ranks, as torchrun; the ranks."""
 
     def __init__(self, command: Sequence[str], answers: IO[str], folder: Path) -> None:
         self.command, self.answers, self.folder = command, answers, folder

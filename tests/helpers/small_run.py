@@ -35,10 +35,6 @@ def command(root: Path, folder: Path, *overrides: str) -> list[str]:
 
 
 def torchrun(arguments: list[str], ranks: int, *options: str) -> list[str]:
-    """Return the command line that runs a Python command on several ranks.
-
-    Args:
-        options: of torchrun.
-    """
+    """Return the command line that runs a Python command on several ranks by torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [sys.executable, *launcher, *options, *arguments[1:]]

@@ -152,10 +152,7 @@ def test_former_names_of_torchvision(name: str) -> None:
 
 
 def test_layers_with_versions(caplog: pytest.LogCaptureFixture) -> None:
-    """mnasnet refuses a state_dict without the versions of its layers.
-
-    The oldest weights of torchvision, such as resnet18, have no num_batches_tracked.
-    """
+    """mnasnet needs them; torchvision's oldest weights have no num_batches_tracked."""
     stored = models.build("mnasnet0_5", num_classes=7, image_size=32).state_dict()
     old = {k: v for k, v in stored.items() if not k.endswith("num_batches_tracked")}
     model = models.build("mnasnet0_5", num_classes=7, image_size=32)

@@ -145,8 +145,6 @@ def test_table_of_imagenet() -> None:
     """The IDs are those of ImageNet-1k, in the order of the labels of published weights."""
     names = imagenet_names()
     ids = list(names)
-    assert len(ids) == len(set(names.values())) == 1000
-    assert ids == sorted(ids)
     digest = hashlib.sha256(" ".join(ids).encode()).hexdigest()
     assert digest == "791ce0333040dd249d13133f90d28ef0263ffc01e5de0afd85b3e32048d7d456"
     from torchvision.models import ResNet18_Weights

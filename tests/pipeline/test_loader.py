@@ -244,10 +244,7 @@ pool.wait([blocked])
 def test_workers_survive_signals_to_the_group_and_end_with_the_training_process(
     image_root: Path, start_method: str
 ) -> None:
-    """Ctrl-C and the signals of a scheduler reach every process; the training process handles them.
-
-    After SIGKILL to the training process, a worker ends even during a read that never returns.
-    """
+    """After SIGKILL to the training process, they end even during a read that never returns."""
     needs_linux()
     command = [sys.executable, "-c", PROGRAM, image_root / "train", start_method]
     with Started(command, stdout=PIPE) as process:

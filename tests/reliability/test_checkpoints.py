@@ -154,10 +154,7 @@ def test_parts_had_other_names(
 
 
 def detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
-    """Damage a file; return whether loading refuses it, or has the same content anyway.
-
-    A bit is flipped, a part is overwritten, or the rest is cut off.
-    """
+    """Damage a file; return whether loading refuses it, or has the same content anyway."""
     data, rng = bytearray(whole), random.Random(seed)
     start, way = rng.randrange(len(data)), rng.randrange(3)
     if way == 0:

@@ -1,7 +1,4 @@
-"""The sentences for the figures of a run, which rows are judged, and the remedies.
-
-tests/repository/equal has the cause for many more figures.
-"""
+"""Sentences for figures of a run, and remedies; tests/repository/equal has the causes of more."""
 
 import re
 from collections.abc import Iterator

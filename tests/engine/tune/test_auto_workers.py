@@ -1,7 +1,4 @@
-"""train.py with loader.workers=auto: neither the measurement nor other workers change a result.
-
-On a CPU, train.py does not measure. These tests force it to, with simulated cores.
-"""
+"""loader.workers=auto changes no result; measured on a CPU, which train.py does not do."""
 
 import signal
 import sys

@@ -56,10 +56,7 @@ def applied(name: str, value: float, interpolation: str = "nearest", fill: int =
 def test_operation_of_every_strength_is_torchvisions(
     transforms: ModuleType, operations: str, name: str, interpolation: str
 ) -> None:
-    """Interpolated, up to 1 level: the last bit of torchvision's matrices is another one.
-
-    It also decides whether a point on the very border is inside the image.
-    """
+    """Interpolated, up to 1 level and the border: the last bit of the matrices differs."""
     family, arguments = FAMILIES[operations]
     space = getattr(transforms.autoaugment, family)()._augmentation_space(*arguments)
     assert {THEIRS[name] for name in LISTS[operations]} == space.keys()

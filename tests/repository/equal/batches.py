@@ -45,10 +45,7 @@ def draw(root: Path) -> str:
 
 
 def digests(overrides: list[str]) -> dict[str, list[str]]:
-    """Adapter: split -> SHA-256 of each batch, over its samples and then its fields.
-
-    Fields are uint8 images and labels as the workers write them.
-    """
+    """Adapter: split -> SHA-256 of each batch, over its samples and then its fields."""
     config = from_overrides(["data=folder", "loader.workers=0", "train.device=cpu", *overrides])
     world = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
     found: dict[str, list[str]] = {}
