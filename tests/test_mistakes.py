@@ -1,7 +1,4 @@
-"""Commands that must be refused in one line, and leave no file: mistakes.csv, and several ranks.
-
-A row has the words after `train.py` and the message, in which `...` stands for any text.
-"""
+"""Commands that must be refused in one line, and leave no file: mistakes.csv (`...`: any text)."""
 
 import csv
 import os

@@ -1,7 +1,4 @@
-"""train.py with the task of these tests, so that a fork's own task does not change them.
-
-python tests/helpers/toy.py KEY=VALUE ...
-"""
+"""train.py with the task of these tests, so that a fork's own task does not change them."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""Whatever ends a run, at any instant: the same command, given again, ends with the same weights.
-
-A seed draws the instants, what is killed, and the workers, the decoder and the storage of each
-start.
-"""
+"""Whatever ends a run, at an instant that a seed draws: the same command ends with its weights."""
 
 import os
 import random

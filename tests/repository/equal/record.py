@@ -1,18 +1,10 @@
-"""What "equal" means for a change that should change nothing: stored answers.
-
-Each kind is a file of JSON lines, with the answers of the code to the inputs in it:
-
-    batches   SHA-256 of 16 training and validation batches of each recipe, on drawn JPEG files
-    configs   values and run name of 60 lists of overrides for each recipe
-    verdicts  the cause that limits a run, for measured numbers of its ranks
+"""What "equal" means for a change that should change nothing: stored answers, a file for a kind.
 
 A refactoring changes none of these files. It may edit the function of each kind that calls the
-program, whose docstring begins with "Adapter". An intended change replaces entries, in a commit of
-its own that says so: this command asks the code again, and writes the file of a kind.
+program, whose docstring begins with "Adapter". An intended change writes the file of a kind again,
+in a commit of its own that says so:
 
     python -m tests.repository.equal.record KIND ...
-
-What depends on the arithmetic of a machine is not stored: CONTRIBUTING.md has the command for it.
 """
 
 import json
