@@ -112,7 +112,7 @@ def test_files_of_a_run(image_root: Path, tmp_path: Path, toy_runs: None) -> Non
     words = [str(tmp_path), "--out", str(tmp_path / "out"), "train.device=cpu", "loader.workers=0"]
     assert evaluate_script.evaluate_one(evaluate_script.arguments(words)) == 0
     names = {"worst.jpg", "per_class.csv", "confusion.csv", "worst.csv"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, "evaluation.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, "evaluation.json", "hits.json"}
     for name in names:  # what the run has written about its best checkpoint
         assert (tmp_path / "out" / name).read_bytes() == (found / name).read_bytes()
 
