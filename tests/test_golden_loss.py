@@ -44,9 +44,7 @@ def golden_model(num_classes: int, image_size: int) -> nn.Module:
 
 
 @pytest.mark.usefixtures("own_logging")
-def test_losses_are_the_stored_ones(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_are_the_stored_ones(image_root, tmp_path, monkeypatch):
     """Every training and validation loss in metrics.jsonl of 20 steps."""
     monkeypatch.setitem(zoo.OURS, "golden", golden_model)
     config = from_overrides([*RECIPE, f"data.root={image_root}", f"run.dir={tmp_path}"])

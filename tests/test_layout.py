@@ -21,7 +21,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 
-def test_imports_have_one_direction() -> None:
+def test_imports_have_one_direction():
     """Also, of the engine only tune.py imports engine.log, and no extra imports another one."""
     for name, path in SOURCES.items():
         part = "tests.extras" if name.startswith("tests.extras.") else name.split(".")[0]
@@ -33,7 +33,7 @@ def test_imports_have_one_direction() -> None:
                 assert within(name, ["engine.log", "engine.tune"]), f"{name} imports {imported}"
 
 
-def test_slow_packages_are_imported_when_used() -> None:
+def test_slow_packages_are_imported_when_used():
     """They take seconds. tests/conf/test_cli.py has what --help imports."""
     slow = {"torchvision", "tensorboard", "timm", "onnx", "matplotlib"}
     code = "import sys\nbefore = set()"
@@ -57,7 +57,7 @@ REQUIRED = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False"}
 REQUIRED |= {"numpy.load": "allow_pickle=False"}
 
 
-def test_no_code_from_a_config_or_a_file_is_executed() -> None:
+def test_no_code_from_a_config_or_a_file_is_executed():
     found = set()
     for name in PROGRAM.keys() - {"conf.named"}:
         for imported in imports(PROGRAM[name]):

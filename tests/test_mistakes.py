@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ import train
 from conf import cli
 from conf.schema import NAMES
 from tests.helpers.processes import descendants
-from tests.helpers.ranks import Ranks
 from tests.helpers.results import tree
 from tests.helpers.small_run import SMALL_RUN
 
@@ -70,9 +68,7 @@ def workplace(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.usefixtures("own_logging")
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
-def test_a_mistake_is_one_line(
-    words: str, message: str, workplace: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_mistake_is_one_line(words, message, workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     before, children = tree(workplace), descendants(os.getpid())
     try:
@@ -117,9 +113,7 @@ RANK_MISTAKES = {
 
 
 @pytest.mark.parametrize(("code", "message"), RANK_MISTAKES.items())
-def test_ranks_that_do_not_match(
-    code: str, message: str, image_root: Path, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_ranks_that_do_not_match(code, message, image_root, tmp_path, ranks):
     """One line says why, all of them exit, and nothing is created."""
     for rank in range(2):
         shutil.copytree(image_root, tmp_path / str(rank) / "images")

@@ -18,24 +18,20 @@ import pytest
 import train
 from engine import checkpoint, compute
 from engine.run import Run
-from engine.state import TrainState, params_sha256
+from engine.state import params_sha256
 from models import build
-from pipeline.batch import Batch
 from tests.helpers.limits import file_size_limit
-from tests.helpers.ranks import Ranks
 from tests.helpers.results import check_not_trained, column, rows, same, stored, summary_of, tree
 from tests.helpers.small_run import command, compose, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
-Ended = tuple[Path, dict[str, Any]]  # the folder and the summary of a run
-Patch = pytest.MonkeyPatch
 BOARD = "log.trackers=[tensorboard]"
 ACCEPT = "checkpoint.accept_changes=true"
 WORSE = ["optim.lr=3", "schedule.name=constant", ACCEPT]
 
 
 @pytest.fixture(scope="module")
-def nine_steps(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def nine_steps(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A run of 9 steps and its summary."""
     folder = tmp_path_factory.mktemp("nine_steps") / "run"
     return folder, run(image_root, folder, BOARD)
@@ -71,17 +67,17 @@ def call_main(
     [["loader.workers=0"], ["loader.workers=4", "log.every_steps=4", "checkpoint.every_steps=2"]],
     ids=" ".join,
 )
-def test_same_result(overrides: list[str], train_run: Any, folder: Path, nine_steps: Ended) -> None:
+def test_same_result(overrides, train_run, folder, nine_steps):
     assert train_run(*overrides)["params_sha256"] == nine_steps[1]["params_sha256"]
     assert same(stored(folder), stored(nine_steps[0]))
     assert rows(folder, "val") == rows(nine_steps[0], "val")
 
 
-def test_another_seed(train_run: Any, nine_steps: Ended) -> None:
+def test_another_seed(train_run, nine_steps):
     assert train_run("train.seed=1")["params_sha256"] != nine_steps[1]["params_sha256"]
 
 
-def test_run_directory(nine_steps: Ended) -> None:
+def test_run_directory(nine_steps):
     folder, summary = nine_steps
     written = {"config.yaml", "overrides.yaml", "metrics.jsonl", "summary.json", "checkpoints"}
     assert written <= {*os.listdir(folder)}
@@ -105,13 +101,11 @@ def test_run_directory(nine_steps: Ended) -> None:
     assert {*os.listdir(folder / "checkpoints")} == saved
 
 
-def test_validation_does_not_count_as_training(
-    train_run: Any, folder: Path, monkeypatch: Patch, jump: Callable[[], None]
-) -> None:
+def test_validation_does_not_count_as_training(train_run, folder, monkeypatch, jump):
     """A validation that an earlier start missed adds no training time, either."""
     batches = train.validation_batches
 
-    def slow(*given: Any) -> Any:
+    def slow(*given):
         jump()
         return batches(*given)
 
@@ -127,7 +121,7 @@ def test_validation_does_not_count_as_training(
     check_not_trained(folder)
 
 
-def test_finished_run_is_not_changed(nine_steps: Ended, image_root: Path, capfd: Any) -> None:
+def test_finished_run_is_not_changed(nine_steps, image_root, capfd):
     folder, summary = nine_steps
     before = tree(folder)
     assert run(image_root, folder, BOARD) == summary
@@ -136,7 +130,7 @@ def test_finished_run_is_not_changed(nine_steps: Ended, image_root: Path, capfd:
     assert tree(folder) == before
 
 
-def test_best_follows_top1(train_run: Any, folder: Path) -> None:
+def test_best_follows_top1(train_run, folder):
     """The checkpoint with the highest top1 is the best; a resumed run that is worse keeps it."""
     first = train_run("train.epochs=8", "checkpoint.keep=1")
     best = max(rows(folder, "val"), key=lambda row: row["top1"])  # the first of equal ones
@@ -175,9 +169,7 @@ PARTS += ["model.freeze=[conv1,bn1,layer1]", "train.ema_decay=0.9"]
         pytest.param(PARTS, id="repeated augmentation, micro-batches, AdamW, frozen layers"),
     ],
 )
-def test_resume_after_max_steps(
-    overrides: list[str], train_run: Any, folder: Path, image_root: Path, tmp_path: Path
-) -> None:
+def test_resume_after_max_steps(overrides, train_run, folder, image_root, tmp_path):
     overrides = [*overrides, "schedule.warmup_epochs=0.25"]  # ends within these 9 steps
     whole = run(image_root, tmp_path / "whole", *overrides)
     part = train_run(*overrides, "train.max_steps=3")
@@ -189,18 +181,16 @@ def test_resume_after_max_steps(
     assert column(folder, "train", "loss") == column(tmp_path / "whole", "train", "loss")
 
 
-def test_signal_while_validating(
-    train_run: Any, folder: Path, nine_steps: Ended, monkeypatch: Patch, capsys: Any
-) -> None:
+def test_signal_while_validating(train_run, folder, nine_steps, monkeypatch, capsys):
     """An interrupted validation is not recorded; the next start repeats it, also at the end."""
     batches = train.validation_batches
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments):
         for batch in batches(*arguments):
             signal.raise_signal(signal.SIGTERM)
             yield batch
 
-    def interrupted_at(step: int, *overrides: str) -> None:
+    def interrupted_at(step, *overrides):
         with monkeypatch.context() as patch:
             patch.setattr(train, "validation_batches", interrupted)
             ended = train_run(*overrides)
@@ -220,13 +210,11 @@ def test_signal_while_validating(
     assert [rows(folder, "val")[0], *rows(folder, "val")[2:]] == rows(nine_steps[0], "val")
 
 
-def test_signal_while_saving(
-    call_main: Any, folder: Path, nine_steps: Ended, monkeypatch: Patch
-) -> None:
+def test_signal_while_saving(call_main, folder, nine_steps, monkeypatch):
     """No further step, no second checkpoint, and no row of less than half its steps."""
     save, saved = Run.save, []
 
-    def signalled(self: Run, state: TrainState, *arguments: Any) -> None:
+    def signalled(self, state, *arguments):
         saved.append(state.step)
         if state.step == 5:
             signal.raise_signal(signal.SIGTERM)
@@ -248,12 +236,12 @@ def test_signal_while_saving(
 
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], 2 * [signal.SIGINT]])
 def test_a_stop_before_the_first_step(
-    numbers: list[signal.Signals],
-    call_main: Any,
-    train_run: Any,
-    nine_steps: Ended,
-    monkeypatch: Patch,
-) -> None:
+    numbers,
+    call_main,
+    train_run,
+    nine_steps,
+    monkeypatch,
+):
     """There is no result; the same command then trains from the beginning."""
     with monkeypatch.context() as patch:
         patch.setattr(train, "tune_loader", lambda *_, **__: [*map(signal.raise_signal, numbers)])
@@ -263,9 +251,7 @@ def test_a_stop_before_the_first_step(
     assert train_run()["params_sha256"] == nine_steps[1]["params_sha256"]
 
 
-def test_resume_from_a_path(
-    train_run: Any, call_main: Any, folder: Path, nine_steps: Ended, monkeypatch: Patch
-) -> None:
+def test_resume_from_a_path(train_run, call_main, folder, nine_steps, monkeypatch):
     """A run can start from the newest checkpoint of another run, which stays unchanged."""
     ignore = shutil.ignore_patterns("*9.pt", "best.pt")
     path = shutil.copytree(nine_steps[0], folder.parent / "other", ignore=ignore)
@@ -281,7 +267,7 @@ def test_resume_from_a_path(
     assert tree(path) == before
 
 
-def test_accepted_changes_are_reported_by_every_start(call_main: Any, folder: Path) -> None:
+def test_accepted_changes_are_reported_by_every_start(call_main, folder):
     assert call_main("train.max_steps=5")[0] == 0
     history = "accepted at step 5: optim.lr=0.2 (now 0.4)"
     number, out, _ = call_main("optim.lr=0.4", ACCEPT, "train.max_steps=7")
@@ -300,7 +286,7 @@ def test_accepted_changes_are_reported_by_every_start(call_main: Any, folder: Pa
     assert call_main()[0] == 2
 
 
-def test_best_on_other_validation_images_is_dropped(train_run: Any, folder: Path) -> None:
+def test_best_on_other_validation_images_is_dropped(train_run, folder):
     train_run("train.max_steps=5")
     path = folder / "checkpoints" / "step-00000005.pt"
     content = checkpoint.load(path)
@@ -314,9 +300,7 @@ def test_best_on_other_validation_images_is_dropped(train_run: Any, folder: Path
     assert stored(folder)["best"]["step"] == 7
 
 
-def test_weights_are_identified_by_their_content(
-    call_main: Any, nine_steps: Ended, tmp_path: Path
-) -> None:
+def test_weights_are_identified_by_their_content(call_main, nine_steps, tmp_path):
     five, nine = checkpoint.files(nine_steps[0] / "checkpoints")
     first, other = tmp_path / "first.pt", tmp_path / "other.pt"
     shutil.copy(five, first)
@@ -329,9 +313,7 @@ def test_weights_are_identified_by_their_content(
     assert "model.weights=SHA-256 " in error
 
 
-def test_corrupt_validation_image(
-    call_main: Any, image_root: Path, folder: Path, tmp_path: Path
-) -> None:
+def test_corrupt_validation_image(call_main, image_root, folder, tmp_path):
     """data.on_error=skip is for training images only."""
     broken = shutil.copytree(image_root, tmp_path / "images") / "val/checks/02.jpg"
     broken.write_bytes(broken.read_bytes()[:2000])
@@ -340,7 +322,7 @@ def test_corrupt_validation_image(
     assert not (folder / "summary.json").exists()
 
 
-def test_unreadable_images_of_all_ranks(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+def test_unreadable_images_of_all_ranks(image_root, tmp_path, ranks):
     """With data.on_error=skip, each counts once, also if both ranks have met it."""
     root, folder = shutil.copytree(image_root, tmp_path / "images"), tmp_path / "run"
     for name in ("checks/00.jpg", "checks/03.jpg", "stripes/03.jpg"):
@@ -355,13 +337,11 @@ def test_unreadable_images_of_all_ranks(image_root: Path, tmp_path: Path, ranks:
     assert "data.max_bad_fraction=0.04: 2 of 36 training images cannot be read" in done.stderr
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run(
-    train_run: Any, call_main: Any, folder: Path, monkeypatch: Patch
-) -> None:
+def test_a_loss_that_is_not_a_number_ends_the_run(train_run, call_main, folder, monkeypatch):
     """Step 7 of 18 diverges. Its log row ends the run before the save after step 8."""
-    train_step, seen = train.train_step, set[tuple[bool, float]]()
+    train_step, seen = train.train_step, set()
 
-    def diverge(state: TrainState, network: Any, loss: Any, batch: Batch, **options: Any) -> Any:
+    def diverge(state, network, loss, batch, **options):
         seen.add((gc.isenabled(), round(sys.getswitchinterval(), 6)))
         if batch.step == 6:
             batch = replace(batch, fields={**batch.fields, "image": batch["image"] * math.nan})
@@ -382,7 +362,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run(
     assert train_run(*options)["status"] == "finished"
 
 
-def test_disk_full(train_run: Any, call_main: Any, folder: Path, nine_steps: Ended) -> None:
+def test_disk_full(train_run, call_main, folder, nine_steps):
     """A failed checkpoint ends the run at the next one; the next start resumes before it."""
     train_run("train.max_steps=3")
     with file_size_limit(2**19):  # a checkpoint has 2.5 MB

@@ -36,7 +36,7 @@ def drawn(step: int) -> Batch:
     return batch_of(step, image=images, label=labels, target=targets)
 
 
-def test_a_parameter_group_may_scale_the_learning_rate() -> None:
+def test_a_parameter_group_may_scale_the_learning_rate():
     model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
     groups = [{"params": [model[1].weight]}, {"params": [model[1].bias], "lr_scale": 0.5}]
     state = TrainState(model, torch.optim.SGD(groups, lr=1.0))
@@ -83,7 +83,7 @@ class Reference:
         return {"loss": loss, "top1": 100 * hits}
 
 
-def test_five_steps_equal_numpy() -> None:
+def test_five_steps_equal_numpy():
     """Label smoothing, clipping, weight decay, Nesterov momentum and the average, in order."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
@@ -104,7 +104,7 @@ def test_five_steps_equal_numpy() -> None:
     assert reference.clipped == {True, False}, "clipping must act in some steps and not in others"
 
 
-def test_training_loss() -> None:
+def test_training_loss():
     torch.manual_seed(0)
     network = nn.Linear(8, 7)
     images, labels = torch.randn(6, 8), torch.randint(0, 7, (6,))
@@ -124,7 +124,7 @@ def test_training_loss() -> None:
     assert network.weight.grad.any()
 
 
-def test_loss_is_computed_in_float32() -> None:
+def test_loss_is_computed_in_float32():
     batch = batch_of(image=torch.randn(6, 8).bfloat16(), label=torch.zeros(6).long())
     loss, values = train.training_loss(nn.Linear(8, 6).bfloat16(), batch)
     assert {loss.dtype, values["top1"].dtype, values["top5"].dtype} == {torch.float32}
@@ -151,12 +151,12 @@ def after_five_steps(num_micro_batches: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("num_micro_batches", [2, 4])
-def test_micro_batches_train_as_the_whole_batch(num_micro_batches: int) -> None:
+def test_micro_batches_train_as_the_whole_batch(num_micro_batches):
     found, expected = after_five_steps(num_micro_batches), after_five_steps(1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_batchnorm_sees_micro_batches() -> None:
+def test_batchnorm_sees_micro_batches():
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(FEATURES, CLASSES))
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     train.train_step(state, model, toy_loss, drawn(0), lr=0.1, num_micro_batches=2)
@@ -183,7 +183,7 @@ def overflow(network: nn.Module, batch: Batch) -> tuple[Tensor, Values]:
     return loss * 1e36, values
 
 
-def test_a_scaled_loss_changes_nothing() -> None:
+def test_a_scaled_loss_changes_nothing():
     """Its gradients are divided by the scale, a power of 2, before they are clipped."""
     states = [new_state("sgd", fp16=fp16) for fp16 in (False, True)]
     for step in range(3):
@@ -195,7 +195,7 @@ def test_a_scaled_loss_changes_nothing() -> None:
 
 @pytest.mark.parametrize("fused", [False, True], ids=["host", "fused"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_that_overflows_is_skipped(name: str, fused: bool) -> None:
+def test_a_step_that_overflows_is_skipped(name, fused):
     """The scale is halved, and later steps update."""
     state = new_state(name, fused=fused)
     train.train_step(state, state.model, toy_loss, drawn(1), lr=0.1)
@@ -211,7 +211,7 @@ def test_a_step_that_overflows_is_skipped(name: str, fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [False, True], ids=["host", "fused"])
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_an_overflow_in_the_first_step_leaves_no_trace(name: str, fused: bool) -> None:
+def test_an_overflow_in_the_first_step_leaves_no_trace(name, fused):
     """A ResNet-50 overflows there. New memory holds NaN here."""
     states = [new_state(name, fused=fused) for _ in range(2)]
     torch.use_deterministic_algorithms(True)  # new memory is filled
@@ -224,7 +224,7 @@ def test_an_overflow_in_the_first_step_leaves_no_trace(name: str, fused: bool) -
     assert all(map(torch.equal, *(state.model.parameters() for state in states)))
 
 
-def test_the_scale_is_stored() -> None:
+def test_the_scale_is_stored():
     state = new_state("sgd")
     train.train_step(state, state.model, overflow, drawn(0), lr=0.1)
     stored = copy.deepcopy(state.state_dict())
@@ -239,7 +239,7 @@ def test_the_scale_is_stored() -> None:
     new_state("sgd", fp16=False).load_state_dict(stored)
 
 
-def test_which_rows_end_a_run() -> None:
+def test_which_rows_end_a_run():
     row = {"step": 7, "lr": 0.1, "loss": math.nan}
     with pytest.raises(TrainingError, match=r"the loss is nan at step 7 \(lr 0.1\); these weights"):
         check_loss(row)

@@ -66,8 +66,8 @@ def start(prefix: list[str], arguments: list[str], node: int, log: Path) -> Star
 
 
 def test_killed_ranks_restart_both_nodes_and_one_continues_without_the_other(
-    nodes: list[list[str]], image_root: Path, tmp_path: Path
-) -> None:
+    nodes, image_root, tmp_path
+):
     """torchrun on the node of a killed rank counts a restart, on the other one perhaps a node."""
     folder, logs = tmp_path / "two", [tmp_path / "0.txt", tmp_path / "1.txt"]
     words = command(image_root, folder, *OPTIONS)

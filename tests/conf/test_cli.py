@@ -8,7 +8,6 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -35,7 +34,7 @@ def sections(config: Config) -> dict[str, object]:
 
 
 @needs_extras
-def test_help_shows_the_composed_defaults() -> None:
+def test_help_shows_the_composed_defaults():
     """Except for these keys: tests/repository/equal has their values."""
     composed, declared = config_values(from_overrides([DATA])), config_values(Config())
     differ = {"data.root", "augment.train", "augment.val", "data.val_size", "run.name", "run.dir"}
@@ -43,7 +42,7 @@ def test_help_shows_the_composed_defaults() -> None:
     assert {name for name in composed if declared[name] != composed[name]} == differ
 
 
-def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path: Path) -> None:
+def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path):
     done = run_python("-X", "importtime", ROOT / "train.py", "--help", cwd=tmp_path)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
@@ -61,12 +60,12 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_flags_of_other_trainers_are_answered_with_keys_that_exist() -> None:
+def test_flags_of_other_trainers_are_answered_with_keys_that_exist():
     answers = (FOLDER / "flags.csv").read_text()
     assert set(re.findall(r"\b([a-z]+\.[a-z_]+)=", answers)) <= FIELDS.keys()
 
 
-def test_section_help() -> None:
+def test_section_help():
     """Of a group, a section or a key."""
     group, *keys = cli.help_text("", "", "schedule").splitlines()
     assert group == "  schedule=  constant | cosine | linear | step"
@@ -75,7 +74,7 @@ def test_section_help() -> None:
     assert learning_rate == cli.help_text("", "", "optim.lr")
 
 
-def test_output_that_nobody_reads_and_a_full_disk() -> None:
+def test_output_that_nobody_reads_and_a_full_disk():
     """As in `python train.py --help | head`, which needs no message."""
     command = [sys.executable, ROOT / "train.py", "--help"]
     read, write = os.pipe()
@@ -90,7 +89,7 @@ def test_output_that_nobody_reads_and_a_full_disk() -> None:
 
 
 @pytest.mark.parametrize("variable", ["PYTHONOPTIMIZE", "PYTHONSAFEPATH"])
-def test_surroundings(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_surroundings(variable, tmp_path, monkeypatch):
     """Python without docstrings, or without the script's folder, for a copy of train.py, too."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv(variable, "2")
@@ -101,7 +100,7 @@ def test_surroundings(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "usage: python train_mine.py " in done.stdout
 
 
-def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_system_is_one_line(capsys):
     """With the path; a reader that stops needs no words."""
     assert cli.run_main(lambda: len(Path("nowhere").read_text())) == 1
     error = capsys.readouterr().err
@@ -113,7 +112,7 @@ def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) 
         assert (capsys.readouterr().err, handle.call_args.args[1]) == ("", signal.getsignal(2))
 
 
-def test_ctrl_c_before_torch_is_imported_is_quiet() -> None:
+def test_ctrl_c_before_torch_is_imported_is_quiet():
     with Started([sys.executable, ROOT / "train.py", "data=fake"], stdout=PIPE, stderr=PIPE) as run:
         assert run.stdout.readline().startswith("start ")
         run.send_signal(signal.SIGINT)
@@ -121,10 +120,10 @@ def test_ctrl_c_before_torch_is_imported_is_quiet() -> None:
 
 
 @needs_extras
-def test_cfg_job_prints_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cfg_job_prints_yaml(capsys):
     """Without data, too."""
 
-    def printed(*words: str) -> Any:
+    def printed(*words):
         with pytest.raises(SystemExit, match="0"):
             cli.parse(["--cfg", "job", *words], script="train.py", purpose="")
         return yaml.safe_load(capsys.readouterr().out)
@@ -140,6 +139,6 @@ PATHS += ["os:system", "/日本", "/macOS 9.41\u202fAM\xa0(1)", "/not-UTF-8/\udc
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_path_is_taken_literally(path: str) -> None:
+def test_a_path_is_taken_literally(path):
     config = from_overrides([f"data.root={path}", f"run.dir={path}", f"data.train={path}"])
     assert (config.data.root, config.run.dir, config.data.train) == (path, path, path)

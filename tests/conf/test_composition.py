@@ -30,7 +30,7 @@ IGNORED = ("data.root", "data.val", "loader.decoder", "model.weights")
 
 
 @pytest.mark.parametrize(("one", "other"), SAME)
-def test_the_same_training_has_the_same_directory(one: str, other: str) -> None:
+def test_the_same_training_has_the_same_directory(one, other):
     first, second = composed(one), composed(other)
     assert first.run == second.run
     ignored = dict.fromkeys(IGNORED)
@@ -38,13 +38,13 @@ def test_the_same_training_has_the_same_directory(one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), OTHER)
-def test_another_training_has_another_directory(one: str, other: str) -> None:
+def test_another_training_has_another_directory(one, other):
     first, second = composed(one), composed(other)
     assert first.run.dir != second.run.dir
     assert result_keys(first) != result_keys(second)
 
 
-def test_the_last_of_equal_keys_counts() -> None:
+def test_the_last_of_equal_keys_counts():
     config = composed("optim.lr=1 ++optim.lr=2")
     assert config.optim.lr == 2
     assert config.notes == ["++optim.lr=2 replaces an earlier value of optim.lr"]
@@ -58,13 +58,13 @@ def values() -> dict[str, Any]:
     return config_values(offered(["recipe=imagenet_rn50_fast", "data.root=/images"]))
 
 
-def test_a_stored_config_is_unchanged(values: dict[str, Any]) -> None:
+def test_a_stored_config_is_unchanged(values):
     assert config_values(from_checkpoint(values)) == values
     del values["data.on_error"]  # of another version
     assert from_checkpoint({**values, "data.former": 3, "ranks": 8}).data.on_error == "raise"
 
 
-def test_deleted_code_of_a_stored_config(values: dict[str, Any]) -> None:
+def test_deleted_code_of_a_stored_config(values):
     """It is left out where it does not affect the result, as in a fork that deletes an extra."""
     gone = {**values, "log.observers": ["gone:Observer"], "model.rewrite": "gone:rewrite"}
     assert config_values(from_checkpoint(gone)) == values
@@ -74,7 +74,7 @@ def test_deleted_code_of_a_stored_config(values: dict[str, Any]) -> None:
         from_checkpoint({**values, "model.name": "gone:net"})
 
 
-def test_sizes_follow_the_key(values: dict[str, Any]) -> None:
+def test_sizes_follow_the_key(values):
     assert values["data.val_size"] == 256
     entries = [
         "v2.RandomInvert",
@@ -91,7 +91,7 @@ def test_sizes_follow_the_key(values: dict[str, Any]) -> None:
     assert config.data.image_size == 192
 
 
-def test_overrides_of_a_stored_config(values: dict[str, Any]) -> None:
+def test_overrides_of_a_stored_config(values):
     config = from_checkpoint(values, ["augment=demo", "data.root=/other", "data.mean=[0,0,0]"])
     assert config.augment.val[0] == {"resize": {"size": 256}}
     assert (config.data.root, config.data.mean) == ("/other", [0, 0, 0])
@@ -105,13 +105,13 @@ def test_overrides_of_a_stored_config(values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", 5.5, [1], {"a": 1}])
-def test_stored_values_are_checked(values: dict[str, Any], value: Any) -> None:
+def test_stored_values_are_checked(values, value):
     says = "only" if isinstance(value, str) else "not allowed"
     with pytest.raises(UserError, match=rf"data\.image_size=.*: {says}"):
         from_checkpoint({**values, "data.image_size": value})
 
 
-def test_paths_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_may_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("FOLDER", "/images")
     config = from_overrides(
         ["data.root=${oc.env:FOLDER}/more", "run.dir=${oc.env:NONE,/runs}/${now:%Y}"]

@@ -24,7 +24,7 @@ def run(program: str, packages: Path) -> CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_outside_the_environment(program: str, tmp_path: Path) -> None:
+def test_outside_the_environment(program, tmp_path):
     done = run(program, tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     names = "hydra-core, pillow, numpy, omegaconf, safetensors, torch, torchvision, tqdm"
@@ -33,7 +33,7 @@ def test_outside_the_environment(program: str, tmp_path: Path) -> None:
     assert done.stderr.endswith("`pip install -r requirements.txt`\n")
 
 
-def test_packages_are_the_required_ones() -> None:
+def test_packages_are_the_required_ones():
     """Except jinja2, which torch needs, and tensorboard and plotly, which a run does not need."""
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     lines = (ROOT / "requirements.txt").read_text().splitlines()

@@ -3,7 +3,6 @@
 import re
 import shlex
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ RECIPES = group_names("recipe")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_builds(recipe: str) -> None:
+def test_recipe_builds(recipe):
     """Its commands, a comment, are valid; the model, on the meta device, fits the last images."""
     text = (FOLDER / "recipe" / f"{recipe}.yaml").read_text().replace("\\\n#", "")
     commands = re.findall(r"^#   python train\.py (.*)$", text, re.MULTILINE)
@@ -55,7 +54,7 @@ SMALL += ["log.every_steps=1", "log.trackers=[]", "train.max_steps=2", "train.de
 
 
 @pytest.mark.usefixtures("toy_runs")
-def test_a_run_continues_with_larger_images(image_root: Path, tmp_path: Path) -> None:
+def test_a_run_continues_with_larger_images(image_root, tmp_path):
     """As imagenet_rn50_fast; a stop after the change makes no difference. Epoch 1 begins at 5."""
     smaller = ["data.image_size=16", "data.val_size=32", "train.max_steps=5"]
     larger = ["data.val_size=32", "checkpoint.accept_changes=true"]
@@ -73,7 +72,7 @@ def test_a_run_continues_with_larger_images(image_root: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.usefixtures("whole_runs")
 @pytest.mark.parametrize("recipe", MANY)
-def test_recipe_trains(recipe: str, image_root: Path, tmp_path: Path) -> None:
+def test_recipe_trains(recipe, image_root, tmp_path):
     """All of it but the numbers of pixels: two steps, then a validation."""
     words = [f"recipe=imagenet_{recipe}", f"data.root={image_root}", f"run.dir={tmp_path}", *SMALL]
     config = offered([*words, *MORE.get(recipe, [])])

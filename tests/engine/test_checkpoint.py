@@ -5,7 +5,6 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ def content(number: int, **best: int) -> dict[str, Any]:
     return content_of(number, {"weights": weights, "best": best})
 
 
-def test_keep_and_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_keep_and_best(tmp_path, caplog):
     kept = {1: {1}, 2: {1, 2}, 3: {2, 3}, 4: {3, 4}, 5: {3, 4, 5}, 6: {3, 5, 6}}
     for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3), (6, 3)):
         save(tmp_path, content(step, step=best), keep=2)
@@ -52,7 +51,7 @@ def test_keep_and_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
         checkpoint.find_checkpoint(tmp_path.parent)
 
 
-def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_without_hard_links(tmp_path, monkeypatch):
     """Some file systems have none, such as exFAT: the best checkpoint is a copy."""
     refused = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
     monkeypatch.setattr(os, "link", Mock(side_effect=refused))
@@ -62,7 +61,7 @@ def test_best_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert load(tmp_path / "best.pt")["step"] == 2
 
 
-def test_older_format_is_not_resumed(tmp_path: Path) -> None:
+def test_older_format_is_not_resumed(tmp_path):
     old = save(tmp_path, content(20), keep=2)
     stored = {**torch.load(old), "format": 2}
     torch.save(stored, old)
@@ -71,7 +70,7 @@ def test_older_format_is_not_resumed(tmp_path: Path) -> None:
         load_newest([old])
 
 
-def test_damage_in_the_zip_directory_is_skipped(tmp_path: Path) -> None:
+def test_damage_in_the_zip_directory_is_skipped(tmp_path):
     """Python may pass a directory that torch refuses: the intact file before it is read."""
     ten, twenty = save(tmp_path, content(10), keep=2), save(tmp_path, content(20), keep=2)
     whole, stored = twenty.read_bytes(), {ten: load(ten), twenty: load(twenty)}
@@ -84,25 +83,25 @@ def test_damage_in_the_zip_directory_is_skipped(tmp_path: Path) -> None:
     assert read == {ten, twenty}, "some damage changes nothing"
 
 
-def test_order_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_calls(tmp_path, monkeypatch):
     """A power cut keeps what is synced: so is all before it is renamed, and removals come last."""
     needs_linux()
-    calls: list[tuple[str, ...]] = []  # (fsync, name, bytes), (replace, source, target)
+    calls = []  # (fsync, name, bytes), (replace, source, target)
 
-    def record(name: str, describe: Callable[..., tuple[str, ...]]) -> None:
+    def record(name, describe):
         function = getattr(os, name)
 
-        def recorded(*given: Any) -> None:
+        def recorded(*given):
             calls.append((name, *describe(*given)))
             function(*given)
 
         monkeypatch.setattr(os, name, recorded)
 
-    def synced(file: int) -> tuple[str, str]:
+    def synced(file):
         path = Path(os.readlink(f"/proc/self/fd/{file}"))
         return path.name, "" if path.is_dir() else str(path.stat().st_size)
 
-    def saving(folder: Path, name: str) -> list[tuple[str, ...]]:
+    def saving(folder, name):
         return [
             ("unlink", f"{name}.tmp"),  # of a run that was killed
             ("fsync", f"{name}.tmp", str((folder / name).stat().st_size)),
@@ -125,7 +124,7 @@ def test_order_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "run" in {call[1] for call in calls if call[0] == "fsync"}  # the name of checkpoints/
 
 
-def test_numbers_that_are_not_finite_become_null() -> None:
+def test_numbers_that_are_not_finite_become_null():
     found = {"a": math.nan, "b": [1.5, (math.inf, {"c": -math.inf})], "d": "NaN", "e": True}
     expected = {"a": None, "b": [1.5, [None, {"c": None}]], "d": "NaN", "e": True, "f": 2**70}
     for indent in (None, 2):
@@ -134,7 +133,7 @@ def test_numbers_that_are_not_finite_become_null() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_kind_of_tensor_is_copied(device: str, tmp_path: Path) -> None:
+def test_every_kind_of_tensor_is_copied(device, tmp_path):
     """The next step does not change the copy."""
     tied = torch.randn(7, device=device)
     tensors = {
@@ -173,19 +172,19 @@ def opened(path: Path) -> Run:
     return run
 
 
-def test_one_checkpoint_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_checkpoint_at_a_time(tmp_path, monkeypatch):
     """The second copy begins when the first one is written."""
-    result, save, order = futures.Future.result, checkpoint.save, list[str]()
+    result, save, order = futures.Future.result, checkpoint.save, []
     release = threading.Event()
 
-    def slow_save(folder: Path, content: dict[str, Any], **options: Any) -> Path:
+    def slow_save(folder, content, **options):
         order.append(f"begins {content['step']}")
         assert release.wait(HANGS_SECONDS)
         path = save(folder, content, **options)
         order.append(f"has written {content['state']['model']['weight'][0, 0]:g}")
         return path
 
-    def wait(future: futures.Future[None]) -> None:
+    def wait(future):
         release.set()
         return result(future)
 
@@ -203,7 +202,7 @@ def test_one_checkpoint_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert order == ["begins 6", "has written 1", "begins 7", "has written 2"]
 
 
-def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_written(tmp_path):
     with opened(tmp_path) as run:
         run.save(state_of(5, weight=3e38))  # large weights are finite
         run.save(state_of(6, weight=-math.inf))

@@ -1,11 +1,10 @@
 """How a device computes a model: precision, FLOPs, torch.compile."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import models
 from conf.compose import from_overrides
@@ -16,7 +15,7 @@ from tests.helpers.processes import run_python
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_compiled_kernels_are_kept_in_the_cache(cache: Path) -> None:
+def test_compiled_kernels_are_kept_in_the_cache(cache):
     """torch chooses the folder for temporary files at its import; a container loses it."""
     program = "from conf.start import set_up_process; set_up_process(); import os, torch; "
     program += "import torch._inductor.codecache; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
@@ -25,7 +24,7 @@ def test_compiled_kernels_are_kept_in_the_cache(cache: Path) -> None:
 
 
 @pytest.mark.slow
-def test_recompute_keeps_fewer_activations() -> None:
+def test_recompute_keeps_fewer_activations():
     """Activations are computed twice, and the gradients are the same."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
@@ -33,12 +32,12 @@ def test_recompute_keeps_fewer_activations() -> None:
     weights = {parameter.data_ptr() for parameter in network.parameters()}
     images = torch.randn(256, 64)
 
-    def gradients(mode: str) -> tuple[int, list[Tensor | None]]:
+    def gradients(mode):
         torch._dynamo.reset()
         network.zero_grad()
-        kept: dict[int, int] = {}  # address of what the backward pass needs -> bytes
+        kept = {}  # address of what the backward pass needs -> bytes
 
-        def keep(tensor: Tensor) -> Tensor:
+        def keep(tensor):
             if tensor.untyped_storage().data_ptr() not in weights:
                 kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
@@ -57,7 +56,7 @@ def test_recompute_keeps_fewer_activations() -> None:
 @pytest.mark.parametrize(
     ("capability", "auto"), [((9, 0), "bf16"), ((7, 5), "fp16"), ((6, 0), "fp32")]
 )
-def test_precision(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], auto: str) -> None:
+def test_precision(monkeypatch, capability, auto):
     """On older GPUs, torch emulates bf16, and reports it as supported by default."""
     monkeypatch.setattr(
         torch.cuda,
@@ -70,7 +69,7 @@ def test_precision(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int],
     assert [choose_precision(choice, CUDA) for choice in choices] == [auto, *choices[1:]]
 
 
-def test_peak_rate() -> None:
+def test_peak_rate():
     """Not that of a GPU whose name begins alike."""
     names = ("H100 80GB HBM3", "A100-SXM4-80GB", "L40", "A10G", "H100 NVL")
     given = (compute(name=f"NVIDIA {name}", precision="bf16", flops=1) for name in names)
@@ -89,15 +88,13 @@ def test_peak_rate() -> None:
         ("train.deterministic=true", CUDA, 90, "default"),
     ],
 )
-def test_compile_mode_of_resnet50(
-    word: str, device: torch.device, epochs: float, found: str
-) -> None:
+def test_compile_mode_of_resnet50(word, device, epochs, found):
     config = from_overrides(["data=fake", f"train.epochs={epochs}", word])
     steps = round(5_004.5 * epochs)
     assert resolve_compile(config, device, steps, 3 * 8_180_000_000 * 256 * steps) == found
 
 
-def test_published_flops() -> None:
+def test_published_flops():
     """torchvision publishes 4.089 G multiply-adds for ResNet-50 at 224 px; each counts as two."""
     with torch.device("meta"):
         model = models.build("resnet50", num_classes=1000, image_size=224)

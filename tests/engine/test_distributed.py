@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,15 +23,14 @@ from pipeline.build import build_datasets
 from pipeline.loader import Pool
 from tests.engine.plans import ALONE
 from tests.helpers.processes import run_command
-from tests.helpers.ranks import Ranks
 from tests.helpers.results import column
 from tests.helpers.small_run import command, torchrun
 from train import build_state
 
 
-def test_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_torchrun(monkeypatch):
     """Rank 1 of each of two nodes; without WORLD_SIZE, left-over variables mean nothing."""
-    given = list[dict[str, Any]]()
+    given = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.append(more))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     store = dist.HashStore()
@@ -49,14 +47,14 @@ def test_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert group == {"timeout": timedelta(minutes=10), "rank": 3, "world_size": 4}
 
 
-def test_two_ranks(ranks: Ranks) -> None:
+def test_two_ranks(ranks):
     done = ranks.run([sys.executable, str(Path(__file__).with_name("two_ranks.py"))], 2)
     lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # of torch 2.10
     assert lines == ["rank 0 is done", "rank 1 is done"], done.stderr
 
 
-def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gpus(number: int) -> None:
+def test_devices(monkeypatch):
+    def gpus(number):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
 
@@ -71,7 +69,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
             resolve_device("auto", rank, 3)
 
 
-def test_sync_bn_keeps_weights_and_keys() -> None:
+def test_sync_bn_keeps_weights_and_keys():
     """Only its conversion: torch computes SyncBatchNorm on GPUs only, as in the next test."""
     config = from_overrides(
         ["data=fake", "model=resnet_tiny", "data.image_size=32", "model.sync_bn=true"]
@@ -108,9 +106,7 @@ def losses(arguments: list[str], folder: Path, gpus: str) -> torch.Tensor:
 @pytest.mark.timeout(720)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("more", [[], COMPILED], ids=["eager", "compiled"])
-def test_sync_bn_trains_two_ranks_as_one_on_the_whole_batch(
-    image_root: Path, tmp_path: Path, more: list[str]
-) -> None:
+def test_sync_bn_trains_two_ranks_as_one_on_the_whole_batch(image_root, tmp_path, more):
     found = {}
     # One GPU trains without torch.compile, whose BatchNorm rounds differently; SyncBatchNorm is not
     # compiled. Seen: equal bits on two H200s in both modes, and on two H100s without compilation;
@@ -128,7 +124,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_signal_is_received_and_the_handlers_restored(number: signal.Signals) -> None:
+def test_signal_is_received_and_the_handlers_restored(number):
     before = [*map(signal.getsignal, STOPS)]
     with StopSignal(ALONE, Pool([])) as stop:
         assert not stop.poll()
@@ -139,7 +135,7 @@ def test_signal_is_received_and_the_handlers_restored(number: signal.Signals) ->
     assert [*map(signal.getsignal, STOPS)] == before
 
 
-def test_repeated_and_ignored_signals(capfd: pytest.CaptureFixture[str]) -> None:
+def test_repeated_and_ignored_signals(capfd):
     """A scheduler may send SIGTERM twice; a second Ctrl-C interrupts anything in one process."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

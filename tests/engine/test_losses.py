@@ -28,7 +28,7 @@ def focal(logits: Tensor, targets: Tensor, *, class_weights: Tensor | None) -> T
     return ((1 - (-losses).exp()) ** 2 * losses).mean()
 
 
-def test_a_loss_gets_the_keys_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_gets_the_keys_that_it_takes(monkeypatch):
     """A key that it does not take is not ignored; tests/mistakes.csv has the other key."""
     monkeypatch.setitem(LOSSES, "focal", focal)
     weights = torch.linspace(0.5, 2, CLASSES)
@@ -48,7 +48,7 @@ def check_halves(criterion: Criterion) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_labels_equal_one_hot_targets(name: str) -> None:
+def test_labels_equal_one_hot_targets(name):
     loss = build_criterion(TrainConfig(loss=name, label_smoothing=0.1, class_weights="sampled"))
     torch.testing.assert_close(loss(LOGITS, LABELS), loss(LOGITS, ONE_HOT))
     check_halves(loss)
@@ -65,13 +65,13 @@ def weights_of(given: Any, *classes: str) -> list[float] | None:
     return None if weights is None else weights.tolist()
 
 
-def test_balanced_weights_are_scikit_learns() -> None:
+def test_balanced_weights_are_scikit_learns():
     """compute_class_weight("balanced", classes=[0, 1, 2], y=[0] * 6 + [1] * 3 + [2])."""
     assert weights_of("balanced", "a", "b", "c") == pytest.approx([10 / 18, 10 / 9, 10 / 3])
     assert weights_of(None, "a", "b", "c") is None
 
 
-def test_class_weights_by_name() -> None:
+def test_class_weights_by_name():
     """In any order; the name of a class may be a number."""
     for typed in ("{b: 3.0, 7: 0.5}", "{7: 0.5, b: 3}"):
         config = from_overrides(["data=fake", f"train.class_weights={typed}"])
@@ -79,7 +79,7 @@ def test_class_weights_by_name() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_class_weights(smoothing: float) -> None:
+def test_class_weights(smoothing):
     """The weight of an image's class multiplies all its loss, not as in torch (pytorch#104776)."""
     weights = torch.linspace(0.5, 20, CLASSES)
     criterion = build_criterion(TrainConfig(label_smoothing=smoothing), weights)
@@ -94,7 +94,7 @@ def test_class_weights(smoothing: float) -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_bce_by_its_formula(smoothing: float) -> None:
+def test_bce_by_its_formula(smoothing):
     """That of timm: the threshold comes after smoothing and mixing."""
     config = TrainConfig(loss="bce", label_smoothing=smoothing)
     p = LOGITS.double().sigmoid()

@@ -4,7 +4,6 @@ import errno
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from tests.helpers.processes import run_python
 from tests.helpers.small_run import run
 
 CUDA = replace(ALONE, device=torch.device("cuda", 0))
-Built = tuple[Schedule, TrainState, StepGraph, Batch]
 
 
 def schedule_of(*overrides: str, ranks: int = 1) -> Schedule:
@@ -38,7 +36,7 @@ def schedule_of(*overrides: str, ranks: int = 1) -> Schedule:
     return Schedule(config, config.data.fake_images, ranks)
 
 
-def built(*overrides: str, world: World = ALONE) -> Built:
+def built(*overrides: str, world: World = ALONE) -> Any:
     """A schedule, and the state, the step and a batch for it."""
     schedule = schedule_of(*overrides)
     datasets = build_datasets(schedule.config)
@@ -62,9 +60,7 @@ def limited_loss(most: int, network: nn.Module, batch: Batch, **options: Any) ->
 
 
 @pytest.mark.parametrize(("most", "images", "found"), [(64, 64, None), (9, 64, 8), (9, 17, 1)])
-def test_micro_batches_halve_until_they_fit(
-    monkeypatch: Any, caplog: Any, most: int, images: int, found: int | None
-) -> None:
+def test_micro_batches_halve_until_they_fit(monkeypatch, caplog, most, images, found):
     """`found`: the size of a part; None if the schedule stays as it is. The state does, too."""
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, most))
@@ -88,7 +84,7 @@ def test_micro_batches_halve_until_they_fit(
     assert params_sha256(state.model) != before
 
 
-def test_not_even_one_image_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_even_one_image_fits(monkeypatch):
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, 0))
     schedule, state, train_on_batch, batch = built("loader.batch_size=8")
@@ -105,7 +101,7 @@ def test_not_even_one_image_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         (replace(CUDA, size=2), 0, ["model.sync_bn=true"]),  # ranks wait in the forward pass
     ],
 )
-def test_what_is_not_tried(world: World, step: int, overrides: list[str]) -> None:
+def test_what_is_not_tried(world, step, overrides):
     schedule = schedule_of(*overrides)
     state = TrainState(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), step=step)
     graph = StepGraph(lambda batch: {}, lambda step: None, state.clear_gradients, state.model)
@@ -122,14 +118,12 @@ def test_what_is_not_tried(world: World, step: int, overrides: list[str]) -> Non
         (RuntimeError("worker 1 was killed by SIGKILL; is the host out of memory?"), "None"),
     ],
 )
-def test_message(error: BaseException, says: str) -> None:
+def test_message(error, says):
     assert str(explain_limit(error)).endswith(says)
 
 
 @pytest.mark.usefixtures("toy_runs")
-def test_a_run_that_does_not_fit(
-    image_root: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_run_that_does_not_fit(image_root, tmp_path, monkeypatch, capsys):
     """It trains in parts, also when it is resumed where more memory is free."""
     batch = "loader.batch_size=16"
     whole = run(image_root, tmp_path / "whole", batch)
@@ -163,7 +157,7 @@ def train_on_a_full_gpu(mode: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize("compiled", ["off", pytest.param("default", marks=pytest.mark.slow)])
-def test_on_a_gpu(compiled: str) -> None:
+def test_on_a_gpu(compiled):
     """In a process of its own: what other tests hold would count as memory of this run."""
     code = f"from tests.engine.test_memory import train_on_a_full_gpu as f; f({compiled!r})"
     done = run_python("-c", code, seconds=300)  # it compiles again for each size

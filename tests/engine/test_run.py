@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def test_auto_resumes_the_newest_intact_checkpoint(run: Path) -> None:
+def test_auto_resumes_the_newest_intact_checkpoint(run):
     ten, twenty = checkpoint.files(run / "checkpoints")
     before = tree(run)
     assert directory(run).read_checkpoint()["identity"] == IDENTITY
@@ -51,7 +51,7 @@ def test_auto_resumes_the_newest_intact_checkpoint(run: Path) -> None:
         open_run(run)
 
 
-def test_best_is_linked_after_a_kill(run: Path) -> None:
+def test_best_is_linked_after_a_kill(run):
     """The checkpoint says that it is the best; a kill has prevented best.pt."""
     best = add_checkpoint(run, 30, best={"step": 30, "top1": 50.0})
     assert open_run(run) == best
@@ -59,7 +59,7 @@ def test_best_is_linked_after_a_kill(run: Path) -> None:
     assert open_run(run) == best
 
 
-def test_new_run_starts_from_a_path(run: Path, tmp_path: Path) -> None:
+def test_new_run_starts_from_a_path(run, tmp_path):
     ten, twenty = checkpoint.files(run / "checkpoints")
     branch = tmp_path / "branch"
     assert open_run(branch, str(ten)) == ten
@@ -72,7 +72,7 @@ def test_new_run_starts_from_a_path(run: Path, tmp_path: Path) -> None:
     check_refused(message, run, run, str(twenty))  # one folder would hold two trainings
 
 
-def test_never_moves_the_old_run_aside(run: Path, tmp_path: Path) -> None:
+def test_never_moves_the_old_run_aside(run, tmp_path):
     for path in checkpoint.files(run / "checkpoints"):
         path.write_bytes(b"partial")  # it does not read the checkpoints
     before = tree(run)
@@ -99,7 +99,7 @@ def check_refused(message: str, unchanged: Path, *arguments: Any) -> None:
     assert tree(unchanged) == before
 
 
-def test_changes_are_listed_and_accepted() -> None:
+def test_changes_are_listed_and_accepted():
     """At most six, those first that cannot change within a run."""
     now = {"data.val": "b", "optim.lr": 0.4, "train.seed": 0, "optim.momentum": 0.9}
     stored = {"data.val": "c", "optim.lr": 0.2, "train.seed": 0, "optim.betas": [0.9]}
@@ -119,7 +119,7 @@ def test_changes_are_listed_and_accepted() -> None:
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_a_change_that_no_state_fits_is_refused(name: str) -> None:
+def test_a_change_that_no_state_fits_is_refused(name):
     changes = changed_keys({"a": 1, name: 1}, {"a": 2, name: 2})
     with pytest.raises(UserError, match=rf"changed: {name}=1 \(now 2\), a=1 \(now 2\); "):
         refuse_changes(Path("step-7.pt"), changes, accept=True)
@@ -133,7 +133,7 @@ def hold(path: Path, connection: Connection) -> None:
     connection.recv()
 
 
-def test_second_process_is_refused_until_the_first_one_is_killed(tmp_path: Path) -> None:
+def test_second_process_is_refused_until_the_first_one_is_killed(tmp_path):
     here, there = multiprocessing.Pipe()
     arguments = (tmp_path / "run", there)
     holder = multiprocessing.get_context("fork").Process(target=hold, args=arguments)
@@ -163,7 +163,7 @@ COMPLETE = {"status": "finished", "step": 20, "best_by": "top1"}
         ('{"status": "fin', 20, None),
     ],
 )
-def test_finished_run(run: Path, text: str, stop_step: int, finished: Any) -> None:
+def test_finished_run(run, text, stop_step, finished):
     """Nothing is written in it; otherwise, an earlier summary is removed."""
     (run / "config.yaml").write_text("mine")
     (run / "summary.json").write_text(text)

@@ -24,7 +24,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         (1.1, 100, 10, 11),  # 11.000000000000002 in floating point
     ],
 )
-def test_count_steps(epochs: float, images: int, batch: int, steps: int) -> None:
+def test_count_steps(epochs, images, batch, steps):
     assert schedule(images, batch, epochs).steps == steps
 
 
@@ -39,15 +39,13 @@ def test_count_steps(epochs: float, images: int, batch: int, steps: int) -> None
         ("epoch", 1.5, None, 50, [10]),
     ],
 )
-def test_what_is_due(
-    what: str, epochs: float, max_steps: int | None, every: int, steps: list[int]
-) -> None:
+def test_what_is_due(what, epochs, max_steps, every, steps):
     """Ten steps per epoch, log.every_steps=5, checkpoint.every_steps=4."""
     given = schedule(100, 10, epochs, max_steps, every)
     assert [s for s in range(1, given.stop_step + 1) if getattr(given.due(s), what)] == steps
 
 
-def test_epochs_of_a_step_and_ten_rows_of_a_short_run() -> None:
+def test_epochs_of_a_step_and_ten_rows_of_a_short_run():
     short = Schedule(schema.Config(train=TrainConfig(epochs=0.5)), 25_600)
     long = Schedule(schema.Config(train=TrainConfig(epochs=9)), 25_600)
     assert (short.stop_step, short.log_every, long.log_every) == (50, 5, 50)
@@ -90,7 +88,7 @@ def curve(
         (curve("linear", final_lr=1.0), {0: 2, 50: 1.5, 100: 1, 150: 1}),
     ],
 )
-def test_learning_rates_by_hand(one: Schedule, expected: dict[int, float]) -> None:
+def test_learning_rates_by_hand(one, expected):
     assert {step: one.lr(step) for step in expected} == pytest.approx(expected)
 
 
@@ -102,14 +100,14 @@ def test_learning_rates_by_hand(one: Schedule, expected: dict[int, float]) -> No
         (64, 8, 16, 1),  # of 4 images
     ],
 )
-def test_micro_batches(batch: int, micro_batch: int | None, ranks: int, found: int) -> None:
+def test_micro_batches(batch, micro_batch, ranks, found):
     """Equal parts of at most train.micro_batch images, for any number of ranks."""
     given = dataclasses.replace(config(batch), train=TrainConfig(micro_batch=micro_batch))
     assert make_schedule(given, 100, World(0, ranks, ranks, CPU)).num_micro_batches == found
 
 
 @pytest.mark.parametrize(("batch", "advised"), [(12, 10), (2, 5)])
-def test_a_batch_that_the_ranks_cannot_share_is_refused(batch: int, advised: int) -> None:
+def test_a_batch_that_the_ranks_cannot_share_is_refused(batch, advised):
     message = rf"^loader\.batch_size={batch}: .* multiple of the 5 ranks; set it to {advised}$"
     with pytest.raises(UserError, match=message):
         make_schedule(config(batch), 100, World(0, 5, 5, CPU))

@@ -4,7 +4,6 @@ import copy
 import hashlib
 import itertools
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def take_step(state: TrainState) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_loaded_state_continues_bit_for_bit(tmp_path: Path, name: str) -> None:
+def test_loaded_state_continues_bit_for_bit(tmp_path, name):
     straight = new_state(name)
     advance(straight, 3)
     straight.best_validation = {"step": 2, "top1": 40.0}
@@ -65,7 +64,7 @@ def test_loaded_state_continues_bit_for_bit(tmp_path: Path, name: str) -> None:
     assert same(resumed.state_dict(), straight.state_dict())
 
 
-def test_average_of_buffers() -> None:
+def test_average_of_buffers():
     """Running statistics are averaged, the number of batches is copied."""
     model = nn.BatchNorm1d(1)
     average = MovingAverage(model, 0.25)
@@ -76,7 +75,7 @@ def test_average_of_buffers() -> None:
     assert found == pytest.approx((0.9 * 2, 3))
 
 
-def test_params_sha256() -> None:
+def test_params_sha256():
     """SHA-256 over the bytes of the state_dict's tensors, in any memory format."""
     model = resnet_tiny(5, 16)
     content = b"".join(t.numpy().tobytes() for t in model.state_dict().values())
@@ -86,8 +85,8 @@ def test_params_sha256() -> None:
     assert params_sha256(nn.Linear(3, 3).bfloat16()) != params_sha256(nn.Linear(3, 3).bfloat16())
 
 
-def test_seed_of_a_step() -> None:
-    def draw(seed: int, step: int, rank: int) -> tuple[float, ...]:
+def test_seed_of_a_step():
+    def draw(seed, step, rank):
         torch.rand(step % 7)  # earlier random numbers have no effect
         seed_step(seed, step, rank)
         return tuple(torch.rand(4).tolist())
@@ -98,7 +97,7 @@ def test_seed_of_a_step() -> None:
     assert len(set(first.values())) == len(cases)  # also (1, 11) and (11, 1)
 
 
-def test_resumed_optimizer_uses_the_options_of_the_current_config() -> None:
+def test_resumed_optimizer_uses_the_options_of_the_current_config():
     """Momentum buffers come from the checkpoint; weight decay and momentum from the config."""
     model = nn.Linear(4, 2)
     sgd = partial(torch.optim.SGD, [*model.parameters()], lr=0.1)
@@ -116,7 +115,7 @@ def test_resumed_optimizer_uses_the_options_of_the_current_config() -> None:
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "trained"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_everything_is_restored_on_exit(name: str, steps: int) -> None:
+def test_everything_is_restored_on_exit(name, steps):
     """All values are restored, bit for bit and weights in place, also if the block raises."""
     state = new_state(name)
     advance(state, steps)
@@ -126,7 +125,7 @@ def test_everything_is_restored_on_exit(name: str, steps: int) -> None:
     addresses = [*map(Tensor.data_ptr, live.state_dict().values())]
     random = torch.get_rng_state()
 
-    def train_two_steps(error: type[Exception] | None = None) -> None:
+    def train_two_steps(error=None):
         state.optimizer.param_groups[0]["lr"] = 0.5
         take_step(state)
         take_step(state)
@@ -137,7 +136,7 @@ def test_everything_is_restored_on_exit(name: str, steps: int) -> None:
         if error is not None:
             raise error
 
-    def check() -> None:
+    def check():
         assert same(state.state_dict(), before)
         assert [*map(Tensor.data_ptr, live.state_dict().values())] == addresses
         assert torch.equal(torch.get_rng_state(), random)
@@ -153,10 +152,10 @@ def test_everything_is_restored_on_exit(name: str, steps: int) -> None:
     check()
 
 
-def test_a_checkpoint_of_a_cpu_continues_on_a_gpu() -> None:
+def test_a_checkpoint_of_a_cpu_continues_on_a_gpu():
     """All of the optimiser's state moves to the GPU, for which the device "meta" stands."""
 
-    def build(device: str, *, capturable: bool) -> TrainState:
+    def build(device, *, capturable):
         model = nn.Linear(3, 3, device=device)
         return TrainState(model, torch.optim.AdamW(model.parameters(), capturable=capturable))
 

@@ -14,7 +14,6 @@ import train
 from conf.compose import from_overrides
 from engine.compute import Compute, choose_compute, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
-from engine.metrics import Values
 from engine.schedule import Schedule
 from engine.state import TrainState, params_sha256, restored_on_exit
 from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph
@@ -92,11 +91,9 @@ def weights(state: TrainState) -> list[str]:
         (False, ["model=resnet_tiny", "model.freeze=[conv1,bn1,layer1]", "train.ema_decay=0.9"]),
     ],
 )
-def test_a_graph_gives_the_same_bits(
-    mixed: bool, overrides: list[str], world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_gives_the_same_bits(mixed, overrides, world, monkeypatch):
     monkeypatch.setitem(zoo.OURS, "vit_s16", short_vit)
-    found: list[tuple[list[str], list[dict[str, float]]]] = []
+    found = []
     for refused in ("", "for the comparison"):
         torch._dynamo.reset()
         compute, state, train_on_batch = build(world, *overrides)
@@ -115,7 +112,7 @@ def test_a_graph_gives_the_same_bits(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_fp16_skips_a_step_that_overflows(world: World, optim: str) -> None:
+def test_fp16_skips_a_step_that_overflows(world, optim):
     """Within the graph if the optimiser skips it on the device, as torch's fused ones do."""
     compute, state, train_on_batch = build(
         world, "model=resnet_tiny", "train.precision=fp16", f"optim={optim}"
@@ -137,7 +134,7 @@ def test_fp16_skips_a_step_that_overflows(world: World, optim: str) -> None:
 
 
 @pytest.mark.gpu
-def test_the_end_destroys_the_graph(world: World) -> None:
+def test_the_end_destroys_the_graph(world):
     """Also if it is still referred to: NCCL waits for its graphs."""
     compute, _, train_on_batch = build(world, "model=resnet_tiny")
     with train_on_batch:
@@ -150,7 +147,7 @@ def test_the_end_destroys_the_graph(world: World) -> None:
 
 
 @pytest.mark.gpu
-def test_the_same_bits_after_a_measurement(world: World) -> None:
+def test_the_same_bits_after_a_measurement(world):
     """The optimiser's state moves in memory when a measurement of the step is undone."""
     found = []
     for measured in (True, False):
@@ -167,9 +164,7 @@ def test_the_same_bits_after_a_measurement(world: World) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("inside", [False, True], ids=["at its end", "in the optimiser"])
-def test_a_step_that_waits_for_the_gpu_is_not_captured(
-    inside: bool, world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_waits_for_the_gpu_is_not_captured(inside, world, caplog):
     """One line says why, and the steps continue with the same results, dropout included."""
     found = []
     for waits in (True, False):
@@ -177,12 +172,12 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(
         train_on_batch.disabled_reason = "" if waits else "for the comparison"
         step_function = train_on_batch.step_function
 
-        def waiting(batch: Batch, function: Callable[[Batch], Values] = step_function) -> Values:
+        def waiting(batch, function=step_function):
             values = function(batch)
             values["loss"].item()
             return values
 
-        def wait(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        def wait(optimizer, *_):
             optimizer.param_groups[0]["params"][0].grad.sum().item()
 
         if inside:
@@ -210,7 +205,7 @@ FAILURES: dict[str, Callable[[TrainState], Any]] = {
 
 
 @pytest.mark.parametrize("where", FAILURES)
-def test_a_step_that_fails_leaves_no_gradients(where: str) -> None:
+def test_a_step_that_fails_leaves_no_gradients(where):
     """As a capture that fails; StepGraph calls `clear_gradients`."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 3))
     batch = batch_of(image=torch.ones(3, 3, 2, 2), label=torch.arange(3))

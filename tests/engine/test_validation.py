@@ -53,9 +53,7 @@ def padded(images: Tensor, labels: Tensor, size: int) -> Iterator[Batch]:
 
 
 @pytest.mark.parametrize("size", [8, 37, 38])
-def test_result_does_not_depend_on_the_batch_size(
-    model: nn.Module, data: tuple[Tensor, Tensor], size: int
-) -> None:
+def test_result_does_not_depend_on_the_batch_size(model, data, size):
     images, labels = data
     (found,) = evaluate([model], measure, padded(images, labels, size), ALONE)
     logits = model.eval()(images)
@@ -72,10 +70,10 @@ def test_result_does_not_depend_on_the_batch_size(
     assert torch.equal(rows["prediction"], logits.argmax(1))
 
 
-def test_rows_are_copies(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
+def test_rows_are_copies(model, data):
     """On a GPU, a later batch is written into the memory of an earlier one."""
 
-    def batches() -> Iterator[Batch]:
+    def batches():
         reused = next(padded(*data, 8)).clone()
         for batch in padded(*data, 8):
             reused.copy_(batch)
@@ -86,8 +84,8 @@ def test_rows_are_copies(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_model_is_unchanged(model: nn.Module, data: tuple[Tensor, Tensor], mode: bool) -> None:
-    def watch(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+def test_model_is_unchanged(model, data, mode):
+    def watch(model, batch):
         output = model(batch["image"])
         assert not any((torch.is_grad_enabled(), model.training, output.requires_grad))
         return measure(model, batch)
@@ -100,7 +98,7 @@ def test_model_is_unchanged(model: nn.Module, data: tuple[Tensor, Tensor], mode:
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_gpu(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
+def test_nothing_waits_for_the_gpu(model, data):
     """Until the sums are read, also with deterministic kernels."""
     network = copy.deepcopy(model).cuda().eval()
     batches = [on_device(batch, "cuda") for batch in padded(*data, 8)]
@@ -122,14 +120,14 @@ def test_nothing_waits_for_the_gpu(model: nn.Module, data: tuple[Tensor, Tensor]
         (torch.full((2, 6), math.nan), [4, 0], (0, 0)),
     ],
 )
-def test_hits_of_odd_rows(logits: Tensor, labels: list[int], expected: tuple[int, ...]) -> None:
+def test_hits_of_odd_rows(logits, labels, expected):
     """Padding, NaN and inf are no hits; equal logits rank in the order of their classes."""
     found = accuracy(logits, torch.tensor(labels))
     assert tuple(value.sum().item() / 100 for value in found.values()) == expected
 
 
 @pytest.mark.parametrize("shares", [[1, 1, 1, 1], [1000, 100, 10, 1], [3, 0, 1, 1], [1]])
-def test_macro_recall_is_scikit_learns(shares: list[int]) -> None:
+def test_macro_recall_is_scikit_learns(shares):
     """A prediction of NaN, -1, is wrong."""
     rng = np.random.default_rng(0)
     label = rng.choice(len(shares), 500, p=np.array(shares) / sum(shares))
@@ -140,7 +138,7 @@ def test_macro_recall_is_scikit_learns(shares: list[int]) -> None:
     assert found == pytest.approx(100 * recall)
 
 
-def test_rows_that_are_no_values() -> None:
+def test_rows_that_are_no_values():
     """The images are the logits; a value of a classifier with two classes may need `score`."""
     logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])
     batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
@@ -153,7 +151,7 @@ def test_rows_that_are_no_values() -> None:
     assert torch.equal(rows["confidence"], torch.cat([confidence, torch.zeros(1)]))
 
 
-def test_the_best_value_may_be_the_highest_or_the_lowest() -> None:
+def test_the_best_value_may_be_the_highest_or_the_lowest():
     for text, better, worse in (("top1", 2.0, 1.0), ("-loss", 1.0, 2.0)):
         by = Metrics.of(Config(train=TrainConfig(best_by=text))).best_by
         assert by.prefers({by.name: better}, {by.name: worse})

@@ -32,7 +32,7 @@ def drawn(tmp_path: Path) -> Path:
     return tmp_path / "drawn"
 
 
-def test_images_are_jpeg_files_of_many_sizes_in_class_folders(drawn: Path) -> None:
+def test_images_are_jpeg_files_of_many_sizes_in_class_folders(drawn):
     places = itertools.product((("train", 4), ("val", 2)), CLASSES)
     expected = [f"{s}/{c}/{number:04d}.jpg" for (s, count), c in places for number in range(count)]
     files = {name: data for name, data in tree(drawn).items() if data is not None}
@@ -49,7 +49,7 @@ def test_images_are_jpeg_files_of_many_sizes_in_class_folders(drawn: Path) -> No
 
 
 @pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.3.0", reason="it rounds otherwise")
-def test_the_pixels_are_those_of_version_1() -> None:
+def test_the_pixels_are_those_of_version_1():
     """Results on the demo are compared with those of other versions of the program."""
     digest = hashlib.sha256()
     for label in CLASSES:
@@ -57,9 +57,7 @@ def test_the_pixels_are_those_of_version_1() -> None:
     assert digest.hexdigest()[:16] == "bf187e09b843e8a1"
 
 
-def test_other_files_are_refused_and_untouched(
-    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_files_are_refused_and_untouched(drawn, tmp_path, monkeypatch):
     root = tmp_path / "photos"
     (root / "train").mkdir(parents=True)
     (root / "train" / "cat.jpg").write_bytes(b"mine")
@@ -70,7 +68,7 @@ def test_other_files_are_refused_and_untouched(
     assert tree(root) == {"train": None, "train/cat.jpg": b"mine"}
 
 
-def test_samples_are_known_before_they_are_drawn(drawn: Path, tmp_path: Path) -> None:
+def test_samples_are_known_before_they_are_drawn(drawn, tmp_path):
     transform, index = Compose([RandomResizedCrop(size=24)]), load_index(drawn / "val", key="data")
     data, files = DataConfig(root=str(tmp_path / "demo")), FolderDataset(index, transform)
     dataset = DemoDataset(data, "val", transform, decoder="auto", seed=0)
@@ -83,9 +81,7 @@ def test_samples_are_known_before_they_are_drawn(drawn: Path, tmp_path: Path) ->
         np.testing.assert_array_equal(dataset[place]["image"], files[place]["image"])
 
 
-def test_mistakes_are_found_before_it_is_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_logging: None
-) -> None:
+def test_mistakes_are_found_before_it_is_drawn(tmp_path, monkeypatch, own_logging):
     monkeypatch.chdir(tmp_path)
     words = ["recipe=demo", "data.image_size=32", "loader.batch_size=8", "train.device=cpu"]
     words += ["loader.workers=0", "run.dir=run"]

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +54,7 @@ def row(epoch: float, top1: float = 0.0, loss: float = 0.5) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("std", "expected"), [(0.123, "76.1 ± 0.12 is expected"), (None, "76.1 is expected")]
 )
-def test_the_summary_at_the_end(std: float | None, expected: str) -> None:
+def test_the_summary_at_the_end(std, expected):
     """It has the facts of the recipe. A run that stops earlier is not compared."""
     line = f"recipe    top1 75.70 %: {expected} (published, torchvision IMAGENET1K_V1)"
     compared = {**FACTS, "std": std, "value": "top1", "difference": -0.4, "line": line}
@@ -70,9 +69,7 @@ def test_the_summary_at_the_end(std: float | None, expected: str) -> None:
     ("epoch", "training", "validation", "warned"),
     [(1, 6.91, 6.92, True), (1, 6.8, 6.92, False), (1, 6.92, math.nan, True), (0.9, 7, 7, False)],
 )
-def test_a_run_that_learns_nothing(
-    epoch: float, training: float, validation: float, warned: bool
-) -> None:
+def test_a_run_that_learns_nothing(epoch, training, validation, warned):
     found = expectation(last=row(epoch, 0.1, validation))
     found.log.row["loss"] = training
     assert ("below 6.91, that of a guess" in str(found.finish({}))) == warned
@@ -93,12 +90,12 @@ OTHERS += [("fitted", 64), ("history", ("began at",))]  # smaller parts; it cont
         ([], {"image": "tar: 1.PNG", "format": "lossless"}, True),
     ],
 )
-def test_which_runs_are_compared(typed: list[str], changes: dict[str, Any], compared: bool) -> None:
+def test_which_runs_are_compared(typed, changes, compared):
     found = expectation(*typed, last=row(3), **changes).finish({})
     assert (found["expectation"] is not None) == compared
 
 
-def test_the_node_of_five_runs(tmp_path: Path) -> None:
+def test_the_node_of_five_runs(tmp_path):
     """`.ci/reference` prints the node of a recipe, without the facts of the data."""
     reference = run_path(str(ROOT / ".ci" / "reference"))["reference"]
     top1 = np.random.default_rng(0).uniform(20, 80, (5, 3))

@@ -34,7 +34,7 @@ def decided(images: int, *typed: str, ranks: int = 1) -> dict[str, Any]:
     return config_values(complete(config, images, ranks))
 
 
-def test_values_from_the_number_of_images(pretrained: Path) -> None:
+def test_values_from_the_number_of_images(pretrained):
     config = from_overrides(["recipe=finetune", "data.root=/x", f"model.weights={pretrained}"])
     weights, images = complete(config, 18).notes
     assert weights.startswith(f"from {pretrained}: ") and "model.name=resnet_tiny" in weights
@@ -47,7 +47,7 @@ def test_values_from_the_number_of_images(pretrained: Path) -> None:
         assert values["schedule.warmup_epochs"] == epochs / 10  # 0.1 * 12 has 17 digits
 
 
-def test_override_keys_override_what_the_program_decides(pretrained: Path) -> None:
+def test_override_keys_override_what_the_program_decides(pretrained):
     weights = f"model.weights={pretrained / 'checkpoints' / 'best.pt'}"
     values = decided(36, weights, "loader.batch_size=512", "train.epochs=5", "data.std=[1,1,1]")
     assert values["loader.batch_size"] == 512 and values["optim.lr"] == 0.03
@@ -74,9 +74,7 @@ def test_override_keys_override_what_the_program_decides(pretrained: Path) -> No
         ("a.pth", lambda w: {"arch": "of_timm", "state_dict": w}, "timm/of_timm", None),
     ],
 )
-def test_files_of_other_projects(
-    tmp_path: Path, file: str, content: Any, name: str, resize: dict[str, Any] | None
-) -> None:
+def test_files_of_other_projects(tmp_path, file, content, name, resize):
     model = models.build("resnet_tiny", num_classes=5, image_size=64)
     torch.save(content(model.state_dict()), tmp_path / file)
     weights = f"model.weights={tmp_path / file}"
@@ -89,9 +87,7 @@ def test_files_of_other_projects(
     assert decided(36, weights, "model=resnet18")["model.name"] == "resnet18"
 
 
-def test_what_is_decided_is_the_same_at_the_next_start(
-    pretrained: Path, image_root: Path, tmp_path: Path
-) -> None:
+def test_what_is_decided_is_the_same_at_the_next_start(pretrained, image_root, tmp_path):
     """So it resumes; tests/test_train.py has frozen layers."""
     words = ["recipe=finetune", f"model.weights={pretrained}", f"data.root={image_root}", *FAST]
     words += ["train.epochs=20", "model.freeze=[conv1,bn1]", f"run.dir={tmp_path / 'run'}"]

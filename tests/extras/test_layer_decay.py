@@ -22,7 +22,7 @@ def rates_of(model: nn.Module, kind: str, layer_decay: float) -> dict[str, float
     return {name: of[id(p)] for name, p in model.named_parameters() if p.requires_grad}
 
 
-def test_by_the_formula() -> None:
+def test_by_the_formula():
     """decay ** distance from the head; frozen parameters have no group."""
     with torch.device("meta"):
         found = rates_of(vit_s16(10, 32), "adamw", 0.5)
@@ -42,7 +42,7 @@ def test_by_the_formula() -> None:
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "convnext_atto"])
-def test_it_is_timms(name: str) -> None:
+def test_it_is_timms(name):
     groups_of = pytest.importorskip("timm.optim").param_groups_layer_decay
     model = models.build(f"timm/{name}", num_classes=3, image_size=224)
     theirs = groups_of(model, layer_decay=0.7)
@@ -51,7 +51,7 @@ def test_it_is_timms(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["densenet121", "swin_t", "maxvit_t", "mobilenet_v3_small"])
-def test_each_parameter_is_in_one_block_and_the_head_is_the_last(name: str) -> None:
+def test_each_parameter_is_in_one_block_and_the_head_is_the_last(name):
     with torch.device("meta"):
         model = models.build(name, num_classes=7, image_size=64)
     found = blocks(model)
@@ -60,7 +60,7 @@ def test_each_parameter_is_in_one_block_and_the_head_is_the_last(name: str) -> N
     assert {shapes[key][0] for key in found[-1]} == {7}
 
 
-def test_a_factor_that_is_not_one() -> None:
+def test_a_factor_that_is_not_one():
     config = OptimConfig("extras.layer_decay:sgd", {"layer_decay": 1.5})
     with pytest.raises(UserError, match=r"^optim.args={layer_decay: .*}: layer_decay must be > 0"):
         build_optimizer(nn.Linear(2, 2), config)

@@ -1,7 +1,6 @@
 """Metrics of all rows of a split: scikit-learn's on random predictions."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ SHARES = {
 
 
 @pytest.mark.parametrize("case", SHARES)
-def test_macro_means_are_scikit_learns(case: str) -> None:
+def test_macro_means_are_scikit_learns(case):
     rng, (of_labels, of_predictions) = np.random.default_rng(0), map(np.array, SHARES[case])
     classes, count = len(of_labels), 500
     label = rng.choice(classes, count, p=of_labels / of_labels.sum())
@@ -43,7 +42,7 @@ def test_macro_means_are_scikit_learns(case: str) -> None:
 
 @pytest.mark.parametrize("ones", [0.5, 0.01])
 @pytest.mark.parametrize("digits", [1, 6], ids=["ties", "no ties"])
-def test_area_under_the_curve_is_scikit_learns(ones: float, digits: int) -> None:
+def test_area_under_the_curve_is_scikit_learns(ones, digits):
     rng = np.random.default_rng(0)
     label = (rng.random(1000) < ones).astype(np.int64)
     score = np.round(rng.random(1000) + 0.3 * label, digits).astype(np.float32)
@@ -52,7 +51,7 @@ def test_area_under_the_curve_is_scikit_learns(ones: float, digits: int) -> None
     assert roc_auc(label, np.zeros(1000)) == 50 and roc_auc(label, label) == 100
 
 
-def test_values_of_a_validation_of_two_classes() -> None:
+def test_values_of_a_validation_of_two_classes():
     """The images are the logits. As probabilities, those of the first two would both be 1."""
     logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])
     batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
@@ -67,7 +66,7 @@ def test_values_of_a_validation_of_two_classes() -> None:
     assert not metrics["macro_f1"].console and not metrics["auc"].console
 
 
-def test_expected_calibration_error() -> None:
+def test_expected_calibration_error():
     """The formula of arXiv 1706.04599, with bins (0, 1/15], (1/15, 2/15], ..."""
     rng = np.random.default_rng(0)
     confidence = rng.random(500).astype(np.float32)
@@ -79,9 +78,7 @@ def test_expected_calibration_error() -> None:
     assert calibration_error(top1, confidence) == pytest.approx(error, abs=1e-5) and error > 5
 
 
-def test_the_best_checkpoint_by_one_of_them(
-    image_root: Path, tmp_path: Path, toy_runs: None
-) -> None:
+def test_the_best_checkpoint_by_one_of_them(image_root, tmp_path, toy_runs):
     summary = run(image_root, tmp_path, "loader.workers=0", "train.best_by=-ece")
     found = rows(tmp_path, "val")
     assert summary["best_ece"] == pytest.approx(min(row["ece"] for row in found), abs=1e-3)

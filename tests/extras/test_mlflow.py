@@ -1,7 +1,5 @@
 """MLflow: what its store holds after two starts of a run."""
 
-from pathlib import Path
-
 import pytest
 
 import train
@@ -11,7 +9,7 @@ mlflow = pytest.importorskip("mlflow")
 
 
 @pytest.mark.usefixtures("toy_runs")
-def test_the_rows_of_two_starts(image_root: Path, tmp_path: Path) -> None:
+def test_the_rows_of_two_starts(image_root, tmp_path):
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     for steps in (2, 3):
         options = ["log.observers=[extras.mlflow:MLflow]", f"train.max_steps={steps}"]

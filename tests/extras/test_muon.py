@@ -1,8 +1,5 @@
 """Muon compared with its formula in float64, with SGD, and with timm's."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -55,7 +52,7 @@ def muon_step(weight: np.ndarray, average: np.ndarray, gradient: np.ndarray) -> 
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_by_its_formula(fixed: bool) -> None:
+def test_by_its_formula(fixed):
     """The second and third convolution are the hidden layers; the others are trained by SGD."""
     model, twin = build(), build()
     args = f"optim.args={{rate: 0.05, fixed_norm: {str(fixed).lower()}}}"
@@ -80,14 +77,14 @@ def test_by_its_formula(fixed: bool) -> None:
             torch.testing.assert_close(parameter, twin.get_parameter(name), rtol=0, atol=0)
 
 
-def test_equals_timm() -> None:
+def test_equals_timm():
     """timm's has the same average, iteration and scale; its fall-back trains the other weights."""
     timm = pytest.importorskip("timm.optim.muon")
     model, twin = build(), build()
     optimizer = build_optimizer(model, from_overrides([*OPTIONS, "optim.args={rate: 0.1}"]).optim)
     hidden = [twin.get_parameter(name) for name in HIDDEN]
     start = {name: twin.get_parameter(name).detach().clone() for name in HIDDEN}
-    keys: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "weight_decay": 0.01}
+    keys = {"momentum": 0.95, "nesterov": True, "weight_decay": 0.01}
     theirs = timm.Muon(hidden, lr=0.1, ns_coefficients="original", **keys)
     for number, rate in enumerate(RATES):
         step(theirs, twin, rate, number)
@@ -97,7 +94,7 @@ def test_equals_timm() -> None:
         assert_near(ours, other, start[name])
 
 
-def test_average_is_stored(tmp_path: Path) -> None:
+def test_average_is_stored(tmp_path):
     """A step after loading a checkpoint is that of the optimiser that wrote it."""
     config = from_overrides(OPTIONS).optim
     model, twin = build(), build()

@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ def recorded(logits: Tensor, labels: Tensor, dataset: Any = None) -> Predictions
     return Predictions(validation.rows, NAMES, dataset)
 
 
-def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
+def test_classes_and_confusions(logits, labels):
     found = recorded(logits, labels)
     pairs = found.confusions
     counts = [count for _, _, count in pairs]
@@ -70,7 +69,7 @@ def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
         }
 
 
-def test_nan_is_no_hit() -> None:
+def test_nan_is_no_hit():
     """argmax returns class 0 for NaN; top1 counts no hit, and neither does a class."""
     found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long))
     row, other = found.per_class[:2]
@@ -78,12 +77,12 @@ def test_nan_is_no_hit() -> None:
     assert not found.confidences.any()
 
 
-def test_pictures(logits: Tensor, labels: Tensor) -> None:
+def test_pictures(logits, labels):
     """The 16 images with the largest loss are loaded."""
-    loaded: list[int] = []
+    loaded = []
 
     class Images(FakeDataset):
-        def load(self, epoch: int, index: int) -> dict[str, Any]:
+        def load(self, epoch, index):
             loaded.append(index)
             return {"image": np.full((8, 8, 3), index % 256, np.uint8)}
 
@@ -95,7 +94,7 @@ def test_pictures(logits: Tensor, labels: Tensor) -> None:
         assert (sheet[100 + i // 4 * 254, 100 + i % 4 * 200] == index % 256).all()
 
 
-def test_files_of_a_run(image_root: Path, tmp_path: Path, toy_runs: None) -> None:
+def test_files_of_a_run(image_root, tmp_path, toy_runs):
     frozen = "model.freeze=[conv1,bn1,layer1,layer2,layer3]", "optim.lr=1e-30"  # nothing changes
     words = "loader.workers=0", "log.trackers=[tensorboard]", *frozen
     summary = run(image_root, tmp_path, *words)
@@ -112,13 +111,14 @@ def test_files_of_a_run(image_root: Path, tmp_path: Path, toy_runs: None) -> Non
     words = [str(tmp_path), "--out", str(tmp_path / "out"), "train.device=cpu", "loader.workers=0"]
     assert evaluate_script.evaluate_one(evaluate_script.arguments(words)) == 0
     names = {"worst.jpg", "per_class.csv", "confusion.csv", "worst.csv"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, "evaluation.json", "hits.json"}
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {*names, "evaluation.json", "hits.json"}
     for name in names:  # what the run has written about its best checkpoint
         assert (tmp_path / "out" / name).read_bytes() == (found / name).read_bytes()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_images_are_shown_without_normalisation(device: str) -> None:
+def test_images_are_shown_without_normalisation(device):
     """Also from channels_last. Each has a tile of 192 px, in rows of 4."""
     pixels = torch.randint(0, 256, (20, 3, 6, 6), dtype=torch.uint8)
     format = ImageFormat(torch.device(device), [0.4, 0.5, 0.6], [0.2, 0.3, 0.2])
@@ -144,7 +144,7 @@ GREY = [[[10] * 3, [255] * 3]]
         ([[[[0.04], [1.2]]], [[[0], [0]]]], "float32", GREY),
     ],
 )
-def test_images_of_any_channels_and_dtype(levels: object, dtype: str, expected: object) -> None:
+def test_images_of_any_channels_and_dtype(levels, dtype, expected):
     """The last one has two frames, and a level above 1."""
     found = rgb(np.array(levels, dtype))
     assert found.dtype == np.uint8 and found.tolist() == expected

@@ -32,12 +32,12 @@ NAME = "resnet50,data=fake"
         ("model.weights=null,'/a,b.pth'", ["null", "'/a,b.pth'"]),
     ],
 )
-def test_syntax_of_sweeps(typed: str, expected: list[str]) -> None:
+def test_syntax_of_sweeps(typed, expected):
     key = typed.partition("=")[0].lstrip("+")
     assert list(Sweep([FAKE, typed]).jobs) == [(f"{key}={value}",) for value in expected]
 
 
-def test_a_large_sweep_is_composed_in_part(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_large_sweep_is_composed_in_part(capsys):
     """Its size costs no time: each value is checked, but only some jobs are composed."""
     jobs = list(Sweep([FAKE, "train.seed=range(60)", "optim.lr=0.1,0.2"]).jobs)
     assert len(jobs) == MOST and jobs[-1] == (f"train.seed={MOST // 2 - 1}", "optim.lr=0.2")
@@ -62,12 +62,12 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES.items())
-def test_mistakes(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(words, message, capsys):
     """They are found before the first job starts."""
     assert message in refusal(["-m", "data.root=.", *words.split()], capsys)
 
 
-def test_refused_elsewhere(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_refused_elsewhere(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.parse(["-m", "optim.lr=1,2", FAKE], script="bench.py", purpose="")
     assert "-m: only train.py has sweeps; start this" in capsys.readouterr().err
@@ -139,7 +139,7 @@ def sweep(folder: Path, outcomes: list[Any], *more: str) -> tuple[int, list[str]
     return process.returncode, (folder / "started").read_text().split(), out
 
 
-def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
+def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path):
     status, started, out = sweep(tmp_path, [0, 1, 0])
     assert (status, started) == (1, ["0", "1", "2"])
     first, second, third = (NAME.replace(",", f",train.seed={seed},") for seed in range(3))
@@ -169,7 +169,7 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path: Path) -> None:
         ("0.25", ["optim.lr=0.25 is the highest value tried"]),
     ],
 )
-def test_table(best: str, notes: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_table(best, notes, tmp_path, monkeypatch, capsys):
     """The best job is first. A line says if its number is the lowest or highest that was tried."""
     monkeypatch.chdir(tmp_path)
     sweep = Sweep([FAKE, "optim.lr=0.1,0.25,0.2", "schedule=step,cosine"])
@@ -187,7 +187,7 @@ def test_table(best: str, notes: list[str], tmp_path: Path, monkeypatch: Any, ca
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )
-def test_a_signal_reaches_the_job(tmp_path: Path, number: int) -> None:
+def test_a_signal_reaches_the_job(tmp_path, number):
     """The job saves, and the sweep ends with its status; also if the sweep itself is killed."""
     if number == signal.SIGKILL:
         needs_linux()  # prctl
@@ -204,7 +204,7 @@ def test_a_signal_reaches_the_job(tmp_path: Path, number: int) -> None:
     assert (tmp_path / "saved").exists() and (tmp_path / "started").read_text() == "0\n"
 
 
-def test_installed_plugins_run(tmp_path: Path) -> None:
+def test_installed_plugins_run(tmp_path):
     """They get the overrides that vary, and the best score of each job, or that of a failed one."""
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "backwards.py").write_text(PLUGIN)

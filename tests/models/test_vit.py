@@ -21,7 +21,7 @@ def small(image_size: int = 32) -> VisionTransformer:
     return VisionTransformer(image_size=image_size, patch_embed=PatchEmbed(3, 8, 16), **sizes)
 
 
-def test_positions_by_hand() -> None:
+def test_positions_by_hand():
     """Row 1, column 2, 8 channels: sin x, cos x, sin y, cos y for frequencies 1 and 1/10000."""
     found = positions(2, 3, 8)
     assert found.shape == (6, 8)
@@ -31,7 +31,7 @@ def test_positions_by_hand() -> None:
     assert found[0].tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
-def test_blocks_compute_the_same_as_torch() -> None:
+def test_blocks_compute_the_same_as_torch():
     """nn.TransformerEncoderLayer with the same weights and the tanh form of GELU."""
     torch.manual_seed(0)
     model = small().eval()
@@ -60,7 +60,7 @@ def test_blocks_compute_the_same_as_torch() -> None:
     assert expected.abs().max() > 0.1
 
 
-def test_other_image_sizes() -> None:
+def test_other_image_sizes():
     """Positions are computed from the grid: a model for another size gives the same output."""
     torch.manual_seed(0)
     model, other = small(32).eval(), small(48).eval()
@@ -71,9 +71,9 @@ def test_other_image_sizes() -> None:
     assert model(torch.randn(1, 3, 16, 40)).shape == (1, 5)
 
 
-def test_the_residual_stream_is_float32_under_autocast() -> None:
+def test_the_residual_stream_is_float32_under_autocast():
     """Also in bf16, the last norm gets float32. tests/extras/kernels compiles it on a GPU."""
-    model, seen = small(), list[torch.dtype]()
+    model, seen = small(), []
     model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.randn(2, 3, 32, 32))

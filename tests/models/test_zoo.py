@@ -5,9 +5,7 @@ import json
 import re
 import sys
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +30,7 @@ def tiny(num_classes: int = 10, seed: int = 0) -> nn.Module:
     ("name", "count", "channels_last"),
     [("resnet_tiny", 308_650, True), ("vit_s16", 21_593_482, False), ("swin_t", 27_527_044, False)],
 )
-def test_names_and_sizes(name: str, count: int, channels_last: bool) -> None:
+def test_names_and_sizes(name, count, channels_last):
     assert name in models.available()
     with torch.device("meta"):
         model = models.build(name, num_classes=10, image_size=64).eval()
@@ -42,16 +40,16 @@ def test_names_and_sizes(name: str, count: int, channels_last: bool) -> None:
     assert found == [channels_last, channels_last, False]
 
 
-def test_zero_init_residual_makes_each_block_the_identity() -> None:
+def test_zero_init_residual_makes_each_block_the_identity():
     """Only the scales of the last norms are zero."""
     args = {"zero_init_residual": True}
-    model: Any = models.build("resnet_tiny", num_classes=10, image_size=32, args=args)
+    model = models.build("resnet_tiny", num_classes=10, image_size=32, args=args)
     for (block,) in (model.layer1, model.layer2, model.layer3):
         assert not block.bn2.weight.any()
         assert block.bn1.weight.all()
 
 
-def test_timm_model_for_another_image_size() -> None:
+def test_timm_model_for_another_image_size():
     pytest.importorskip("timm")
     model = models.build("timm/vit_tiny_patch16_224", num_classes=3, image_size=64)
     assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
@@ -59,9 +57,9 @@ def test_timm_model_for_another_image_size() -> None:
         models.build("timm/resnet188", num_classes=3, image_size=64)
 
 
-def test_names_of_the_hugging_face_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_the_hugging_face_hub(monkeypatch):
     """timm finds what they name."""
-    timm: Any = ModuleType("timm")
+    timm = ModuleType("timm")
     timm.__spec__, timm.is_model = ModuleSpec("timm", None), lambda name: False
     timm.create_model = lambda name, num_classes, **_: nn.Linear(len(name), num_classes)
     monkeypatch.setitem(sys.modules, "timm", timm)
@@ -71,7 +69,7 @@ def test_names_of_the_hugging_face_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("channels", [1, 5])
 @pytest.mark.parametrize("name", ["resnet_tiny", "vit_s16", "timm/resnet18"])
-def test_input_channels(name: str, channels: int) -> None:
+def test_input_channels(name, channels):
     if name.startswith("timm/"):
         pytest.importorskip("timm")
     with torch.device("meta"):
@@ -81,7 +79,7 @@ def test_input_channels(name: str, channels: int) -> None:
     assert found == (channels, 7)
 
 
-def test_torchvision_takes_three_channels() -> None:
+def test_torchvision_takes_three_channels():
     with pytest.raises(UserError, match=r"=resnet18: takes images of 3 channels, not 5; "):
         models.build("resnet18", num_classes=7, image_size=32, in_channels=5)
 
@@ -89,7 +87,7 @@ def test_torchvision_takes_three_channels() -> None:
 # Weights that fit.
 
 
-def test_head_that_does_not_fit_starts_at_zero(caplog: pytest.LogCaptureFixture) -> None:
+def test_head_that_does_not_fit_starts_at_zero(caplog):
     """The file has another number of classes, or no head."""
     caplog.set_level("INFO")
     other = tiny(seed=5).state_dict()
@@ -106,7 +104,7 @@ def test_head_that_does_not_fit_starts_at_zero(caplog: pytest.LogCaptureFixture)
         assert "test: fc.weight, fc.bias start anew: " in caplog.text
 
 
-def test_a_new_head_before_a_relu_learns() -> None:
+def test_a_new_head_before_a_relu_learns():
     torch.manual_seed(0)
     stored = models.build("squeezenet1_1", num_classes=10, image_size=32).state_dict()
     model = models.build("squeezenet1_1", num_classes=3, image_size=32)
@@ -119,9 +117,7 @@ def test_a_new_head_before_a_relu_learns() -> None:
 @pytest.mark.parametrize(
     ("named", "kept"), [(["cat", "dog"], True), (["dog", "cat"], False), ([], True)]
 )
-def test_the_head_of_other_classes_is_not_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str, named: list[str], kept: bool
-) -> None:
+def test_the_head_of_other_classes_is_not_kept(tmp_path, caplog, suffix, named, kept):
     """Also if their number is that of the training: its logits would be of other classes."""
     stored, model, path = tiny(2, seed=5).state_dict(), tiny(2), tmp_path / f"weights{suffix}"
     if suffix == ".pt":
@@ -138,7 +134,7 @@ def test_the_head_of_other_classes_is_not_kept(
 
 
 @pytest.mark.parametrize("name", ["densenet121", "vit_b_32"])
-def test_former_names_of_torchvision(name: str) -> None:
+def test_former_names_of_torchvision(name):
     with torch.device("meta"):
         model = models.build(name, num_classes=7, image_size=32)
     former = {
@@ -151,7 +147,7 @@ def test_former_names_of_torchvision(name: str) -> None:
     fit_weights(model, former, origin="test")
 
 
-def test_layers_with_versions(caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_with_versions(caplog):
     """mnasnet needs them; torchvision's oldest weights have no num_batches_tracked."""
     stored = models.build("mnasnet0_5", num_classes=7, image_size=32).state_dict()
     old = {k: v for k, v in stored.items() if not k.endswith("num_batches_tracked")}
@@ -172,9 +168,7 @@ def test_layers_with_versions(caplog: pytest.LogCaptureFixture) -> None:
         ("bn1.weight", torch.zeros(3), ", 1 of another shape, such as bn1.weight"),
     ],
 )
-def test_refused_weights_do_not_change_the_model(
-    key: str, value: torch.Tensor | None, message: str
-) -> None:
+def test_refused_weights_do_not_change_the_model(key, value, message):
     model, stored = tiny(seed=1), dict(tiny(seed=2).state_dict())
     stored.pop(key, None)
     if value is not None:
@@ -185,7 +179,7 @@ def test_refused_weights_do_not_change_the_model(
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"conv1.weight": 5}, {"state": {}}])
-def test_files_that_hold_something_else(tmp_path: Path, content: Any) -> None:
+def test_files_that_hold_something_else(tmp_path, content):
     path = tmp_path / "weights.pt"
     torch.save(content, path)
     with pytest.raises(UserError, match=r"^model\.weights=.*: is not a state_dict"):
@@ -195,7 +189,7 @@ def test_files_that_hold_something_else(tmp_path: Path, content: Any) -> None:
 # Freezing parameters by their names.
 
 
-def test_frozen_modules() -> None:
+def test_frozen_modules():
     """No gradients, and BatchNorm keeps its statistics in training, also in a copy."""
     model = tiny(num_classes=3)
     models.freeze(model, ["conv1", "bn1", "layer1"])
@@ -213,7 +207,7 @@ def test_frozen_modules() -> None:
         assert (net.bn1.training, net.layer2.training) == (False, True)
 
 
-def test_a_part_of_a_module() -> None:
+def test_a_part_of_a_module():
     """layer1 is not layer10, and a parameter alone does not put its module into eval mode."""
     model = torch.nn.ModuleDict({f"layer{i}": torch.nn.BatchNorm1d(2) for i in (1, 10)})
     models.freeze(model, ["layer1.weight"])
@@ -225,7 +219,7 @@ def test_a_part_of_a_module() -> None:
 # ResNets have the names of torchvision's layers, and compute the same.
 
 
-def test_resnet18_cifar_computes_the_same_as_torchvision() -> None:
+def test_resnet18_cifar_computes_the_same_as_torchvision():
     """With a 3x3 stem, stride 1, no pooling."""
     from torchvision.models import resnet18
 
@@ -239,7 +233,7 @@ def test_resnet18_cifar_computes_the_same_as_torchvision() -> None:
         torch.testing.assert_close(ours.train(training)(images), theirs.train(training)(images))
 
 
-def test_initial_convolutions_keep_the_variance() -> None:
+def test_initial_convolutions_keep_the_variance():
     """Kaiming's fan-out normal: std = sqrt(2 / (out channels * kernel area))."""
     torch.manual_seed(0)
     weight = resnet18_cifar(10, 32).state_dict()["layer4.0.conv1.weight"]

@@ -4,7 +4,6 @@ import io
 import itertools
 import pickle
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ def made(transform: Any, image: Image.Image, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (0.1, 10.0), (2.0, 2.0)])
 @pytest.mark.parametrize("scale", [(0.08, 1.0), (0.0001, 0.001), (1.0, 1.0)])
-def test_crop_lies_within_the_image(scale: tuple[float, float], ratio: tuple[float, float]) -> None:
+def test_crop_lies_within_the_image(scale, ratio):
     crop = one("random_resized_crop", size=8, scale=scale, ratio=ratio)
     sizes = [(1, 1), (1, 500), (2, 3), (300, 200), (4000, 20)]
     for (width, height), seed in itertools.product(sizes, range(30)):
@@ -40,7 +39,7 @@ def test_crop_lies_within_the_image(scale: tuple[float, float], ratio: tuple[flo
 
 
 @pytest.mark.parametrize("size", [(30, 1000), (1000, 30)])
-def test_after_ten_tries_the_crop_is_torchvisions_largest_region(size: tuple[int, int]) -> None:
+def test_after_ten_tries_the_crop_is_torchvisions_largest_region(size):
     from torchvision.transforms import RandomResizedCrop as Theirs
 
     left, top, *end = one("random_resized_crop", size=8, scale=(1, 1)).box(*size, random.Random(0))
@@ -49,7 +48,7 @@ def test_after_ten_tries_the_crop_is_torchvisions_largest_region(size: tuple[int
 
 
 @pytest.mark.parametrize("padding_mode", ["constant", "reflect"])
-def test_borders_are_torchvisions(padding_mode: str) -> None:
+def test_borders_are_torchvisions(padding_mode):
     """Also of a file that is not decoded yet, and wider than the image."""
     from torchvision.transforms.v2 import functional
 
@@ -67,7 +66,7 @@ def test_borders_are_torchvisions(padding_mode: str) -> None:
     np.testing.assert_array_equal(made(one("center_crop", size=40), image), theirs)
 
 
-def test_an_image_smaller_than_the_crop_is_refused() -> None:
+def test_an_image_smaller_than_the_crop_is_refused():
     with pytest.raises(ValueError, match="smaller than size 11"):
         made(one("random_crop", size=11), PHOTO.resize((10, 12)))
 
@@ -87,9 +86,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws(
-    image_root: Path, name: str
-) -> None:
+def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws(image_root, name):
     """As torchvision makes them from the file itself: RGB, uint8."""
     from torchvision.transforms import v2
 
@@ -107,7 +104,7 @@ def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws(
     assert changed
 
 
-def test_draws_come_from_the_sample_and_leave_torchs_generator_as_it_was() -> None:
+def test_draws_come_from_the_sample_and_leave_torchs_generator_as_it_was():
     """Also in a worker, which gets the transform without torchvision's."""
     transform = one("v2.RandomErasing", p=1)
     before = torch.get_rng_state()
@@ -148,7 +145,7 @@ def own_pixels(picture: Picture) -> float:
 @pytest.mark.parametrize(
     "entries", [[CROP, FLIP, {"center_crop": {"size": 160}}], [FLIP, CROP], [FLIP, REFLECTED]]
 )
-def test_every_pixel_of_a_mask_follows_exactly(entries: list[Any]) -> None:
+def test_every_pixel_of_a_mask_follows_exactly(entries):
     for seed in range(8):
         picture = moved(entries, seed)
         assert (picture.pixels()[..., 0] == transform_target(MASK, picture) * 100).all()
@@ -163,7 +160,7 @@ def test_every_pixel_of_a_mask_follows_exactly(entries: list[Any]) -> None:
         [{"resize": {"size": [90, 160]}}, CROP, FLIP],
     ],
 )
-def test_a_mask_follows_where_pixels_are_means(entries: list[Any]) -> None:
+def test_a_mask_follows_where_pixels_are_means(entries):
     """Pixels near to an edge have a colour between those of both values."""
     for seed in range(4):
         picture = moved(entries, seed)
@@ -174,14 +171,14 @@ def test_a_mask_follows_where_pixels_are_means(entries: list[Any]) -> None:
         assert own_pixels(picture) > 0.97, seed
 
 
-def test_no_mask_follows_a_transform_of_torchvision() -> None:
+def test_no_mask_follows_a_transform_of_torchvision():
     """Nor what comes after it."""
     picture = moved([{"v2.RandomRotation": {"degrees": 30}}, FLIP], 3)
     with pytest.raises(ValueError, match=r"^a mask follows crops, resizes and flips only; leave"):
         transform_target(MASK, picture)
 
 
-def test_no_mask_follows_a_turned_photo() -> None:
+def test_no_mask_follows_a_turned_photo():
     """It may be of the stored or of the upright pixels."""
     data = encoded(Image.fromarray(IMAGE), exif=exif(3))
     transform_target(MASK, open_picture(data, "pillow").mirrored())
@@ -194,7 +191,7 @@ def test_no_mask_follows_a_turned_photo() -> None:
     "mask",
     [MASK.astype(np.uint8), MASK.astype(np.float32), np.stack([MASK, MASK + 5], axis=-1)],
 )
-def test_a_file_that_stays_encoded_moves_a_mask_alike_without_decoding(mask: np.ndarray) -> None:
+def test_a_file_that_stays_encoded_moves_a_mask_alike_without_decoding(mask):
     file = JpegFile(b"", (155, 140), lambda *_: pytest.fail("decoded"))
     for seed in range(6):
         pictures = [moved([CROP, FLIP], seed, source) for source in (file, IMAGE)]

@@ -40,11 +40,11 @@ def is_box(inside: np.ndarray) -> bool:
     return bool((inside == np.outer(inside.any(axis=1), inside.any(axis=0))).all())
 
 
-def test_draws_differ_between_seeds_and_steps() -> None:
+def test_draws_differ_between_seeds_and_steps():
     assert len({share(*place).rng.random() for place in ((0, 0), (1, 0), (0, 1), (1, 0))}) == 3
 
 
-def test_mixup_blends_pixels_and_targets_alike() -> None:
+def test_mixup_blends_pixels_and_targets_alike():
     images, targets = one("mixup", alpha=5.0)(*batch(), share())
     own = targets[range(COUNT), range(COUNT)]
     other = targets[range(COUNT), neighbours()]
@@ -56,7 +56,7 @@ def test_mixup_blends_pixels_and_targets_alike() -> None:
     assert len(set(own.tolist())) > COUNT / 2  # a weight of its own for each image
 
 
-def test_cutmix_pastes_a_box_and_its_area_is_the_weight() -> None:
+def test_cutmix_pastes_a_box_and_its_area_is_the_weight():
     images, targets = one("cutmix", alpha=1.0)(*batch(), share())
     torch.testing.assert_close(targets.sum(1), torch.ones(COUNT))
     rows, others = torch.arange(COUNT), torch.from_numpy(neighbours())
@@ -72,7 +72,7 @@ def test_cutmix_pastes_a_box_and_its_area_is_the_weight() -> None:
     assert areas.max() > 0.5
 
 
-def test_erasing_clears_a_box_and_keeps_the_targets() -> None:
+def test_erasing_clears_a_box_and_keeps_the_targets():
     """Wherever it lies: the border does not cut it."""
     erasing = one("random_erasing", p=0.25, scale=[0.1, 0.2], ratio=[0.5, 2.0])
     erased = []
@@ -90,8 +90,8 @@ def test_erasing_clears_a_box_and_keeps_the_targets() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.3, 1.0, 3.3])
-def test_erased_boxes_are_as_high_and_as_wide_as_torchvisions(ratio: float) -> None:
-    options: Any = {"scale": (0.1, 0.1), "ratio": (ratio, ratio)}
+def test_erased_boxes_are_as_high_and_as_wide_as_torchvisions(ratio):
+    options = {"scale": (0.1, 0.1), "ratio": (ratio, ratio)}
     images, _ = one("random_erasing", p=1.0, **options)(*batch(), share())
     erased = images[:, 0] == 0
     height, width = RandomErasing.get_params(images[0], **options)[2:4]
@@ -99,10 +99,7 @@ def test_erased_boxes_are_as_high_and_as_wide_as_torchvisions(ratio: float) -> N
     assert (erased.any(1).sum(1) == width).all()
 
 
-Draws = tuple[np.ndarray, np.ndarray, np.ndarray]
-
-
-def drawn(step: int, count: int, size: int) -> Draws:
+def drawn(step: int, count: int, size: int) -> tuple[np.ndarray, ...]:
     """Whether cutmix, weights and (x, y) centres that mixup_or_cutmix draws by default."""
     rng = share(0, step).rng
     rng.random(count)
@@ -112,8 +109,8 @@ def drawn(step: int, count: int, size: int) -> Draws:
 
 
 def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """One choice, one weight and one box for the group, which is one block; 64 steps."""
     from torchvision.transforms import v2
 
@@ -122,7 +119,7 @@ def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(
     kinds = []
     for step in range(64):
         (cut,), (weight,), centres = drawn(step, 1, 33)
-        theirs: Any = (v2.CutMix if cut else v2.MixUp)(num_classes=BLOCK)
+        theirs = (v2.CutMix if cut else v2.MixUp)(num_classes=BLOCK)
         theirs._dist = SimpleNamespace(sample=lambda _, weight=weight: weight)
         with monkeypatch.context() as patch:
             places = iter(torch.from_numpy(centres))  # x, then y
@@ -137,7 +134,7 @@ def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(
 @pytest.mark.parametrize(
     ("group", "sizes"), [(1, [1] * 10), (4, [4, 4, 2]), (10, [10]), (99, [10])]
 )
-def test_a_group_shares_its_draws_and_the_last_may_be_smaller(group: int, sizes: list[int]) -> None:
+def test_a_group_shares_its_draws_and_the_last_may_be_smaller(group, sizes):
     transform = one("mixup_or_cutmix", switch_p=0, group=group)
     _, targets = transform(torch.zeros(10, 1, 1, 1), torch.eye(10), share(total=10))
     assert targets.diagonal().unique_consecutive(return_counts=True)[1].tolist() == sizes
@@ -151,7 +148,7 @@ def test_a_group_shares_its_draws_and_the_last_may_be_smaller(group: int, sizes:
         one("mixup_or_cutmix", p=0.7, group=6),
     ],
 )
-def test_ranks_together_make_the_batch_of_one_process(transform: Any) -> None:
+def test_ranks_together_make_the_batch_of_one_process(transform):
     total = 48
     images, targets = torch.randn(total, 3, 8, 8), torch.eye(total)
     whole = transform(images, targets, share(3, 5, total=total))
@@ -166,7 +163,7 @@ def test_ranks_together_make_the_batch_of_one_process(transform: Any) -> None:
 
 
 @pytest.mark.parametrize(("total", "ranks"), [(24, 2), (12, 2), (9, 3), (10, 2), (7, 1), (6, 3)])
-def test_every_image_of_a_small_share_gets_another_one(total: int, ranks: int) -> None:
+def test_every_image_of_a_small_share_gets_another_one(total, ranks):
     for rank in range(ranks):
         mine = BatchTransforms([], total, 0, rank, ranks).share(0, total // ranks)
         rows = torch.arange(float(mine.count))
@@ -177,9 +174,7 @@ def test_every_image_of_a_small_share_gets_another_one(total: int, ranks: int) -
 
 @pytest.mark.parametrize(("p", "low", "high"), [(0.0, 0.0, 0.0), (0.3, 0.25, 0.35)])
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
-def test_p_is_the_fraction_of_changed_images_and_the_input_stays(
-    name: str, p: float, low: float, high: float
-) -> None:
+def test_p_is_the_fraction_of_changed_images_and_the_input_stays(name, p, low, high):
     images, targets = batch()
     changed = []
     transform = one(name, p=p)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pipeline.clock import BatchEvents, StepClock, StepTimes, mean_of
-from tests.conftest import Clock
 
 
 class Gpu:
@@ -63,7 +62,7 @@ def started(cuda: bool) -> StepClock:
     return clock
 
 
-def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu: Gpu) -> None:
+def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu):
     clock = started(cuda=True)
     run(clock, gpu, copied=30, begin=40, end=100)
     times = clock.step_times()
@@ -72,7 +71,7 @@ def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu: Gpu) -> Non
     assert times.copy == pytest.approx(0.3)
 
 
-def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu: Gpu) -> None:
+def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu):
     """Steps that compile are left out, but not the last one."""
     clock = started(cuda=True)
     for seconds in (60, 1, 2, 4):
@@ -80,7 +79,7 @@ def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu: Gpu) -> None:
         gpu.finished = 60_000  # the host is ahead, except before the second step
     assert gpu.waits == []
 
-    def read(steps: int, **options: Any) -> tuple[int, float, float]:
+    def read(steps, **options):
         times = clock.step_times(steps, **options)
         return times.steps, times.seconds, times.drained
 
@@ -88,7 +87,7 @@ def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu: Gpu) -> None:
     assert gpu.waits == [61_000, 63_000, 67_000]
 
 
-def test_points_within_a_step_on_a_cpu(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_within_a_step_on_a_cpu(clock, monkeypatch):
     waited = iter([0.0, 3.0])  # seconds for a core, at the beginning and when it is read
     monkeypatch.setattr("pipeline.clock.waited_for_core", lambda: next(waited))
     found = started(cuda=False)
@@ -105,7 +104,7 @@ def test_points_within_a_step_on_a_cpu(clock: Clock, monkeypatch: pytest.MonkeyP
     assert times.compute == pytest.approx(29 / 32)
 
 
-def test_mean_of_rows() -> None:
+def test_mean_of_rows():
     """Seconds weigh the numbers; what is no average is that of the last row."""
     rows = [
         StepTimes(steps=10, seconds=1.0, rate=100.0, workers=3, decoder="pillow"),

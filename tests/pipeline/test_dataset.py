@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,13 +23,13 @@ from tests.reliability.odd_images import DEEP, drawn, encoded
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path) -> None:
+def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root):
     """A rank whose workers start with each epoch."""
     from torch.utils.data import DataLoader, DistributedSampler
 
-    dataset: Any = crops(image_root / "train")
+    dataset = crops(image_root / "train")
     sampler = DistributedSampler(dataset, num_replicas=2, rank=1, seed=3)
-    workers: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
+    workers = {"num_workers": 2, "multiprocessing_context": "fork"}
     loader = DataLoader(dataset, 5, sampler=sampler, **workers)
     seen = set()
     for epoch in (0, 1, 7):
@@ -44,7 +43,7 @@ def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path) ->
     assert len(seen) == 3 * 18  # never twice alike
 
 
-def test_fingerprint_depends_on_the_sizes(changeable: Path) -> None:
+def test_fingerprint_depends_on_the_sizes(changeable):
     """Not on the times of the files, and not on their storage (test_listing.py)."""
     before = crops(changeable).fingerprint()
     path = Path(crops(changeable).name(7))
@@ -59,7 +58,7 @@ def test_fingerprint_depends_on_the_sizes(changeable: Path) -> None:
     assert crops(changeable).fingerprint() == before
 
 
-def test_fingerprint_is_that_of_earlier_versions(tmp_path: Path) -> None:
+def test_fingerprint_is_that_of_earlier_versions(tmp_path):
     """Otherwise no checkpoint could be resumed; also of some of the rows."""
     for name in ("a/1.jpg", "a/2.jpg", "b/3.jpg", "b/é.jpg"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -68,12 +67,12 @@ def test_fingerprint_is_that_of_earlier_versions(tmp_path: Path) -> None:
     assert FolderDataset(index, Compose([])).fingerprint() == "3 images, SHA-256 1e74bae3ba096f6a"
 
 
-def test_what_training_does_not_see_is_noted(tmp_path: Path) -> None:
+def test_what_training_does_not_see_is_noted(tmp_path):
     """By the kind of each image, not of all: a folder may mix scanners."""
     grey = np.asarray(drawn("L")).astype(np.uint16)
     clear = drawn("RGBA").copy()
     clear.putalpha(254)
-    several: Any = {"save_all": True, "append_images": [drawn("L").convert("RGB")]}
+    several = {"save_all": True, "append_images": [drawn("L").convert("RGB")]}
     files = [
         encoded(Image.fromarray(grey * 16), "PNG"),  # 12 bits
         DEEP.read_bytes(),
@@ -97,15 +96,13 @@ def test_what_training_does_not_see_is_noted(tmp_path: Path) -> None:
     assert deep.startswith("3 of 11 images looked at have 16-bit levels")
 
 
-def test_transient_read_errors_are_retried(
-    image_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transient_read_errors_are_retried(image_root, monkeypatch):
     monkeypatch.setattr(module, "PAUSES", (0.001, 0.001, 0.001))
     dataset = crops(image_root / "train")
     good, read = dataset.read(0), ImageFolder.read
-    failures: list[int] = []
+    failures = []
 
-    def fails(*place: Any) -> bytes:
+    def fails(*place):
         if failures:
             number = failures.pop()
             raise OSError(number, os.strerror(number))
@@ -120,28 +117,26 @@ def test_transient_read_errors_are_retried(
             dataset.read(0)
 
 
-def test_stale_container_is_opened_anew(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_container_is_opened_anew(image_root, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PAUSES", (0.001,))
     as_tar(image_root / "train", tmp_path / "packed.tar")
     dataset, pread = crops(tmp_path / "packed"), os.pread
     good = dataset.read(0)
     failures = itertools.chain([errno.ESTALE], itertools.repeat(0))
 
-    def fails(fd: int, length: int, start: int) -> bytes:
+    def fails(fd, length, start):
         if error := next(failures):
             raise OSError(error, os.strerror(error))
         return pread(fd, length, start)
 
     monkeypatch.setattr(os, "pread", fails)
-    tar: Any = dataset.index.sources[0]
+    tar = dataset.index.sources[0]
     first = module._opened(tar)
     assert dataset.read(0) == good
     assert module._opened(tar) is not first
 
 
-def test_table_of_imagenet() -> None:
+def test_table_of_imagenet():
     """The IDs are those of ImageNet-1k, in the order of the labels of published weights."""
     names = imagenet_names()
     ids = list(names)

@@ -2,7 +2,6 @@
 
 import io
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ def opened(data: bytes, decoder: str = "pillow", *, upright: bool = False) -> de
     return decode.open_picture(data, decoder, exif_orientation=upright)
 
 
-def test_decoding_waits_until_pixels_are_needed() -> None:
+def test_decoding_waits_until_pixels_are_needed():
     picture = opened(jpeg()[:1000])  # the header is there, the rest is not
     assert picture.mirrored().resized((30, 20)).cropped((0, 0, 5, 6)).size == (5, 6)
     with pytest.raises(decode.UnreadableError, match=r"^OSError: .*truncated"):
@@ -29,7 +28,7 @@ def test_decoding_waits_until_pixels_are_needed() -> None:
 
 @pytest.mark.parametrize("decoder", INSTALLED)
 @pytest.mark.parametrize("kind", ["jpeg ends in its scan", "jpeg lacks its end marker"])
-def test_a_truncated_file_is_refused_also_for_a_region_of_it(decoder: str, kind: str) -> None:
+def test_a_truncated_file_is_refused_also_for_a_region_of_it(decoder, kind):
     with pytest.raises(decode.UnreadableError, match="truncated"):
         opened(KINDS[kind][0](), decoder).cropped((0, 0, 30, 8)).pixels()
 
@@ -42,7 +41,7 @@ def photo(width: int, height: int) -> Image.Image:
 
 
 @pytest.mark.parametrize("orientation", range(10))  # 0 and 9 have no meaning
-def test_a_photo_is_turned_upright_if_this_is_asked_for(orientation: int) -> None:
+def test_a_photo_is_turned_upright_if_this_is_asked_for(orientation):
     """As Pillow turns the whole image."""
     image, options = photo(333, 251), {"exif": exif(orientation)}
     for data in [
@@ -60,13 +59,13 @@ def test_a_photo_is_turned_upright_if_this_is_asked_for(orientation: int) -> Non
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-def test_damaged_exif_data_turn_nothing() -> None:
+def test_damaged_exif_data_turn_nothing():
     assert opened(KINDS["jpeg corrupt EXIF"][0](), upright=True).size == SIZE
 
 
 @pytest.mark.parametrize("interpolation", decode.INTERPOLATIONS)
 @pytest.mark.parametrize("decoder", INSTALLED)
-def test_resize_equals_torchvisions(decoder: str, interpolation: str) -> None:
+def test_resize_equals_torchvisions(decoder, interpolation):
     """Exactly torchvision's crop and resize of uint8 tensors: no pixel outside the box is used."""
     from torchvision.transforms.v2 import InterpolationMode, functional
 
@@ -88,13 +87,11 @@ def test_resize_equals_torchvisions(decoder: str, interpolation: str) -> None:
     ("size", "box", "scale"),
     [((1333, 1001), (100, 51, 1300, 990), 4), ((2001, 1999), (3, 5, 1990, 1980), 8)],
 )
-def test_decoding_at_a_fraction_is_close(
-    decoder: str, size: tuple[int, int], box: decode.Box, scale: int
-) -> None:
+def test_decoding_at_a_fraction_is_close(decoder, size, box, scale):
     """A reduced decode averages blocks before the resize: slightly softer, but not shifted."""
     image = draw_image("waves", np.random.default_rng(3)).resize(size, Image.Resampling.BICUBIC)
     assert decode.reduction(box, (224, 224)) == scale
-    shifted: Any = tuple(v + 2 * scale for v in box[:2]) + box[2:]
+    shifted = tuple(v + 2 * scale for v in box[:2]) + box[2:]
     picture, whole = opened(encoded(image, quality=95), decoder), decode.Picture(np.asarray(image))
     quick = picture.resized((224, 224), box, quick=True).pixels().astype(float)
     exact, moved = (whole.resized((224, 224), place).pixels() for place in (box, shifted))
@@ -103,9 +100,7 @@ def test_decoding_at_a_fraction_is_close(
 
 @pytest.mark.parametrize("decoder", INSTALLED)
 @pytest.mark.parametrize("kind", ["jpeg", "jpeg grey", "png"])
-def test_the_number_of_pixels_is_checked_before_decoding(
-    decoder: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_pixels_is_checked_before_decoding(decoder, kind, monkeypatch):
     assert decode.MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
     data = KINDS[kind][0]()
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 3000)
@@ -116,7 +111,7 @@ def test_the_number_of_pixels_is_checked_before_decoding(
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("channels", [1, 3, 5])
-def test_pixels_keep_their_dtype_and_channels(dtype: Any, channels: int) -> None:
+def test_pixels_keep_their_dtype_and_channels(dtype, channels):
     """Mirroring, crops and resizes give the same as numpy, with any number of channels."""
     two = {np.uint8: (60, 190), np.float32: (-1, 3)}[dtype]
     levels = np.random.default_rng(1).choice(two, (40, 50, channels)).astype(dtype)

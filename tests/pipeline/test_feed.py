@@ -1,8 +1,5 @@
 """open_feed: the pixels of each split, and the number of workers that make them."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from conf.compose import from_overrides
@@ -28,9 +25,7 @@ def small(*overrides: str) -> Config:
         ("0", ("cpu",), False, (0, 0, 4 + 1 + 2)),
     ],
 )
-def test_workers(
-    image_root: Path, monkeypatch: Any, workers: str, modes: Any, measured: bool, counts: Any
-) -> None:
+def test_workers(image_root, monkeypatch, workers, modes, measured, counts):
     monkeypatch.setattr(machine, "cores_for_workers", lambda local_size: 3)
     monkeypatch.setattr(feed, "is_measured", lambda *_: measured)
     monkeypatch.setattr(FolderDataset, "decode_modes", ("cpu", "gpu"))
@@ -41,15 +36,13 @@ def test_workers(
 
 
 @pytest.mark.parametrize(("storage", "workers"), [(0.0, 3), (0.1, 4), (1.0, 6), (9.0, 6)])
-def test_workers_that_wait_for_storage_need_no_core(
-    image_root: Path, storage: float, workers: int
-) -> None:
+def test_workers_that_wait_for_storage_need_no_core(image_root, storage, workers):
     with opened(image_root, workers=0) as found:
         found.num_cores, found.max_workers = 3, 6
         assert found.most_workers(StepTimes(cpu_ms=1.0, storage_ms=storage)) == workers
 
 
-def test_batches_that_nothing_uses(image_root: Path) -> None:
+def test_batches_that_nothing_uses(image_root):
     """Their images/s, with the times of a worker; the training gets the same batches later."""
     with opened(image_root) as found:
         expected = training(found)
@@ -59,7 +52,7 @@ def test_batches_that_nothing_uses(image_root: Path) -> None:
         assert_equal(training(found), expected)
 
 
-def test_decoder_and_modes() -> None:
+def test_decoder_and_modes():
     plain, moded = Files(9), Files(9)
     moded.decode_modes = ("cpu", "gpu", "hybrid")
     assert choose_decode_modes(small(), moded) == moded.decode_modes
@@ -70,7 +63,7 @@ def test_decoder_and_modes() -> None:
     assert choose_decode_modes(small(), plain, "gpu") == ("cpu",)
 
 
-def test_validation_uses_all_workers(image_root: Path) -> None:
+def test_validation_uses_all_workers(image_root):
     """No process is started or ended for it. The modes of a dataset: tests/extras/gpu_decode."""
     with opened(image_root, workers=2) as feed:
         pool = feed.pool

@@ -20,7 +20,6 @@ from pipeline.loader import LoaderError
 from tests.engine.plans import ALONE
 from tests.pipeline.loaders import loaded
 
-CPU = torch.device("cpu")
 SIDE = 12
 Fields = dict[str, Field]
 
@@ -101,7 +100,7 @@ def check(batch: Batch, dataset: Dataset, samples: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("fields", [EVERYTHING, DEEP], ids=["everything", "deep"])
-def test_fields_arrive_as_they_are_loaded(fields: Fields) -> None:
+def test_fields_arrive_as_they_are_loaded(fields):
     """Also in a short last batch."""
     with opened(fields, "loader.workers=2") as feed:
         for share, stop in ((feed.train, 6), (feed.val, feed.num_val_batches)):
@@ -119,7 +118,7 @@ def test_fields_arrive_as_they_are_loaded(fields: Fields) -> None:
         ({"number": None, "mask": None}, "sample lacks (mask|number) of the dataset's `fields`"),
     ],
 )
-def test_a_wrong_sample_is_named(changed: dict[str, Any], reason: str) -> None:
+def test_a_wrong_sample_is_named(changed, reason):
     with (
         opened(only("image", "mask", "number"), **changed) as feed,
         pytest.raises(LoaderError, match=rf"^noise 3: ValueError: the .*{reason}"),
@@ -140,7 +139,7 @@ def pictures(batch: Batch) -> torch.Tensor:
         (("number", "labels", "mask"), "random_erasing"),
     ],
 )
-def test_all_images_and_the_numbers_are_mixed_alike(names: tuple[str, ...], entry: str) -> None:
+def test_all_images_and_the_numbers_are_mixed_alike(names, entry):
     """With the same partners and boxes in each image and frame; other fields are as before."""
     fields = only("image", "view", "frames", *names)
     (transform,) = build_by_name([{entry: {"p": 1.0}}], BATCH_TRANSFORMS, key="augment.batch")
@@ -172,6 +171,6 @@ def test_all_images_and_the_numbers_are_mixed_alike(names: tuple[str, ...], entr
         (EVERYTHING | {"view": DEEP["image"]}, "data.mean: .* differ in"),
     ],
 )
-def test_what_cannot_be_mixed_or_normalised_is_refused(fields: Any, reason: str) -> None:
+def test_what_cannot_be_mixed_or_normalised_is_refused(fields, reason):
     with pytest.raises(UserError, match=rf"^{reason}"), opened(fields, "augment.batch=[mixup]"):
         pass

@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,9 +58,7 @@ def refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize(("pack", "suffix"), [(as_tar, ".tar"), (as_tars, ""), (as_list, ".csv")])
-def test_the_table_is_that_of_the_folder(
-    image_root: Path, tmp_path: Path, pack: Callable[[Path, Path], None], suffix: str
-) -> None:
+def test_the_table_is_that_of_the_folder(image_root, tmp_path, pack, suffix):
     split = image_root / "train"
     pack(split, tmp_path / f"train{suffix}")
     for path in tmp_path.rglob("*.*"):
@@ -76,7 +73,7 @@ def test_the_table_is_that_of_the_folder(
         assert pack is as_list or index.digest == folder.digest
 
 
-def test_order_is_by_class_not_by_path(tmp_path: Path) -> None:
+def test_order_is_by_class_not_by_path(tmp_path):
     """`-` sorts before `/`, so a-b/ would come before a/."""
     members = ["a-b/1.jpg", "a/2.jpg", "a/10.jfif", "a/deep/3.jpg", "B/1.jpg"]
     for member in members:
@@ -87,7 +84,7 @@ def test_order_is_by_class_not_by_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
-def test_unusual_members(tmp_path: Path, format: int) -> None:
+def test_unusual_members(tmp_path, format):
     long = "a/" + "x" * 200 + ".JPEG"
     files = "./a/1.jpg", "a/._1.jpg", "a/.hidden/2.jpg", "a/notes.txt", "loose.jpg", long
     others = "b/\udcff\xe9.png", special("b/pipe.jpg", tarfile.FIFOTYPE)
@@ -101,7 +98,7 @@ def test_unusual_members(tmp_path: Path, format: int) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["./", "./train/", "ILSVRC/Data/train/", "/data/"])
-def test_folders_around_the_classes_are_left_out(tmp_path: Path, prefix: str) -> None:
+def test_folders_around_the_classes_are_left_out(tmp_path, prefix):
     write_tar(tmp_path / "train.tar", f"{prefix}a/x/1.jpg", f"{prefix}b/2.jpg", "readme.txt")
     assert [name for name, _ in content(tmp_path / "train")] == ["a/x/1.jpg", "b/2.jpg"]
     (tmp_path / "val").mkdir()
@@ -110,7 +107,7 @@ def test_folders_around_the_classes_are_left_out(tmp_path: Path, prefix: str) ->
     assert [name for name, _ in content(tmp_path / "val")] == ["bus/1.jpg", "val/1.jpg"]
 
 
-def test_more_tar_files_than_the_soft_limit_of_open_files(tmp_path: Path) -> None:
+def test_more_tar_files_than_the_soft_limit_of_open_files(tmp_path):
     (tmp_path / "train").mkdir()
     for number in range(40):
         write_tar(tmp_path / "train" / f"{number:03d}.tar", f"a/{number:03d}.jpg")
@@ -119,7 +116,7 @@ def test_more_tar_files_than_the_soft_limit_of_open_files(tmp_path: Path) -> Non
         assert [index.read(i) for i in range(40)] == [b"a/%03d.jpg" % i for i in range(40)]
 
 
-def test_a_file_that_was_replaced_is_not_read(tmp_path: Path) -> None:
+def test_a_file_that_was_replaced_is_not_read(tmp_path):
     write_tar(tmp_path / "train.tar", "a/1.jpg")
     index = load_index(tmp_path / "train", key="data")
     write_tar(tmp_path / "train.tar", "a/22.jpg", *(f"b/{i}.jpg" for i in range(30)))
@@ -128,7 +125,7 @@ def test_a_file_that_was_replaced_is_not_read(tmp_path: Path) -> None:
             index.read(0)
 
 
-def test_a_changed_file_is_scanned_again(tmp_path: Path) -> None:
+def test_a_changed_file_is_scanned_again(tmp_path):
     path = write_tar(tmp_path / "train.tar", "a/1.jpg")
     os.utime(path, (0, 0))
     assert len(content(tmp_path / "train")) == 1
@@ -137,7 +134,7 @@ def test_a_changed_file_is_scanned_again(tmp_path: Path) -> None:
     assert len(content(tmp_path / "train")) == 30
 
 
-def test_a_damaged_file_is_refused(image_root: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused(image_root, tmp_path):
     as_tar(image_root / "train", tmp_path / "whole.tar")
     whole, damaged = (tmp_path / "whole.tar").read_bytes(), tmp_path / "train.tar"
     with tarfile.open(tmp_path / "whole.tar") as tar:
@@ -153,7 +150,7 @@ def test_a_damaged_file_is_refused(image_root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])
-def test_zeros_within_a_file_are_not_its_end(blocks: int, tmp_path: Path) -> None:
+def test_zeros_within_a_file_are_not_its_end(blocks, tmp_path):
     """tarfile would drop all images behind them; a second file that was appended, too."""
     path = write_tar(tmp_path / "train.tar", *(f"a/{i}.jpg" for i in range(9)))
     whole, start = path.read_bytes(), header_of(path, 4)
@@ -165,7 +162,7 @@ def test_zeros_within_a_file_are_not_its_end(blocks: int, tmp_path: Path) -> Non
     assert len(content(path)) == 9
 
 
-def test_a_member_of_negative_size_is_refused(tmp_path: Path) -> None:
+def test_a_member_of_negative_size_is_refused(tmp_path):
     """Older patch versions of Python read it for ever (cpython#130577)."""
     path = write_tar(tmp_path / "train.tar", "a/1.jpg", "a/2.jpg")
     whole, start = path.read_bytes(), header_of(path, 1)
@@ -177,7 +174,7 @@ def test_a_member_of_negative_size_is_refused(tmp_path: Path) -> None:
     assert f"{path}: cannot be read at byte {start:,}" in refusal(path)
 
 
-def test_refused_members(tmp_path: Path) -> None:
+def test_refused_members(tmp_path):
     path = tmp_path / "train.tar"
     for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
         write_tar(path, "a/1.jpg", special("a/2.jpg", kind))
@@ -192,7 +189,7 @@ def test_refused_members(tmp_path: Path) -> None:
     assert refusal(tmp_path / "val").startswith("a/1.jpg: two of the tar files hold it; ")
 
 
-def test_a_folder_comes_before_a_tar_file_and_a_list(tmp_path: Path) -> None:
+def test_a_folder_comes_before_a_tar_file_and_a_list(tmp_path):
     write_tar(tmp_path / "train.tar", "a/1.jpg")
     (tmp_path / "train" / "a").mkdir(parents=True)
     (tmp_path / "train" / "a" / "2.jpg").write_bytes(JPEG)
@@ -206,7 +203,7 @@ def test_a_folder_comes_before_a_tar_file_and_a_list(tmp_path: Path) -> None:
     assert refusal(tmp_path / "trani.tar").endswith("; did you mean train.tar?")
 
 
-def test_list_with_other_folders_and_wrong_lists(tmp_path: Path) -> None:
+def test_list_with_other_folders_and_wrong_lists(tmp_path):
     (tmp_path / "one, two.jpg").write_bytes(JPEG)
     text = f'"one, two.jpg",z\n"{tmp_path / "one, two.jpg"}",a b\n'
     (tmp_path / "train.csv").write_text(text, encoding="utf-8-sig")
@@ -223,7 +220,7 @@ def test_list_with_other_folders_and_wrong_lists(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_only_regular_files_of_a_list_are_read(kind: str, tmp_path: Path) -> None:
+def test_only_regular_files_of_a_list_are_read(kind, tmp_path):
     """A pipe would block the process, a device may have no end."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")

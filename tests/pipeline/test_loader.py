@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from subprocess import PIPE
 from threading import Timer
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,8 +42,8 @@ def begun(loader: Loader) -> list[Task]:
     [(0, "fork"), (2, "forkserver"), pytest.param(2, "spawn", marks=pytest.mark.slow)],
 )
 def test_batches_are_equal_for_any_number_of_workers_and_start_method(
-    image_root: Path, workers: int, start_method: str
-) -> None:
+    image_root, workers, start_method
+):
     """Also while the number changes; no process is left."""
     dataset = crops(image_root / "train")
     numbers = [3, 1, 4, 2, 0, 1] if workers else []  # after each batch; at least one works
@@ -67,9 +66,9 @@ def test_batches_are_equal_for_any_number_of_workers_and_start_method(
     assert not any(map(is_running, seen))
 
 
-def test_iteration_waits_for_tasks_of_the_one_before(image_root: Path) -> None:
+def test_iteration_waits_for_tasks_of_the_one_before(image_root):
     """A late worker would overwrite the next batch in its slot."""
-    dataset: Any = crops(image_root / "train", Stuck)
+    dataset = crops(image_root / "train", Stuck)
     with open_loader(dataset, slots=4) as loader:
         dataset.stop_at(*loader.samples(1)[5])
         next(loader.batches(0, 100))
@@ -81,11 +80,11 @@ def test_iteration_waits_for_tasks_of_the_one_before(image_root: Path) -> None:
         check(batch, dataset, loader.samples(5))
 
 
-def test_workers_compute_in_one_thread() -> None:
+def test_workers_compute_in_one_thread():
     """A forked worker starts with the number of threads of the training process."""
 
     class Threads(FakeDataset):
-        def load(self, epoch: int, index: int) -> dict[str, Any]:
+        def load(self, epoch, index):
             return {"image": np.full((SIZE, SIZE, 3), torch.get_num_threads()), "label": 0}
 
     before = torch.get_num_threads()
@@ -97,13 +96,11 @@ def test_workers_compute_in_one_thread() -> None:
         torch.set_num_threads(before)
 
 
-def test_a_worker_that_waits_for_storage_reads_ahead(
-    image_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_waits_for_storage_reads_ahead(image_root, monkeypatch):
     """From its second task on, also of the task after it; the images are the same."""
 
     class Ahead(FolderDataset):
-        def targets(self, *_: Any) -> dict[str, Any]:
+        def targets(self, *_):
             return {"label": len(self._ahead)}
 
     monkeypatch.setattr("pipeline.worker.WAIT_SECONDS", -1.0)  # every task waits longer
@@ -119,7 +116,7 @@ def test_a_worker_that_waits_for_storage_reads_ahead(
         assert np.array_equal(image, plain.load(5, index)["image"])
 
 
-def test_what_is_read_ahead_is_read_once(changeable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_ahead_is_read_once(changeable, monkeypatch):
     dataset, read, places = crops(changeable), ImageFolder.read, []
     contents = [dataset.read(index) for index in range(2)]
     Path(dataset.name(2)).unlink()
@@ -143,14 +140,12 @@ class Event:
 
 
 @pytest.mark.parametrize(("workers", "in_use"), [(0, 1), (2, 3)])
-def test_slot_is_reused_only_after_the_copy_out_of_it(
-    image_root: Path, workers: int, in_use: int
-) -> None:
+def test_slot_is_reused_only_after_the_copy_out_of_it(image_root, workers, in_use):
     """The consumer reads each batch as late as allowed, after taking `in_use` others."""
     dataset = crops(image_root / "train")
     with open_loader(dataset, workers=workers, slots=5, in_use=in_use) as loader:
-        unread: list[Batch] = []
-        events: list[Event] = []
+        unread = []
+        events = []
         places = set()
         for batch in loader.batches(0, 20):
             # Of all slots that have been filled again: each event was waited for, once.
@@ -171,11 +166,9 @@ def test_slot_is_reused_only_after_the_copy_out_of_it(
 
 @pytest.mark.parametrize("start_method", START_METHODS)
 @pytest.mark.parametrize("killed", [True, False])
-def test_a_worker_that_died_or_hangs_is_named_with_its_sample(
-    image_root: Path, start_method: str, killed: bool
-) -> None:
+def test_a_worker_that_died_or_hangs_is_named_with_its_sample(image_root, start_method, killed):
     """As on a network file system that does not respond. None is left."""
-    dataset: Any = crops(image_root / "train", Stuck)
+    dataset = crops(image_root / "train", Stuck)
     with open_loader(dataset, workers=1, start_method=start_method) as loader:
         sample, (pid,) = loader.samples(1)[5], loader.pool.pids
         dataset.stop_at(*sample)
@@ -242,8 +235,8 @@ pool.wait([blocked])
 
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_workers_survive_signals_to_the_group_and_end_with_the_training_process(
-    image_root: Path, start_method: str
-) -> None:
+    image_root, start_method
+):
     """After SIGKILL to the training process, they end even during a read that never returns."""
     needs_linux()
     command = [sys.executable, "-c", PROGRAM, image_root / "train", start_method]
@@ -256,7 +249,7 @@ def test_workers_survive_signals_to_the_group_and_end_with_the_training_process(
         wait_for("its workers end", lambda: not any(is_running(pid) for pid in family))
 
 
-def test_a_class_of_unreadable_files_ends_the_run(changeable: Path) -> None:
+def test_a_class_of_unreadable_files_ends_the_run(changeable):
     """An image of another class would have another label."""
     dataset = crops(changeable)
     for index in range(12, 24):
@@ -271,9 +264,7 @@ def test_a_class_of_unreadable_files_ends_the_run(changeable: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_unreadable_file_is_skipped_and_counted(
-    changeable: Path, caplog: pytest.LogCaptureFixture, workers: int
-) -> None:
+def test_unreadable_file_is_skipped_and_counted(changeable, caplog, workers):
     """Each counts once; more than the limit are an error."""
     dataset = crops(changeable)
     bad = {20, 21, 35}  # two neighbours, and the last one of its class and of all
@@ -312,8 +303,8 @@ def buggy(picture: Picture, rng: random.Random) -> Picture:
 
 @pytest.mark.parametrize("workers", [2, 0])
 def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
-    image_root: Path, caplog: pytest.LogCaptureFixture, workers: int
-) -> None:
+    image_root, caplog, workers
+):
     dataset = crops(image_root / "train")
     dataset.transform = Compose([buggy], SIZE)
     with (

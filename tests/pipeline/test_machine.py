@@ -1,7 +1,6 @@
 """Cores for this process: control groups, ranks of a node."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -22,9 +21,7 @@ V2 = "1:cpu:/old\n0::/a/b\n"
         ("0::/\n", {"cpu.max": "250000 100000"}, 2.5),  # a container
     ],
 )
-def test_quota(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, files: dict[str, str], cores: float
-) -> None:
+def test_quota(tmp_path, monkeypatch, lines, files, cores):
     for name in ("GROUPS", "MOUNT"):
         monkeypatch.setattr(machine, name, tmp_path / name)
     assert machine.cpu_quota() == math.inf  # without control groups
@@ -39,9 +36,7 @@ def test_quota(
     ("found", "ranks", "workers"),
     [((1, math.inf), 1, 1), ((16, 4.9), 1, 3), ((128, math.inf), 8, 15), ((4, math.inf), 8, 1)],
 )
-def test_cores_for_workers(
-    monkeypatch: pytest.MonkeyPatch, found: tuple[int, float], ranks: int, workers: int
-) -> None:
+def test_cores_for_workers(monkeypatch, found, ranks, workers):
     monkeypatch.setattr(machine, "cores", lambda: found[0])
     monkeypatch.setattr(machine, "cpu_quota", lambda: found[1])
     assert machine.cores_for_workers(ranks) == workers

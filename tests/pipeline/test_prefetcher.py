@@ -23,7 +23,6 @@ from pipeline.clock import StepClock
 from pipeline.dataset import Dataset, FakeDataset
 from pipeline.loader import slots_needed
 from pipeline.prefetcher import Prefetcher
-from tests.conftest import Clock
 from tests.helpers.batches import without_waiting
 from tests.pipeline.loaders import SIZE, open_loader, same
 
@@ -67,14 +66,12 @@ def open_prefetcher(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("levels", [np.uint8, np.uint16, np.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_levels_are_multiplied_and_added_in_float32(
-    levels: Any, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_levels_are_multiplied_and_added_in_float32(levels, dtype, device):
     """Rounded after each, and once to the training dtype: the same bits on every device."""
     field = Field(levels, (8, 8, 3), image=True)
     format = ImageFormat(device, MEAN, STD, dtype, channels_last=True, highest=field.highest)
     pixels = (np.random.default_rng(0).random((4, 8, 8, 3)) * field.highest).astype(levels)
-    dataset: Any = SimpleNamespace(fields={"image": field})
+    dataset = SimpleNamespace(fields={"image": field})
     found = Dataset.on_device(dataset, {"image": torch.from_numpy(pixels)}, DeviceSlot(format))
     means, stds = (np.array(each, np.float64) for each in (MEAN, STD))
     scale, shift = (x.astype(np.float32) for x in (1 / (field.highest * stds), -means / stds))
@@ -83,11 +80,11 @@ def test_levels_are_multiplied_and_added_in_float32(
     assert found["image"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> None:
+def test_timing_tells_waiting_from_stepping_and_from_pauses(clock):
     """A batch is loaded in 0.1 s, a step takes 0.1 s, and a pause 1 s."""
 
     class Slow(FakeDataset):
-        def load(self, epoch: int, index: int) -> Mapping[str, Any]:
+        def load(self, epoch, index):
             clock.now += 0.1 / BATCH
             return super().load(epoch, index)
 
@@ -203,9 +200,7 @@ def unsafe_steps(monkeypatch: pytest.MonkeyPatch, depth: int) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_streams_wait_for_each_other_in_both_directions(
-    monkeypatch: pytest.MonkeyPatch, depth: int
-) -> None:
+def test_streams_wait_for_each_other_in_both_directions(monkeypatch, depth):
     assert not unsafe_steps(monkeypatch, depth)
 
 
@@ -263,11 +258,9 @@ class LateCopies(Prefetcher):
         (100, 1, LateCopies, torch.float32, dict(workers=2)),
     ],
 )
-def test_consumer_three_steps_behind_reads_the_right_batches(
-    steps: int, lag: int, kind: type[Prefetcher], dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    copies: list[Batch] = []
-    unread: deque[torch.cuda.Event] = deque()
+def test_consumer_three_steps_behind_reads_the_right_batches(steps, lag, kind, dtype, options):
+    copies = []
+    unread = deque()
     ahead = []  # by how many steps the host is ahead
     format = ImageFormat(CUDA, *LEVELS, dtype, channels_last=True)
     with open_prefetcher(
@@ -303,7 +296,7 @@ class SlowThread(Prefetcher):
 
 
 @pytest.mark.gpu
-def test_next_iteration_waits_for_the_thread() -> None:
+def test_next_iteration_waits_for_the_thread():
     """The thread may still read a slot for an iteration that ended early."""
     format = ImageFormat(CUDA, *LEVELS)
     with open_prefetcher(NOISE, format, kind=SlowThread, workers=2) as prefetcher:
@@ -313,7 +306,7 @@ def test_next_iteration_waits_for_the_thread() -> None:
             next(batches)
         begin = prefetcher.loader.batches
 
-        def at_rest(*steps: int) -> Iterator[Batch]:
+        def at_rest(*steps):
             assert not prefetcher.busy
             return begin(*steps)
 
@@ -324,10 +317,10 @@ def test_next_iteration_waits_for_the_thread() -> None:
 
 
 @pytest.mark.gpu
-def test_loop_never_waits_for_the_device() -> None:
+def test_loop_never_waits_for_the_device():
     weight = torch.randn(8, 3, 3, 3, device="cuda")
 
-    def used(batch: Batch) -> Tensor:
+    def used(batch):
         images = batch["image"].float()
         return torch.nn.functional.conv2d(images, weight).mean() + batch["target"].sum()
 

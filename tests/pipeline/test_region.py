@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
-def test_every_region_of_a_small_file() -> None:
+def test_every_region_of_a_small_file():
     """Chroma of the last columns is interpolated only in a region that is wide enough."""
     for data in FILES:
         picture = decode.open_picture(data, "region")
@@ -52,7 +52,7 @@ MIDDLE = len(JPEG) // 2
         JPEG[:-2],
     ],
 )
-def test_damaged_data_is_refused(data: bytes) -> None:
+def test_damaged_data_is_refused(data):
     """Pillow would give grey or wrong pixels for most of them."""
     with pytest.raises(UnreadableError, match=DAMAGED):
         decode.open_picture(data, "region").pixels()
@@ -62,7 +62,7 @@ def test_damaged_data_is_refused(data: bytes) -> None:
 @pytest.mark.parametrize(
     "data", [JPEG[:-2] + bytes(9) + JPEG[-2:], JPEG + bytes(9), JPEG + bytes(999)]
 )
-def test_bytes_before_and_after_the_end_marker_do_no_harm(data: bytes) -> None:
+def test_bytes_before_and_after_the_end_marker_do_no_harm(data):
     found = decode.open_picture(data, "region").pixels()
     np.testing.assert_array_equal(found, decode.open_picture(JPEG, "pillow").pixels())
 
@@ -70,7 +70,7 @@ def test_bytes_before_and_after_the_end_marker_do_no_harm(data: bytes) -> None:
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(7500)
-def test_damaged_files_and_memory(tmp_path: Path) -> None:
+def test_damaged_files_and_memory(tmp_path):
     """100,000 files, with code that checks every access to memory if the compiler can add it."""
     compiler = next(filter(None, map(shutil.which, region.COMPILERS)), "")
     checks, libraries = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"], []
@@ -94,7 +94,7 @@ def test_damaged_files_and_memory(tmp_path: Path) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("box", [(0, 0, 132, 150), (0, 0, 131, 151), (5, 5, 5, 9), (9, 5, 8, 9)])
-def test_a_box_outside_the_image_writes_nothing(box: decode.Box) -> None:
+def test_a_box_outside_the_image_writes_nothing(box):
     decoder, result = region.load(), np.zeros(132 * 151 * 3, np.uint8)
     assert not decoder(FILES[0], box, 1, result.ctypes.data)
     assert not result.any()
@@ -116,8 +116,8 @@ def fresh(cache: Path) -> Iterator[Path]:
     ],
 )
 def test_without_a_compiler_another_decoder_is_used(
-    compiler: str | None, problem: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    compiler, problem, fresh, tmp_path, monkeypatch
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     if compiler is not None:
         (tmp_path / "cc").write_text(f"#!/bin/sh\n{compiler}\n")
@@ -129,7 +129,7 @@ def test_without_a_compiler_another_decoder_is_used(
 
 
 @needs_compiler
-def test_machine_code_is_compiled_once_and_only_into_a_safe_folder(fresh: Path) -> None:
+def test_machine_code_is_compiled_once_and_only_into_a_safe_folder(fresh):
     fresh.write_text("a file")
     with pytest.raises(UserError, match="File exists"):
         region.load()
@@ -144,7 +144,7 @@ def test_machine_code_is_compiled_once_and_only_into_a_safe_folder(fresh: Path) 
 
 
 @needs_compiler
-def test_two_threads_decode_at_the_same_time() -> None:
+def test_two_threads_decode_at_the_same_time():
     """A shared box once made one of them write past its array, which ends the process."""
     noise = np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8)
     data = encoded(Image.fromarray(noise).resize((1200, 1200)), quality=95)
@@ -152,7 +152,7 @@ def test_two_threads_decode_at_the_same_time() -> None:
     whole = decode.decode_pillow(data, (0, 0, 1200, 1200), 1)
     decoder = region.load()
 
-    def check(box: decode.Box) -> None:
+    def check(box):
         left, top, right, bottom = box
         pixels = np.empty((bottom - top, right - left, 3), np.uint8)
         assert decoder(data, box, 1, pixels.ctypes.data)

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import resource
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,14 +21,12 @@ def descriptors() -> int:
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 @pytest.mark.parametrize("memfd", [True, False])
-def test_child_reads_and_writes_the_same_memory(
-    start_method: str, memfd: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_child_reads_and_writes_the_same_memory(start_method, memfd, monkeypatch):
     if not memfd:  # as on macOS
         monkeypatch.delattr(os, "memfd_create", raising=False)
     shared = SharedArray.copy_of(np.arange(12, dtype=np.int64).reshape(3, 4))
     code = "assert shared.array[2, 3] == 11; shared.array[1] *= 10"
-    context: Any = multiprocessing.get_context(start_method)
+    context = multiprocessing.get_context(start_method)
     # a target that every start method can pickle
     process = context.Process(target=exec, args=(code, {"shared": shared}))
     process.start()
@@ -39,7 +36,7 @@ def test_child_reads_and_writes_the_same_memory(
     assert shared.array.tolist() == [[0, 1, 2, 3], [40, 50, 60, 70], [8, 9, 10, 11]]
 
 
-def test_memory_has_no_name_and_ends_with_the_last_array() -> None:
+def test_memory_has_no_name_and_ends_with_the_last_array():
     needs_linux()
     before = descriptors()
     assert SharedArray((0, 3), np.float32).array.shape == (0, 3)
@@ -54,7 +51,7 @@ def test_memory_has_no_name_and_ends_with_the_last_array() -> None:
     assert descriptors() == before
 
 
-def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing() -> None:
+def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing():
     before = descriptors()
     with pytest.raises(UserError, match="cannot be allocated"):
         SharedArray((2**46,), np.int64)  # larger than the address space
@@ -68,13 +65,11 @@ def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing() -> None:
 
 
 @pytest.mark.parametrize("most", [9, 1])
-def test_page_locked_buffers_are_unlocked_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, most: int
-) -> None:
+def test_page_locked_buffers_are_unlocked_once(monkeypatch, caplog, most):
     """A second time is an error that a later CUDA call would report."""
-    locked: list[int] = []
+    locked = []
 
-    def register(pointer: int, size: int, flags: int) -> int:
+    def register(pointer, size, flags):
         if len(locked) == most:
             return 2
         locked.append(pointer)
@@ -92,7 +87,7 @@ def test_page_locked_buffers_are_unlocked_once(
 
 
 @pytest.mark.gpu
-def test_buffers_are_page_locked_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+def test_buffers_are_page_locked_on_a_gpu(caplog):
     """Page-locking memory twice is an error, which no later kernel reports."""
     arrays = [SharedArray((4, 8, 24, 24, 3), np.uint8), SharedArray((4, 8), np.int64)]
     pixels, labels = (torch.from_numpy(shared.array) for shared in arrays)

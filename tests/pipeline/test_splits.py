@@ -28,7 +28,7 @@ def config(root: Path, *overrides: str) -> Config:
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.25, 0.99])
-def test_fraction_of_each_class(changeable: Path, fraction: float) -> None:
+def test_fraction_of_each_class(changeable, fraction):
     train, val = splits(changeable, val_fraction=fraction)
     count = min(max(round(12 * fraction), 1), 11)
     assert Counter(train.labels.array.tolist()) == dict.fromkeys(range(3), 12 - count)
@@ -45,7 +45,7 @@ def test_fraction_of_each_class(changeable: Path, fraction: float) -> None:
 
 
 @pytest.mark.parametrize("folds", [2, 5, 12])
-def test_folds_are_disjoint_and_cover_all(changeable: Path, folds: int) -> None:
+def test_folds_are_disjoint_and_cover_all(changeable, folds):
     held_out = []
     for fold in range(1, folds + 1):
         train, val = splits(changeable, val_fold=f"{fold}/{folds}")
@@ -60,9 +60,7 @@ def test_folds_are_disjoint_and_cover_all(changeable: Path, folds: int) -> None:
     assert first.digest == splits(changeable, val_fold=f"1/{folds}")[1].digest
 
 
-def test_the_same_images_are_held_out_of_every_storage(
-    changeable: Path, image_root: Path, tmp_path: Path
-) -> None:
+def test_the_same_images_are_held_out_of_every_storage(changeable, image_root, tmp_path):
     found = [splits(changeable, val_fraction=0.25)]
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -78,6 +76,6 @@ def test_the_same_images_are_held_out_of_every_storage(
     assert one.val.fingerprint() == other.val.fingerprint() != one.train.fingerprint()
 
 
-def test_fake_validation_images_are_a_tenth() -> None:
+def test_fake_validation_images_are_a_tenth():
     datasets = build_datasets(from_overrides(["data=fake", "data.fake_images=60"]))
     assert (len(datasets.train), len(datasets.val)) == (60, 6)

@@ -111,23 +111,19 @@ def refused(reader: Reader, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_file_that_is_no_checkpoint(
-    kind: str, content: Content, readers: list[Reader], path: Path
-) -> None:
+def test_file_that_is_no_checkpoint(kind, content, readers, path):
     FILES[kind](content, path)
     for reader in readers:
         refused(reader, path)
 
 
 @pytest.mark.parametrize("changed", [{"format": 1}, {"identity": None}, {"state": {"model": {}}}])
-def test_checkpoint_of_something_else(
-    changed: Content, content: Content, readers: list[Reader], path: Path
-) -> None:
+def test_checkpoint_of_something_else(changed, content, readers, path):
     torch.save(content | changed, path)
     refused(readers[0], path)
 
 
-def test_the_checkpoint_itself_is_taken(taken: Path, readers: list[Reader], path: Path) -> None:
+def test_the_checkpoint_itself_is_taken(taken, readers, path):
     """Otherwise the tests above would pass with anything that refuses everything."""
     path.write_bytes(taken.read_bytes())
     for reader in readers:
@@ -135,9 +131,7 @@ def test_the_checkpoint_itself_is_taken(taken: Path, readers: list[Reader], path
     assert (path.parents[1] / "run").exists()
 
 
-def test_parts_had_other_names(
-    taken: Path, content: Content, readers: list[Reader], image_root: Path, path: Path
-) -> None:
+def test_parts_had_other_names(taken, content, readers, image_root, path):
     """A checkpoint of an earlier version is resumed, evaluated and fine-tuned as one of this."""
     identity = dict(content["identity"])
     identity["pixels"] = identity.pop("decode_mode")
@@ -172,6 +166,6 @@ def detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_damage_is_detected(count: int, taken: Path, content: Content, path: Path) -> None:
+def test_damage_is_detected(count, taken, content, path):
     whole = taken.read_bytes()
     assert not [seed for seed in range(count) if not detected(whole, path, seed, content)]

@@ -1,7 +1,6 @@
 """Odd image files are trained or named in one line, with the pixels of Pillow."""
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,13 +28,13 @@ def pillows(data: bytes) -> np.ndarray:
         return np.asarray(image.convert("RGB"))
 
 
-def test_each_kind_is_trained_or_named(tmp_path: Path) -> None:
+def test_each_kind_is_trained_or_named(tmp_path):
     """With every CPU decoder; all files are named .jpg."""
     (tmp_path / "train" / "a").mkdir(parents=True)
     files = [make() for make, _ in KINDS.values()]
     for number, content in enumerate(files):
         (tmp_path / "train" / "a" / f"{number:03d}.jpg").write_bytes(content)
-    dataset, wrong = crops(tmp_path / "train"), dict[str, str]()
+    dataset, wrong = crops(tmp_path / "train"), {}
     for number, (kind, (_, verdict)) in enumerate(KINDS.items()):
         for dataset.decoder in ("pillow", decode.resolve("auto")):
             try:
@@ -55,7 +54,7 @@ def test_each_kind_is_trained_or_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(decode.resolve("auto") != "region", reason="no C compiler")
-def test_mutated_jpegs() -> None:
+def test_mutated_jpegs():
     """tests/pipeline/test_region.py has many more, with checks of the memory."""
     counts = load_mutated(range(100_000, 100_500))
     assert counts["trained"] > 100

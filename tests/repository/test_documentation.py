@@ -139,7 +139,7 @@ def check_command(line: str, monkeypatch: Any) -> None:
 @needs_extras
 @pytest.mark.usefixtures("desk")
 @pytest.mark.parametrize("page", COMMANDS)
-def test_commands_are_valid(page: str, monkeypatch: Any) -> None:
+def test_commands_are_valid(page, monkeypatch):
     for line in COMMANDS[page]:
         try:
             check_command(line, monkeypatch)
@@ -154,7 +154,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted(OF_FORKS)], ids=lambda page: page.name)
-def test_links_files_and_keys_exist(page: Path) -> None:
+def test_links_files_and_keys_exist(page):
     text = page.read_text().replace("](#", f"]({page.name}#")
     for name, anchor in re.findall(r"\]\((?!https://)([^)\s#]*)#?([^)\s]*)\)", text):
         path = page.parent / name
@@ -170,7 +170,7 @@ def test_links_files_and_keys_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_overrides_are_valid(page: Path) -> None:
+def test_overrides_are_valid(page):
     """Those that stand in `code`, also with options after them."""
     for code in inline_of(page):
         key, equals, _ = code.strip("'").partition("=")
@@ -178,7 +178,7 @@ def test_overrides_are_valid(page: Path) -> None:
             read_overrides(shlex.split(code.partition(" --")[0]))
 
 
-def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capfd):
     """It trains, evaluates and predicts; the notebook of docs/ calls the same functions."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     monkeypatch.chdir(tmp_path)
@@ -188,7 +188,7 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: Any, capfd: 
     assert "'top1': " in out and "'probability': " in out
 
 
-def test_version_authors_and_address_are_the_same_everywhere() -> None:
+def test_version_authors_and_address_are_the_same_everywhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     version, address = project["version"], project["urls"]["Repository"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
@@ -198,7 +198,7 @@ def test_version_authors_and_address_are_the_same_everywhere() -> None:
     assert citation["repository-code"] == address
 
 
-def test_the_address_of_a_fork(tmp_path: Path) -> None:
+def test_the_address_of_a_fork(tmp_path):
     """It is replaced in every file that names it, and again by the next one."""
     names = ["pyproject.toml", "CITATION.cff", "docs/colab.ipynb"]
     names += [".github/ISSUE_TEMPLATE/idea.yml", ".github/ISSUE_TEMPLATE/problem.yml"]
@@ -216,7 +216,7 @@ def test_the_address_of_a_fork(tmp_path: Path) -> None:
     assert subprocess.run([tmp_path / ".ci/address", "me/my fork"]).returncode == 2
 
 
-def test_the_lock_of_extras() -> None:
+def test_the_lock_of_extras():
     """It pins the packages of its groups, and none that `make env` installs anyway."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     extras = pins("requirements-extras.lock")
@@ -230,13 +230,13 @@ def pins(lock: str) -> set[str]:
     return set(re.findall("^([a-z].*?)==", (ROOT / lock).read_text(), re.M))
 
 
-def test_the_columns_of_the_console_are_those_of_its_picture() -> None:
+def test_the_columns_of_the_console_are_those_of_its_picture():
     assert header(Metrics.of(Config())) in (DOCS / "console.svg").read_text(), "run `make pictures`"
 
 
 @needs_extras
 @pytest.mark.parametrize("recipe", group_names("recipe"))
-def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> None:
+def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe):
     """docs/accuracy.md has a row with these facts."""
     from tests.extras.test_expectation import FACTS
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import pytest
 
 from tests.helpers.processes import ROOT, Started, needs_extras, run_command, wait_for
-from tests.helpers.ranks import Ranks
 from tests.helpers.results import rows, summary_of
 
 pytestmark = needs_extras
@@ -124,12 +123,12 @@ def tree(tmp_path_factory: pytest.TempPathFactory, image_root: Path) -> Path:
     return root
 
 
-def test_each_patch_has_its_commands() -> None:
+def test_each_patch_has_its_commands():
     patches = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.patch")}
     assert patches == {patch for example in EXAMPLES.values() for patch in example.patches}
 
 
-def test_the_tests_that_a_fork_keeps_are_collected(tree: Path, tmp_path: Path) -> None:
+def test_the_tests_that_a_fork_keeps_are_collected(tree, tmp_path):
     """The first command of fork.md deletes nothing that other tests import."""
     shutil.copytree(tree, tmp_path / "tree", symlinks=True)
     page = (ROOT / "docs" / "fork.md").read_text()
@@ -140,7 +139,7 @@ def test_the_tests_that_a_fork_keeps_are_collected(tree: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_patch_trains_two_steps(name: str, tree: Path, tmp_path: Path, ranks: Ranks) -> None:
+def test_patch_trains_two_steps(name, tree, tmp_path, ranks):
     fork = Fork(tree, tmp_path / "tree", name)
     fork.check_sources("ruff", "check")
     fork.check_sources("ruff", "format", "--check")
@@ -173,7 +172,7 @@ def check_score(name: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_killed_training_ends_as_a_whole_one(name: str, tree: Path, tmp_path: Path) -> None:
+def test_killed_training_ends_as_a_whole_one(name, tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", name)
     fork.check_sources("mypy", f"--cache-dir={tree.with_name('mypy')}")
     if name == "storage":
@@ -210,7 +209,7 @@ def unchanged(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
-def test_change_has_its_effect(name: str, tree: Path, tmp_path: Path, unchanged: Path) -> None:
+def test_change_has_its_effect(name, tree, tmp_path, unchanged):
     """It changes the weights, or it does not."""
     fork = prepared(tree, tmp_path / "tree", name)
     folder = fork.train("train.max_steps=4")
@@ -227,7 +226,7 @@ def test_change_has_its_effect(name: str, tree: Path, tmp_path: Path, unchanged:
 
 
 @pytest.mark.slow
-def test_early_stopping_ends_all_ranks_and_the_next_start(tree: Path, tmp_path: Path) -> None:
+def test_early_stopping_ends_all_ranks_and_the_next_start(tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", "early_stopping")
     words = fork.training(*ON_CPU, "run.name=two")
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
@@ -279,20 +278,18 @@ assert all(parameter.grad is None for parameter in network.parameters())
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("roc", AREAS), ("grad_cam", MAPS)])
-def test_values_are_those_of_the_literature(
-    name: str, code: str, tree: Path, tmp_path: Path
-) -> None:
+def test_values_are_those_of_the_literature(name, code, tree, tmp_path):
     Fork(tree, tmp_path / "tree", name).run(["-c", code])
 
 
 @pytest.mark.parametrize(("name", "tests"), [("regression", "table"), ("profiler", "profiler")])
-def test_tests_of_a_patch_pass(name: str, tests: str, tree: Path, tmp_path: Path) -> None:
+def test_tests_of_a_patch_pass(name, tests, tree, tmp_path):
     fork = Fork(tree, tmp_path / "tree", name)
     fork.run(["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/extras/test_{tests}.py"])
 
 
 @pytest.mark.slow
-def test_outputs_of_another_shape_than_the_classes_are_exported(tree: Path, tmp_path: Path) -> None:
+def test_outputs_of_another_shape_than_the_classes_are_exported(tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", "ordinal")
     folder = fork.train("train.max_steps=2")
     fork.run(["scripts/export.py", str(folder), "--to", "safetensors", "--out", "a.safetensors"])
@@ -301,7 +298,7 @@ def test_outputs_of_another_shape_than_the_classes_are_exported(tree: Path, tmp_
 
 
 @pytest.mark.slow
-def test_two_views_are_on_one_rank(tree: Path, tmp_path: Path) -> None:
+def test_two_views_are_on_one_rank(tree, tmp_path):
     """The loss is finite on two ranks, and the features tell the classes apart."""
     fork = prepared(tree, tmp_path / "tree", "two_views")
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -320,7 +317,7 @@ def test_two_views_are_on_one_rank(tree: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_teacher_of_other_classes_is_refused(tree: Path, tmp_path: Path) -> None:
+def test_a_teacher_of_other_classes_is_refused(tree, tmp_path):
     """Its outputs would be taken for those of other classes."""
     fork = prepared(tree, tmp_path / "tree", "distillation")
     for split in ("train", "val"):
@@ -333,7 +330,7 @@ def test_a_teacher_of_other_classes_is_refused(tree: Path, tmp_path: Path) -> No
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
-def test_task_trains_in_a_cuda_graph(name: str, tree: Path, tmp_path: Path) -> None:
+def test_task_trains_in_a_cuda_graph(name, tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", name)
     printed = fork.run(fork.training("train.device=cuda", "loader.workers=0"))
     assert "not captured in a CUDA graph" not in printed

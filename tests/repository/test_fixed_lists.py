@@ -8,14 +8,14 @@ from tests.helpers.processes import needs_extras, run_python
 from tests.helpers.sources import PROGRAM, ROOT
 
 
-def test_size() -> None:
+def test_size():
     """No part is over a limit of .ci/size: what comes in pays with what goes."""
     done = run_python(ROOT / ".ci" / "size")
     assert done.returncode == 0, f"{done.stdout}write less; a fork deletes this file"
 
 
 @needs_extras
-def test_environment_variables() -> None:
+def test_environment_variables():
     """They give the rank, the cache folder and how libraries work; none affects the result."""
     names = set()
     for path in PROGRAM.values():
@@ -30,7 +30,7 @@ def test_environment_variables() -> None:
     }
 
 
-def test_what_each_key_affects() -> None:
+def test_what_each_key_affects():
     """The others affect the result. tests/repository/equal has the list of all keys."""
     found = {name for name, f in FIELDS.items() if not f.metadata["in_identity"]}
     sections = {"checkpoint", "run", "log"}

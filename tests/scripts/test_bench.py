@@ -2,14 +2,12 @@
 
 import re
 import sys
-from pathlib import Path
 
 from scripts import bench
-from tests.helpers.ranks import Ranks
 from tests.helpers.small_run import SMALL
 
 
-def test_stages_on_a_cpu(ranks: Ranks, image_root: Path) -> None:
+def test_stages_on_a_cpu(ranks, image_root):
     words = [*SMALL, "loader.workers=1", f"data.root={image_root}", "--seconds", "0.05"]
     done = ranks.run([sys.executable, bench.__file__, *words], 1)
     assert done.stderr == "" and "\nverdict  " in done.stdout

@@ -22,7 +22,6 @@ from pipeline.build import build_datasets
 from scripts import doctor, prepare
 from scripts.doctor import Case, Row
 from tests.conftest import CLASSES
-from tests.helpers.ranks import Ranks
 from tests.helpers.small_run import SMALL
 from tests.reliability.odd_images import drawn, encoded, exif
 
@@ -61,7 +60,7 @@ def of_status(status: str, rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.status == status]
 
 
-def test_a_healthy_dataset(ranks: Ranks, root: Path, tmp_path: Path) -> None:
+def test_a_healthy_dataset(ranks, root, tmp_path):
     (root / "train" / "dots" / "1.heic").touch()  # told once
     before = {p: p.lstat().st_mtime_ns for p in root.rglob("*")}
     place = [f"data.root={root}", f"run.dir={root.parent / 'run'}"]
@@ -78,7 +77,7 @@ def test_a_healthy_dataset(ranks: Ranks, root: Path, tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"imagenet", "cache"}  # no run
 
 
-def test_a_check_that_raises(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_a_check_that_raises(tmp_path, monkeypatch, capsys):
     """And data without files."""
     monkeypatch.setitem(doctor.CHECKS, "plan", lambda case: iter(1 // 0))
     found = look(tmp_path / "none", "data=fake")
@@ -89,7 +88,7 @@ def test_a_check_that_raises(tmp_path: Path, monkeypatch: Any, capsys: Any) -> N
     assert f"\nwarn  plan {7 * ' '}check failed with an error: " in capsys.readouterr().out
 
 
-def test_folders_that_do_not_fit(root: Path) -> None:
+def test_folders_that_do_not_fit(root):
     (root / "train" / "dots" / "1.heic").touch()
     (root / "val" / "@eaDir").mkdir()
     for split in ("train", "val"):
@@ -103,7 +102,7 @@ def test_folders_that_do_not_fit(root: Path) -> None:
     assert ": hidden, or of the system (1)" in val_folder
 
 
-def test_each_fault_is_found_in_one_run(root: Path) -> None:
+def test_each_fault_is_found_in_one_run(root):
     """Folders that training refuses do not hide the faults of the files in them."""
     image = (root / "val" / "dots" / "00.jpg").read_bytes()
     (root / "train" / "nothing").mkdir()
@@ -146,7 +145,7 @@ BAD = {
 }
 
 
-def test_files_that_cannot_be_read(root: Path) -> None:
+def test_files_that_cannot_be_read(root):
     """Training may skip them, validation may not."""
     for number, content in enumerate(BAD):
         for split in ("train", "val"):
@@ -171,7 +170,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_unusual_files_are_a_warning_above_a_fraction(root: Path, kind: str) -> None:
+def test_unusual_files_are_a_warning_above_a_fraction(root, kind):
     (root / "train" / "dots" / "odd.jpg").write_bytes(ODD[kind])
     case = case_of(root)
     for check in (doctor.data, doctor.readable):
@@ -188,7 +187,7 @@ def test_unusual_files_are_a_warning_above_a_fraction(root: Path, kind: str) -> 
     assert {row.status for row in doctor.odd_files(case)} == {"ok"}
 
 
-def test_duplicates_across_splits(root: Path) -> None:
+def test_duplicates_across_splits(root):
     """A sampled validation image is compared with all of train; also copies of another class."""
     shutil.copy(root / "train" / "dots" / "03.jpg", root / "val" / "dots" / "copy.jpg")
     shutil.copy(root / "train" / "dots" / "04.jpg", root / "val" / "checks" / "copy.jpg")
@@ -204,7 +203,7 @@ def test_duplicates_across_splits(root: Path) -> None:
     assert row.status == "fail" and row.result.startswith("5 of 5 examined validation images")
 
 
-def test_the_mean_and_the_deviation_of_the_pixels(root: Path) -> None:
+def test_the_mean_and_the_deviation_of_the_pixels(root):
     pixels = np.full((32, 32, 3), (255, 51, 128), np.uint8)
     pixels[:16] = 0
     for path in (root / "train").rglob("*.jpg"):
@@ -225,7 +224,7 @@ def test_the_mean_and_the_deviation_of_the_pixels(root: Path) -> None:
     assert list(doctor.colours(case)) == []
 
 
-def test_the_plan(root: Path, monkeypatch: Any) -> None:
+def test_the_plan(root, monkeypatch):
     """It names a quota, and what training refuses."""
     monkeypatch.setattr(machine, "cpu_quota", lambda: 0.5)
     *_, row = look(root, "train.device=cpu", sample=1)["plan"]
@@ -240,7 +239,7 @@ def test_the_plan(root: Path, monkeypatch: Any) -> None:
         assert row.status == "fail" and row.result.startswith(f"{word}: {reason}")
 
 
-def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk(tmp_path, monkeypatch):
     compute, usage = SimpleNamespace(parameters=1000), SimpleNamespace(free=0, total=1 << 40)
     case = case_of(tmp_path, compute=compute)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)

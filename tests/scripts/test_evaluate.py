@@ -20,7 +20,7 @@ from conf.errors import UserError
 from engine import checkpoint
 from engine.compute import set_up_kernels
 from engine.distributed import join_world
-from pipeline.batch import Batch, Field, ImageFormat, image_field
+from pipeline.batch import Field, ImageFormat, image_field
 from pipeline.class_names import imagenet_names
 from pipeline.dataset import FolderDataset
 from scripts import evaluate
@@ -29,7 +29,6 @@ from scripts.lib.trained import Trained, build_val, open_trained
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.engine.plans import ALONE
 from tests.helpers import small_run
-from tests.helpers.ranks import Ranks
 from tests.helpers.results import newest
 from tests.helpers.stored import as_list, as_tar
 
@@ -64,7 +63,7 @@ def outputs(found: Evaluated, images: int | None = None) -> torch.Tensor:
     return sum(found_both) / 2 if found.summary["flip"] else found_both[0]
 
 
-def test_result_equals_the_last_validation_to_the_last_digit(found: Evaluated) -> None:
+def test_result_equals_the_last_validation_to_the_last_digit(found):
     last = checkpoint.load(found.trained.path)["state"]["last"]
     assert found.values == {name: last[name] for name in found.values} and "top1" in found.values
     assert found.summary["images"] == VAL_IMAGES * len(CLASSES)
@@ -72,12 +71,10 @@ def test_result_equals_the_last_validation_to_the_last_digit(found: Evaluated) -
     assert found.trained.averaged and last["loss"] != last["loss_raw"]
 
 
-def test_command_line(
-    ranks: Ranks, folder: Path, found: Evaluated, image_root: Path, tmp_path: Path
-) -> None:
+def test_command_line(ranks, folder, found, image_root, tmp_path):
     """The name of the run contains `=`; nothing is written into the run or among the images."""
     before, last = sorted(folder.rglob("*")), newest(folder)
-    against: list[str] = []
+    against = []
     for path, name in ((folder, "best"), (last, last.stem)):
         done = ranks.run([*SCRIPT, str(path), *HERE, *against], 1, cwd=tmp_path)
         lines = rf"^result    loss .*\nimages    15 images of 32 px.*\nfiles     (.*,{name})\n"
@@ -97,7 +94,7 @@ def test_command_line(
     assert done.stderr.startswith(f"evaluate.py: --out {inside}: is inside {image_root / 'val'}")
 
 
-def test_mcnemar_as_in_r() -> None:
+def test_mcnemar_as_in_r():
     hits = dict.fromkeys("abcdefghi", True) | {"j": False}
     others = dict.fromkeys("abcdefgh", False) | {"i": True, "j": True}
     assert "8 right only here, 1 only there: p = 0.046 (M" in evaluate.compare(hits, others)
@@ -106,7 +103,7 @@ def test_mcnemar_as_in_r() -> None:
         evaluate.compare(hits, {"a": True})
 
 
-def test_other_classes(folder: Path, image_root: Path, tmp_path: Path) -> None:
+def test_other_classes(folder, image_root, tmp_path):
     """The outputs of the classes are found by name; no training split is needed."""
     for name in ("dots", "stripes"):
         shutil.copytree(image_root / "val" / name, tmp_path / "val" / name)
@@ -147,9 +144,7 @@ def published_on(path: Path, root: Path, **options: Any) -> Evaluated:
     return measured(path, *FOREIGN, f"data.root={root}", **options)
 
 
-def test_published_weights_on_some_of_the_classes(
-    published: Path, image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_published_weights_on_some_of_the_classes(published, image_root, tmp_path, capsys):
     """As on ImageNet-A and -R: the outputs of the 7 folders compete, or all 1,000."""
     places = [5, 17, 300, 301, 640, 872, 999]
     for i, place in enumerate(places):
@@ -177,7 +172,7 @@ def test_published_weights_on_some_of_the_classes(
 
 
 @pytest.mark.parametrize("name", ["{}", "{:04d}"])
-def test_folders_named_by_number(published: Path, folder: Path, tmp_path: Path, name: str) -> None:
+def test_folders_named_by_number(published, folder, tmp_path, name):
     """As in ImageNet-V2, for weights without names and a model trained on WordNet IDs."""
     Image.linear_gradient("L").resize((32, 32)).save(image := tmp_path / "a.jpg")
     for i in range(1000):
@@ -195,7 +190,7 @@ def test_folders_named_by_number(published: Path, folder: Path, tmp_path: Path, 
         outputs_of(opened(folder), found.datasets)
 
 
-def test_real_labels(folder: Path, found: Evaluated, tmp_path: Path) -> None:
+def test_real_labels(folder, found, tmp_path):
     """Sets of labels, in the order of the names of the files; an empty one does not count."""
     names = [f"{i:02d}.jpg" for i in np.random.default_rng(0).permutation(15)]
     for old, new in zip([found.datasets.val.name(i) for i in range(15)], names, strict=True):
@@ -212,13 +207,13 @@ def test_real_labels(folder: Path, found: Evaluated, tmp_path: Path) -> None:
         measured(folder, real=real)
 
 
-def test_another_task(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_another_task(folder, tmp_path, monkeypatch, capsys):
     """A number for each image: the names of the outputs need not be those of the folders."""
     fields = {"image": image_field(32), "mass": Field(np.float32)}
     monkeypatch.setattr(FolderDataset, "fields", fields)
     monkeypatch.setattr(FolderDataset, "targets", lambda *_: {"mass": 2.0})
 
-    def values(network: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    def values(network, batch):
         return {"mae": (network(batch["image"])[:, 0] - batch["mass"]).abs()}
 
     monkeypatch.setattr(train, "validation_values", values)
@@ -233,7 +228,7 @@ def test_another_task(folder: Path, tmp_path: Path, monkeypatch: Any, capsys: An
     assert json.loads((tmp_path / "evaluation.json").read_text())["mae"] == found.values["mae"]
 
 
-def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_path: Path) -> None:
+def test_run_on_a_part_of_the_images(whole_runs, image_root, tmp_path):
     """The run's own config finds the same validation images, also where its files are not."""
     flat = Path(shutil.copytree(image_root / "train", tmp_path / "flat"))
     folder, short = tmp_path / "run", ["loader.workers=0", "train.epochs=1"]
@@ -262,16 +257,14 @@ def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_pat
         assert [Path(val.name(i)).stem for i in range(len(val))] == names
 
 
-def test_one_name_for_a_test_set(
-    folder: Path, image_root: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_one_name_for_a_test_set(folder, image_root, tmp_path, monkeypatch):
     """However its path is typed; the name of the run's own images is that of the checkpoint."""
     data = Path(shutil.copytree(image_root, tmp_path / "data"))
     as_tar(data / "val", tmp_path / "data" / "packed.tar")
     (tmp_path / "link").symlink_to(data)
     monkeypatch.chdir(tmp_path)
 
-    def name_of(word: str) -> str:
+    def name_of(word):
         return evaluate.name_of(opened(folder, word))
 
     start = f"{folder.name},best{tmp_path}/data/".replace("/", ",")
@@ -284,7 +277,7 @@ def test_one_name_for_a_test_set(
     assert evaluate.name_of(own) == own.name == f"{folder.name},best"
 
 
-def test_file_of_another_project(found: Evaluated, image_root: Path, tmp_path: Path) -> None:
+def test_file_of_another_project(found, image_root, tmp_path):
     """It does not hold the names of the classes: the order of the folders counts."""
     torch.save(found.trained.weights, tmp_path / "weights.pth")
     other = published_on(tmp_path / "weights.pth", image_root)
@@ -302,7 +295,7 @@ def test_file_of_another_project(found: Evaluated, image_root: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_run_with_two_ranks(ranks: Ranks, image_root: Path, tmp_path: Path) -> None:
+def test_a_run_with_two_ranks(ranks, image_root, tmp_path):
     overrides = small_run.overrides_of(image_root, tmp_path / "run")
     ranks.run([sys.executable, train.__file__, *overrides], 2)
     path = newest(tmp_path / "run")
@@ -314,7 +307,7 @@ def test_a_run_with_two_ranks(ranks: Ranks, image_root: Path, tmp_path: Path) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", ["off", "default"])
-def test_on_a_gpu(whole_runs: None, image_root: Path, tmp_path: Path, compile: str) -> None:
+def test_on_a_gpu(whole_runs, image_root, tmp_path, compile):
     overrides = ["train.deterministic=true", "train.device=cuda", f"model.compile={compile}"]
     small_run.run(image_root, tmp_path / "run", *overrides)
     with join_world("cuda") as world:

@@ -60,8 +60,8 @@ def as_stated(stated: dict[str, Any], files: Any) -> Tensor:
         pytest.param("onnx", True, marks=needs_onnx),
     ],
 )
-def test_each_format(trained: Trained, tmp_path: Path, to: str, inside: bool) -> None:
-    files: Any = build_val(trained.config).val
+def test_each_format(trained, tmp_path, to, inside):
+    files = build_val(trained.config).val
     job, out = Job(trained, to, inside, 32), tmp_path / f"model.{to}"
     out.write_text("earlier")
     export.export(job, out)
@@ -81,9 +81,7 @@ def test_each_format(trained: Trained, tmp_path: Path, to: str, inside: bool) ->
         assert torch.equal(predict(inputs).argmax(1), eager.argmax(1))
 
 
-def test_command_line(
-    folder: Path, image_root: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_command_line(folder, image_root, tmp_path, monkeypatch, capsys):
     """The data of the run is found again; the file states what its weights need."""
     monkeypatch.chdir(tmp_path)
     assert export.export_model(export.arguments([str(folder), "--to", "safetensors", *HERE])) == 0
@@ -106,7 +104,7 @@ def test_command_line(
         export.export_model(export.arguments([str(folder), "--to", "hub", *HERE]))
 
 
-def test_a_folder_for_timm(trained: Trained, tmp_path: Path) -> None:
+def test_a_folder_for_timm(trained, tmp_path):
     pytest.importorskip("timm")
     name, out = "timm/test_resnet", tmp_path / "model"
     weights = models.build(name, num_classes=3, image_size=32).state_dict()
@@ -123,8 +121,8 @@ def test_a_folder_for_timm(trained: Trained, tmp_path: Path) -> None:
     assert stated.values["augment.val"] == [{"resize": {"size": 32}}, {"center_crop": {"size": 32}}]
 
 
-def test_the_accuracy_on_a_card(trained: Trained) -> None:
-    row: dict[str, Any] = {"step": 7, "top1": 90.0}
+def test_the_accuracy_on_a_card(trained):
+    row = {"step": 7, "top1": 90.0}
     stored = {"step": 7, "validation": row, "identity": {"data.val": "1,000 images, SHA-256 0"}}
     said = "90.00 % top-1 of 1,000 images"
     assert export.accuracy(replace(trained, stored=stored)) == said
@@ -132,7 +130,7 @@ def test_the_accuracy_on_a_card(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize("to", ["pt2", pytest.param("onnx", marks=needs_onnx)])
-def test_a_vision_transformer(trained: Trained, tmp_path: Path, to: str) -> None:
+def test_a_vision_transformer(trained, tmp_path, to):
     """Batches of 1, 3 and 12 images: the size of a batch is not fixed."""
     torch.manual_seed(0)
     sizes = {"num_classes": 5, "image_size": 32, "depth": 2, "heads": 2, "hidden": 64}
@@ -163,9 +161,7 @@ class FixedBatch(nn.Module):
         (FixedBatch(), r"^--to pt2: model\.name=resnet_tiny cannot be exported \("),
     ],
 )
-def test_wrong_export_keeps_an_earlier_file(
-    trained: Trained, tmp_path: Path, monkeypatch: Any, model: nn.Module, message: str
-) -> None:
+def test_wrong_export_keeps_an_earlier_file(trained, tmp_path, monkeypatch, model, message):
     monkeypatch.setattr(Trained, "build", lambda *_: model)
     out = tmp_path / "model.pt2"
     out.write_text("earlier")
@@ -174,7 +170,7 @@ def test_wrong_export_keeps_an_earlier_file(
     assert out.read_text() == "earlier" and list(tmp_path.iterdir()) == [out]
 
 
-def test_nan_is_a_difference(trained: Trained) -> None:
+def test_nan_is_a_difference(trained):
     job, model = Job(trained, "pt2", False, 32), trained.build(CPU)
     with pytest.raises(RunError, match="largest difference nan"):
         export.compare(job, lambda x: model(x) * torch.nan, model)

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 from threading import Event
-from typing import Any
 
 import numpy as np
 import pytest
@@ -77,7 +76,7 @@ class FiveChannels(FolderDataset):
 five_channels = partial(build.folder, dataset=FiveChannels)
 
 
-def test_images_of_other_channels(image_root: Path, tmp_path: Path) -> None:
+def test_images_of_other_channels(image_root, tmp_path):
     """They are opened by the dataset of the run, as docs/tasks.md makes one."""
     words = "data.source=tests.scripts.test_predict:five_channels", "data.mean=[0.5]"
     small_run.run(image_root, tmp_path / "run", *words, "data.std=[0.5]", "train.max_steps=2")
@@ -100,9 +99,7 @@ def test_images_of_other_channels(image_root: Path, tmp_path: Path) -> None:
         ("[{v2.RandomInvert: {p: 1}}, {resize: {size: [32, 32]}}]", "false"),
     ],
 )
-def test_same_predictions_as_the_pipeline(
-    folder: Path, photos: Path, transforms: str, upright: str
-) -> None:
+def test_same_predictions_as_the_pipeline(folder, photos, transforms, upright):
     overrides = [*HERE, f"data.root={photos}", f"data.exif_orientation={upright}"]
     overrides += [f"augment.val={transforms}", "loader.batch_size=4"]
     trained = open_trained(folder, overrides)
@@ -121,7 +118,7 @@ def test_same_predictions_as_the_pipeline(
         assert ours == pytest.approx(probabilities[classes].tolist(), rel=1e-3)
 
 
-def test_features_enter_the_last_layer(folder: Path, image_root: Path, capsys: Any) -> None:
+def test_features_enter_the_last_layer(folder, image_root, capsys):
     words = [str(folder), str(image_root / "val"), "--features", *HERE]
     assert predict.predict_all(predict.arguments(words)) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -134,7 +131,7 @@ def test_features_enter_the_last_layer(folder: Path, image_root: Path, capsys: A
 
 
 @pytest.mark.parametrize("name", ["squeezenet1_1", "vit_b_16", "densenet121"])
-def test_features_of_other_models(name: str) -> None:
+def test_features_of_other_models(name):
     """The last layer may be a convolution, or get the first of several tokens, or their mean."""
     with torch.device("meta"):
         model = models.build(name, num_classes=7, image_size=224).eval()
@@ -148,7 +145,7 @@ def test_features_of_other_models(name: str) -> None:
     torch.testing.assert_close(features, [tokens.mean(1)])
 
 
-def test_unreadable_files_stay_in_order(damaged: Path, predictor: Predictor, capsys: Any) -> None:
+def test_unreadable_files_stay_in_order(damaged, predictor, capsys):
     os.mkfifo(damaged / "pipe")  # opening it would wait for a writer
     others = [damaged / name for name in ("sub/.hidden", "link.jpg", "pipe")]
     found = results(predictor, damaged, *others)
@@ -170,7 +167,7 @@ def test_unreadable_files_stay_in_order(damaged: Path, predictor: Predictor, cap
     assert [behind] == results(predictor, good)
 
 
-def test_a_list_and_ctrl_c(folder: Path, image_root: Path, tmp_path: Path) -> None:
+def test_a_list_and_ctrl_c(folder, image_root, tmp_path):
     """Results are written batch by batch, before the list ends; Ctrl-C ends the script."""
     python = [sys.executable, "-X", "importtime"]
     command = [*python, predict.__file__, str(folder), "-", *HERE, "loader.batch_size=1"]
@@ -195,8 +192,8 @@ def test_a_list_and_ctrl_c(folder: Path, image_root: Path, tmp_path: Path) -> No
     assert "torch" in imported and not imported & {"torch._dynamo", "torch._inductor"}
 
 
-def test_command_line(folder: Path, damaged: Path, monkeypatch: Any, capfd: Any) -> None:
-    def run(words: str, *listed: bytes) -> tuple[str, str]:
+def test_command_line(folder, damaged, monkeypatch, capfd):
+    def run(words, *listed):
         (damaged / "list").write_bytes(b"\n".join(os.fsencode(damaged) + n for n in listed))
         options = predict.arguments([str(folder), *words.split(), *HERE])
         with (damaged / "list").open() as file:
@@ -223,7 +220,7 @@ def written_as(form: str, found: list[Result], names: Sequence[str], folder: Pat
     return file.getvalue()
 
 
-def test_a_table_of_classes() -> None:
+def test_a_table_of_classes():
     """It shows the readable names."""
     dog = {"class": "dog", "index": 0, "probability": 0.25, "name": "dog"}
     fish = {"class": "n01443537", "index": 1, "probability": 0.75, "name": "goldfish"}
@@ -232,15 +229,13 @@ def test_a_table_of_classes() -> None:
     assert table == "a.jpg  goldfish  75.0 %  dog       25.0 %\n"
 
 
-def test_values_of_other_tasks(
-    predictor: Predictor, image_root: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_values_of_other_tasks(predictor, image_root, tmp_path, monkeypatch):
     """A number, a list, a number for each output, and a mask."""
     mask = torch.tensor([[0, 1, 2], [3, 0, 300]])
     values = {"mass": torch.tensor(1.2345678), "vector": torch.arange(7) / 2}
     values |= {"trait": torch.ones(3), "mask": mask}
 
-    def predictions(outputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    def predictions(outputs):
         return {name: torch.stack([value] * len(outputs)) for name, value in values.items()}
 
     monkeypatch.setattr(train, "predictions", predictions)
@@ -261,7 +256,7 @@ def test_values_of_other_tasks(
 
 
 @pytest.mark.gpu
-def test_same_predictions_on_a_gpu(folder: Path, image_root: Path) -> None:
+def test_same_predictions_on_a_gpu(folder, image_root):
     classes = []
     for device in ("cpu", "cuda"):
         trained = open_trained(folder, [f"train.device={device}", "train.precision=fp32"])
@@ -270,11 +265,11 @@ def test_same_predictions_on_a_gpu(folder: Path, image_root: Path) -> None:
     assert classes[0] == classes[1]
 
 
-def test_an_abandoned_iterator_does_not_wait_for_its_threads() -> None:
+def test_an_abandoned_iterator_does_not_wait_for_its_threads():
     """The garbage collector may close it inside a lock for which the end of a thread waits."""
-    began, go, ended = Event(), Event(), list[int]()
-    tasks: Any = [int, lambda: began.set() or go.wait(9) or ended.append(1)]
-    found: Any = in_threads(1, lambda task: task(), tasks, ahead=1)
+    began, go, ended = Event(), Event(), []
+    tasks = [int, lambda: began.set() or go.wait(9) or ended.append(1)]
+    found = in_threads(1, lambda task: task(), tasks, ahead=1)
     assert next(found) == 0 and began.wait(9)
     assert found.close() is None and not ended
     go.set()

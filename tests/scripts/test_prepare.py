@@ -321,7 +321,7 @@ def report_of(to: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "ending"), [("folder", ""), ("tar", ".tar")])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format(tmp_path: Path, name: str, kind: str, ending: str, capsys: Any) -> None:
+def test_every_format(tmp_path, name, kind, ending, capsys):
     files, expected = FORMATS[name]
     to = tmp_path / "new" / "to"
     assert run(write(tmp_path / "source", files()), to, "--format", kind) == 0
@@ -339,13 +339,13 @@ def test_every_format(tmp_path: Path, name: str, kind: str, ending: str, capsys:
     assert NOTES.get(name, f"{command}\n") in said
 
 
-def test_the_labels_of_ilsvrc2012_are_known(tmp_path: Path) -> None:
+def test_the_labels_of_ilsvrc2012_are_known(tmp_path):
     """A kit with 1,000 classes must give the published labels: another order is refused."""
     first = dict(zip([490, 361, 171, 822, 297], imagenet.FIRST_LABELS.values(), strict=True))
     ids = {i: f"n{i:08d}" for i in range(1, 1001)} | first
     truth = 50 * list(first | ids)
 
-    def labels(ids: Mapping[int, str]) -> dict[str, str]:
+    def labels(ids):
         write(tmp_path, {KIT: devkit(ids, truth)})
         return imagenet.val_labels(str(tmp_path), {KIT: Place(str(tmp_path / KIT))})
 
@@ -406,7 +406,7 @@ WRONG: list[tuple[Source, str]] = [
 
 
 @pytest.mark.parametrize(("files", "message"), WRONG)
-def test_what_is_wrong_and_what_to_do(tmp_path: Path, files: Source, message: str) -> None:
+def test_what_is_wrong_and_what_to_do(tmp_path, files, message):
     source = write(tmp_path / "source", files())
     with pytest.raises(UserError) as error:
         recognise(str(source))
@@ -414,12 +414,12 @@ def test_what_is_wrong_and_what_to_do(tmp_path: Path, files: Source, message: st
     assert "\n" not in str(error.value)
 
 
-def test_wrong_destinations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_destinations(tmp_path, capsys):
     """In the source, around it, with other files, another size, and other images."""
     source = write(tmp_path / "source", FOLDERS)
     to = write(tmp_path / "to", {"train/mine.jpg": b"mine"})
 
-    def error(to: Path, *options: str) -> str:
+    def error(to, *options):
         assert run(source, to, *options) == 2
         return capsys.readouterr().err
 
@@ -435,11 +435,11 @@ def test_wrong_destinations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert written(to) == EXPECTED
 
 
-def test_files_are_linked_or_copied(tmp_path: Path, monkeypatch: Any) -> None:
+def test_files_are_linked_or_copied(tmp_path, monkeypatch):
     """Copied to another file system."""
     source = write(tmp_path / "source", EXPECTED)
 
-    def links(to: Path) -> set[int]:
+    def links(to):
         return {p.stat().st_nlink for p in to.rglob("*.JPEG")}
 
     assert run(source, tmp_path / "linked") == 0
@@ -456,9 +456,7 @@ def test_files_are_linked_or_copied(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar"])
-def test_unreadable_images_are_listed_and_can_be_repaired(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_unreadable_images_are_listed_and_can_be_repaired(tmp_path, capsys, kind):
     """The same command keeps what is complete, but no empty files, as a power failure leaves."""
     source, to = write(tmp_path / "source", FOLDERS), tmp_path / "to"
     broken = list(EXPECTED)[:4]
@@ -481,7 +479,7 @@ def test_unreadable_images_are_listed_and_can_be_repaired(
     assert not (to / "unreadable.txt").exists()
 
 
-def test_a_full_disk_ends_the_run_and_the_next_one_continues(tmp_path: Path, capsys: Any) -> None:
+def test_a_full_disk_ends_the_run_and_the_next_one_continues(tmp_path, capsys):
     source, to = write(tmp_path / "source", kaggle()), tmp_path / "to"
     with file_size_limit(5_000):
         assert run(source, to, "--format", "tar") == 1
@@ -502,7 +500,7 @@ def test_a_full_disk_ends_the_run_and_the_next_one_continues(tmp_path: Path, cap
         ("PNG", "RGBA", (300, 200)),
     ],
 )
-def test_a_smaller_image(kind: str, mode: str, size: tuple[int, int]) -> None:
+def test_a_smaller_image(kind, mode, size):
     """It is resized and encoded as by Pillow."""
     exif = Image.Exif()
     exif[0x0112], exif[0x010F] = 6, "maker"  # orientation: viewers rotate by 90 degrees
@@ -527,7 +525,7 @@ def test_a_smaller_image(kind: str, mode: str, size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "counter"), [("folder", "linked"), ("tar", "copied")])
-def test_smaller_images(image_root: Path, tmp_path: Path, kind: str, counter: str) -> None:
+def test_smaller_images(image_root, tmp_path, kind, counter):
     """Names, labels and the identity of the samples do not change; a small image is a link."""
     to = tmp_path / "to"
     assert run(image_root, to, "--side", "96", "--format", kind) == 0

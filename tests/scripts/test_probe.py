@@ -2,7 +2,6 @@
 
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,14 +9,13 @@ import pytest
 from conf.errors import UserError
 from engine.files import json_text
 from scripts import predict, probe
-from tests.helpers.ranks import Ranks
 from tests.helpers.results import newest
 
 RNG = np.random.default_rng(0)
 CENTRES = RNG.normal(size=(4, 8))
 
 
-def test_both_probes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_probes(tmp_path, capsys):
     """Neighbours vote as in a loop in NumPy; the penalty is chosen without the queries."""
     files = tmp_path / "train", tmp_path / "val"
     rows = {}
@@ -43,7 +41,7 @@ def test_both_probes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert probe.probe_features(*files) == 0 and f"{found[2]}\n" in capsys.readouterr().out
 
 
-def test_command(folder: Path, image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+def test_command(folder, image_root, tmp_path, ranks):
     """The features of a run, of both splits; and wrong files."""
     files = tmp_path / "train", tmp_path / "val"
     for file in files:

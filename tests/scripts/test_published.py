@@ -13,7 +13,7 @@ from pipeline.build import build_image_transforms
 from scripts.lib.published import published
 
 
-def test_torchvision() -> None:
+def test_torchvision():
     """tests/extras/test_finetune.py has files with other values."""
     path = Path("/somewhere/resnet50-0676ba61.pth")
     found = published("resnet50", path)
@@ -25,7 +25,7 @@ def test_torchvision() -> None:
     assert published("vit_s16", path) is published("resnet50", Path("checkpoint.pth")) is None
 
 
-def test_every_file_of_torchvision() -> None:
+def test_every_file_of_torchvision():
     """Each has a resize and a centre crop that a list of transforms can state."""
     from torchvision import models as vision
 
@@ -46,7 +46,7 @@ def of_timm(monkeypatch: pytest.MonkeyPatch, val_size: int | None = None, **stat
     return published("timm/resnet50", Path("x"), val_size=val_size).values
 
 
-def test_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timm(monkeypatch):
     """timm rounds the short side down: 224 / 0.9 is 248.9."""
     values = of_timm(monkeypatch)
     assert values["data.mean"] == [0.5] * 3

@@ -108,7 +108,7 @@ def copied(run: Path, to: Path, top1: tuple[float, float] = (20.0, 30.0), **keys
     return to
 
 
-def test_the_page_of_a_run(run: Path) -> None:
+def test_the_page_of_a_run(run):
     page, summary = page_of(run), json.loads((run / "summary.json").read_text())
     top1 = summary["best_top1"]
     error = (top1 * (100 - top1) / 15) ** 0.5
@@ -131,7 +131,7 @@ def test_the_page_of_a_run(run: Path) -> None:
     assert " ".join((run / "config.yaml").read_text().split()) in page.text
 
 
-def test_what_the_best_checkpoint_gets_wrong(run: Path, image_root: Path) -> None:
+def test_what_the_best_checkpoint_gets_wrong(run, image_root):
     page, folder = page_of(run), run / "evaluation"
     head, *rows = page.table("matrix numbers")
     confusions = read_csv(folder / "confusion.csv")
@@ -150,7 +150,7 @@ def test_what_the_best_checkpoint_gets_wrong(run: Path, image_root: Path) -> Non
     assert content == (folder / "worst.csv").read_bytes()
 
 
-def test_many_classes_have_a_list_of_confusions(run: Path, tmp_path: Path) -> None:
+def test_many_classes_have_a_list_of_confusions(run, tmp_path):
     to = copied(run, tmp_path / "many")
     classes = "".join(f"c{i},1,{100 - i},,12.345,name {i}\n" for i in range(21))
     text = f"class,images,top1,precision,f1,name\nnone,0,,,,no images\n{classes}"
@@ -166,7 +166,7 @@ def test_many_classes_have_a_list_of_confusions(run: Path, tmp_path: Path) -> No
     assert len(confusions) == 20 and confusions[0] == ["name 1", "name 0", "29"]
 
 
-def test_evaluations_of_evaluate(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_evaluations_of_evaluate(run, tmp_path, monkeypatch):
     """Those of the run; a damaged one is named."""
     monkeypatch.chdir(tmp_path)
     words = [str(run), "loader.workers=0", "data.val=train"]
@@ -182,7 +182,7 @@ def test_evaluations_of_evaluate(run: Path, tmp_path: Path, monkeypatch: Any) ->
     assert "evaluation/damaged/evaluation.json: left out, it is damaged: JSONDecode" in page.text
 
 
-def test_runs_are_compared(run: Path, tmp_path: Path) -> None:
+def test_runs_are_compared(run, tmp_path):
     """Each once, the best one first, with what differs and what they share."""
     low = copied(run, tmp_path / "low", (10.0, 9.0), optim__lr=0.3, log__every_steps=9)
     high = copied(run, tmp_path / "high", (20.0, 30.0), optim__lr=0.7)
@@ -201,7 +201,7 @@ def test_runs_are_compared(run: Path, tmp_path: Path) -> None:
     assert "Do not compare the values: the runs differ in data.val." in page_of(low, other).text
 
 
-def test_runs_that_differ_only_in_seed_or_fold_are_one_row(run: Path, tmp_path: Path) -> None:
+def test_runs_that_differ_only_in_seed_or_fold_are_one_row(run, tmp_path):
     """With their mean; equal weights count once, and a run that has not finished stands alone."""
     for seed, top1 in enumerate([(50.0, 40.0), (10.0, 60.0), (30.0, 64.0)]):
         copied(run, tmp_path / f"seed{seed}", top1, train__seed=seed, data__val_fold=[seed, 5])
@@ -222,7 +222,7 @@ def test_runs_that_differ_only_in_seed_or_fold_are_one_row(run: Path, tmp_path: 
     assert (row["best top1"], row["standard deviation"], row["n"]) == ("–", "–", "2")
 
 
-def test_values_of_a_fork(run: Path, tmp_path: Path) -> None:
+def test_values_of_a_fork(run, tmp_path):
     """They have the unit of summary.json; a lower one may be better, and 0 has no chart."""
     for number in (2, 1):
         to = copied(run, tmp_path / f"{number}", train__best_by="-mae", optim__lr=number)
@@ -237,7 +237,7 @@ def test_values_of_a_fork(run: Path, tmp_path: Path) -> None:
     assert facts["best mae"].startswith("2 px at epoch") and facts["note"] == "warning slow"
 
 
-def test_a_run_that_has_not_ended(run: Path, tmp_path: Path) -> None:
+def test_a_run_that_has_not_ended(run, tmp_path):
     to = copied(run, tmp_path / "killed")
     (to / "summary.json").unlink()
     (to / "verdict.json").write_text(json.dumps({"verdict": ["input-bound: slow"]}))
@@ -251,7 +251,7 @@ def test_a_run_that_has_not_ended(run: Path, tmp_path: Path) -> None:
     assert [row["best top1"] for row in page_of(to, run).rows()][1] == "–"
 
 
-def test_damaged_runs_are_named_and_left_out(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_damaged_runs_are_named_and_left_out(run, tmp_path, capsys):
     copied(run, tmp_path / "good")
     damaged = {
         "metrics": ("metrics.jsonl", "{not json}\n"),
@@ -280,7 +280,7 @@ def test_damaged_runs_are_named_and_left_out(run: Path, tmp_path: Path, capsys: 
         page_of(tmp_path / "goo")
 
 
-def test_names_from_a_run_are_escaped(run: Path, tmp_path: Path) -> None:
+def test_names_from_a_run_are_escaped(run, tmp_path):
     to = copied(run, tmp_path / HOSTILE.replace("/", "|"), model__name=HOSTILE)
     write_rows(to, [row | {HOSTILE: 1.5} for row in read_rows(run, "val")])
     change_summary(to, units={HOSTILE: HOSTILE}, status=HOSTILE, verdict=[HOSTILE])
@@ -295,7 +295,7 @@ def test_names_from_a_run_are_escaped(run: Path, tmp_path: Path) -> None:
     assert "<" not in str([json.loads(chart.attrib["data-figure"]) for chart in charts])
 
 
-def test_long_and_many_curves(run: Path, tmp_path: Path) -> None:
+def test_long_and_many_curves(run, tmp_path):
     """A point of a long one is a mean. Ten are drawn; a click on the legend draws others."""
     to = copied(run, tmp_path / "long")
     row = read_rows(run, "train")[0]
@@ -310,9 +310,7 @@ def test_long_and_many_curves(run: Path, tmp_path: Path) -> None:
     assert [trace.get("visible") for trace in traces] == 10 * [None] + 2 * ["legendonly"]
 
 
-def test_only_regular_files_and_links_are_replaced(
-    run: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_only_regular_files_and_links_are_replaced(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     with pytest.raises(UserError, match="--out pipe: not a regular file; give another name"):

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 from subprocess import PIPE
 
 import pytest
@@ -24,7 +23,7 @@ if [[ $1 == show ]]; then echo localhost; else echo "$@" >>"$REQUEUED"; fi
 
 
 @pytest.mark.slow
-def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root: Path, tmp_path: Path) -> None:
+def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root, tmp_path):
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):

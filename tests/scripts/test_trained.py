@@ -2,7 +2,6 @@
 
 import argparse
 import struct
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ KINDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_of_other_projects(tmp_path: Path, weights: Weights, kind: str) -> None:
+def test_files_of_other_projects(tmp_path, weights, kind):
     torch.save(KINDS[kind](weights), tmp_path / "file.pth")
     found = open_trained(tmp_path / "file.pth", TINY)
     assert same(found.weights, weights)
@@ -57,7 +56,7 @@ def test_files_of_other_projects(tmp_path: Path, weights: Weights, kind: str) ->
     assert found.check_size(48) > found.check_size(32) > 0
 
 
-def test_files_that_are_refused(tmp_path: Path, weights: Weights) -> None:
+def test_files_that_are_refused(tmp_path, weights):
     path = tmp_path / "file.pth"
     torch.save({"arch": "x", "state_dict": weights}, path)
     no_name = "is no checkpoint of this .*; give model.name=NAME, "
@@ -70,7 +69,7 @@ def test_files_that_are_refused(tmp_path: Path, weights: Weights) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/best.pt"])
-def test_checkpoint(folder: Path, name: str) -> None:
+def test_checkpoint(folder, name):
     config = (found := open_trained(folder / name)).config
     state = checkpoint.load(found.path)["state"]
     assert same(found.weights, state["ema"]) and found.averaged
@@ -86,7 +85,7 @@ def test_checkpoint(folder: Path, name: str) -> None:
             open_trained(folder, [f"{key}=40"])
 
 
-def test_best_checkpoint_in_other_libraries(folder: Path) -> None:
+def test_best_checkpoint_in_other_libraries(folder):
     """It holds the weights where timm looks for them, and the file has them once."""
     path, state = checkpoint.find_checkpoint(folder), open_trained(folder).weights
     assert same(dict(torch.load(path)["state_dict"]), state)
@@ -95,7 +94,7 @@ def test_best_checkpoint_in_other_libraries(folder: Path) -> None:
     assert path.stat().st_size < 4 * size + 100_000
 
 
-def test_names_of_the_classes(tmp_path: Path, weights: Weights) -> None:
+def test_names_of_the_classes(tmp_path, weights):
     path, names = tmp_path / "file.pth", tmp_path / "names.txt"
     torch.save(weights, path)
     names.write_text("".join(f"class {i}\n" for i in range(7)))
@@ -105,7 +104,7 @@ def test_names_of_the_classes(tmp_path: Path, weights: Weights) -> None:
         open_trained(path, TINY, classes=names)
 
 
-def test_rewritten_layers_are_only_for_gpus(folder: Path) -> None:
+def test_rewritten_layers_are_only_for_gpus(folder):
     """A run on a GPU with bf16 has trained with them; exported files have none."""
     found = open_trained(folder, ["train.precision=bf16"])
     found.stored["model_input"]["rewrites_layers"] = True

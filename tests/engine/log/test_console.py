@@ -1,7 +1,6 @@
 """What rank 0 prints: the setup, the table of rows and the results."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from conf.compose import from_overrides
 from conf.schema import Config
-from engine.distributed import World, join_world
+from engine.distributed import join_world
 from engine.log import plan
 from engine.log.console import header, train_line, val_line
 from engine.log.plan import setup_notes
@@ -29,7 +28,7 @@ VAL = {"step": 20, "epoch": 2.0, "loss": 0.5, "top1": 60.0, "top5": 95.0}
 VAL |= {"images": 500, "seconds": 2.0}
 
 
-def test_table() -> None:
+def test_table():
     values = {"loss": 1.0, "top1": 50.0, "top5": 9.0, "grad_norm": 1.23456, "grad_norm/conv1": 0.5}
     first = train_line({**TRAIN, **values}, values, TOP1, 10)
     second = train_line({**TRAIN, "ranks_wait_fraction": 0.125}, [], TOP1, 10)
@@ -43,8 +42,8 @@ def test_table() -> None:
     assert val_line(VAL, ["loss", "top1", "top5"], TOP1, 10, best=True) == text
 
 
-def test_notes(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def notes(*typed: str, world: World = ALONE) -> list[str]:
+def test_notes(image_root, tmp_path, monkeypatch):
+    def notes(*typed, world=ALONE):
         given = from_overrides([*typed, "model=resnet_tiny", "data.image_size=32"])
         return list(setup_notes(given, build_datasets(given), world))
 
@@ -70,7 +69,7 @@ def values(**named: float) -> dict[str, Tensor]:
     return {name: torch.tensor(value, requires_grad=True) for name, value in named.items()}
 
 
-def test_an_interval_is_read_one_step_late() -> None:
+def test_an_interval_is_read_one_step_late():
     """Values added between `send` and `read` belong to the next interval."""
     meter = Meter(ALONE)
     assert meter.read() is None
@@ -86,7 +85,7 @@ def test_an_interval_is_read_one_step_late() -> None:
 
 
 @pytest.mark.gpu
-def test_values_are_added_without_waiting_for_the_gpu() -> None:
+def test_values_are_added_without_waiting_for_the_gpu():
     with join_world("cuda") as world:
         meter, loss = Meter(world), torch.ones((), device="cuda")
         with without_waiting():
@@ -101,7 +100,7 @@ def row_of(times: StepTimes, ranks: int = 1, device: str = "cpu") -> dict[str, A
     return train_row(4, {"loss": 2.5, "norm": 1.0}, times, given, computed)
 
 
-def test_row_of_an_interval() -> None:
+def test_row_of_an_interval():
     row = row_of(WAITED._replace(rate=4 * 16 / 2))
     assert (row["images_per_second"], row["seconds_left"]) == (4 * 16 / 2, 96 * 16 / 32)
     assert (row["step"], row["epoch"], row["lr"]) == (4, 4 / 2.25, 0.1)

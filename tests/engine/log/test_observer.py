@@ -66,7 +66,7 @@ def observed(root: Path, folder: Path, entry: str, *more: str) -> dict[str, Any]
     return run(root, folder, f"log.observers=[{entry.format(module=__name__)}]", *SHORT, *more)
 
 
-def test_what_an_observer_is_told(image_root: Path, tmp_path: Path) -> None:
+def test_what_an_observer_is_told(image_root, tmp_path):
     summary = observed(image_root, tmp_path, "{module}:Recorder")
     steps = [("begin", 0), ("end", 1), ("begin", 1), ("logged", 1, "train", None), ("end", 2)]
     assert sorted(CALLS[1:6], key=steps.index) == steps
@@ -79,9 +79,7 @@ def test_what_an_observer_is_told(image_root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("event", ["made", "begin", "end", "logged", "validated", "finish"])
-def test_one_that_fails_is_one_warning(
-    event: str, image_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_that_fails_is_one_warning(event, image_root, tmp_path, caplog):
     """It is not called again; another one goes on."""
     entry = f"{{{{{{module}}:Recorder: {{{{fails: {event}}}}}}}}}"
     summary = observed(image_root, tmp_path, entry)
@@ -92,16 +90,14 @@ def test_one_that_fails_is_one_warning(
     assert f"Recorder: ModuleNotFoundError: {text}" in warning
 
 
-def test_a_mistake_ends_the_run_before_its_first_step(image_root: Path, tmp_path: Path) -> None:
+def test_a_mistake_ends_the_run_before_its_first_step(image_root, tmp_path):
     with pytest.raises(UserError, match=r"^log.observers: not on a Sunday$"):
         observed(image_root, tmp_path / "run", "{module}:Refusing")
     assert not CALLS
     assert (tmp_path / "run").exists()
 
 
-def test_a_mistake_of_a_method_is_one_warning(
-    image_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mistake_of_a_method_is_one_warning(image_root, tmp_path, caplog):
     """It would end rank 0 alone, and the other ranks would wait for it."""
     summary = observed(image_root, tmp_path, "{{{module}:Refusing: {{later: true}}}}")
     (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
@@ -111,8 +107,8 @@ def test_a_mistake_of_a_method_is_one_warning(
 
 
 def test_an_epoch_with_the_same_bottleneck_prints_no_verdict(
-    image_root: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+    image_root, tmp_path, monkeypatch, capsys
+):
     # Five epochs, and the run: its verdict is printed after the last epoch.
     causes = ["a", "a", "", "b", "c", "c"]
     sentences = [("a: 1.",), ("a: 2.",), (), ("b: 3.",), ("c: 4.",), ("c: 5.",)]

@@ -82,7 +82,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml], Nvml]:
         (nvml_with(nvmlDeviceGetHandleByUUID=NvmlError("Not Found")), "Not Found"),
     ],
 )
-def test_without_nvml(nvml: Nvml | None, warning: str, install: Any, caplog: Any) -> None:
+def test_without_nvml(nvml, warning, install, caplog):
     install(nvml)
     with GpuMonitor(CUDA) as monitor:
         wait_for("its end", lambda: all(t.name != "telemetry" for t in threading.enumerate()))
@@ -91,25 +91,25 @@ def test_without_nvml(nvml: Nvml | None, warning: str, install: Any, caplog: Any
     assert warning in message
 
 
-def test_on_a_cpu_nothing_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_a_cpu_nothing_is_missing(caplog):
     with GpuMonitor(CPU) as monitor:
         assert monitor.read() == {}
     assert not caplog.messages
 
 
-def test_the_gpu_is_found_by_its_uuid(install: Callable[[Nvml], Nvml]) -> None:
+def test_the_gpu_is_found_by_its_uuid(install):
     """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 cuda:1 in torch; NVML ignores the variable."""
     known = {f"GPU-{UUIDS[1]}".encode(): "gpu"}
     nvml = install(nvml_with(nvmlDeviceGetHandleByUUID=lambda u: known.get(u, NvmlError("absent"))))
     assert find_gpu(torch.device("cuda", 1)) == (nvml, "gpu")
 
 
-def test_the_reasons_for_reduced_clocks(install: Callable[[Nvml], Nvml]) -> None:
+def test_the_reasons_for_reduced_clocks(install):
     """Not an idle GPU, clocks set by a user, the power limit, or a reason in 4 % of the samples."""
     masks = [0x001, 0x002, 0x004, 0x004, 0x024, 0x102, 0x068] * 3 + [0x000, 0x000, 0x010]
     asked, release = iter(range(10**9)), threading.Event()
 
-    def mask(handle: str) -> int:
+    def mask(handle):
         number = next(asked)
         if number == 24:
             release.wait(HANGS_SECONDS)  # in the driver: 24 samples are complete
@@ -129,7 +129,7 @@ def test_the_reasons_for_reduced_clocks(install: Callable[[Nvml], Nvml]) -> None
         assert monitor.read()["gpu/throttled_fraction"] == 0
 
 
-def test_memory_of_processes() -> None:
+def test_memory_of_processes():
     """The memory of a worker that has died is not known."""
     needs_linux()
     before = memory_figures([], CPU)
@@ -142,9 +142,9 @@ def test_memory_of_processes() -> None:
 
 
 @pytest.mark.gpu
-def test_nvml(caplog: pytest.LogCaptureFixture) -> None:
+def test_nvml(caplog):
     pytest.importorskip("pynvml")
-    found: dict[str, float] = {}
+    found = {}
     with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
         wait_for("all of them", lambda: found.update(monitor.read()) or len(found) >= 5)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -154,7 +154,7 @@ def test_nvml(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.gpu
-def test_the_allocator() -> None:
+def test_the_allocator():
     """Reading its counters does not wait for the GPU."""
     tensor = torch.ones(2**28, device="cuda").add_(1)  # 1 GiB; the first add_ waits for the GPU
     figures = memory_figures([], CUDA)

@@ -72,7 +72,7 @@ def curve(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
     return [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
 
 
-def test_after_restarts(tmp_path: Path) -> None:
+def test_after_restarts(tmp_path):
     """The rows and values of later steps are dropped: no step has two."""
     start(tmp_path, 0, [10, 20, 30, 40, 50], loss=1)
     start(tmp_path, 30, [40, 50, 60], loss=2)
@@ -89,7 +89,7 @@ def test_after_restarts(tmp_path: Path) -> None:
     assert curve(curves(tmp_path), "train/loss") == [(10, 4), (20, 4)]
 
 
-def test_lines_that_are_no_rows_are_dropped(tmp_path: Path) -> None:
+def test_lines_that_are_no_rows_are_dropped(tmp_path):
     start(tmp_path, 0, [10, 20])
     complete = (tmp_path / "metrics.jsonl").read_bytes()
     line = complete.splitlines()[0]
@@ -100,7 +100,7 @@ def test_lines_that_are_no_rows_are_dropped(tmp_path: Path) -> None:
         assert [row["step"] for row in rows(tmp_path)] == [10, 20, 20, 30]
 
 
-def test_tags_and_values(tmp_path: Path) -> None:
+def test_tags_and_values(tmp_path):
     """One more value of `train_step` has a curve."""
     with Tracker(tmp_path, CONFIG) as tracker:
         tracker.write_row({**train_row(20), "grad_norm": 1.23456789})
@@ -124,7 +124,7 @@ def test_tags_and_values(tmp_path: Path) -> None:
     assert np.abs(jpeg - NOISE).mean() < 20
 
 
-def test_nothing_is_written_through_links_or_into_pipes(tmp_path: Path) -> None:
+def test_nothing_is_written_through_links_or_into_pipes(tmp_path):
     """The folder may be that of a stranger's run."""
     run, outside = tmp_path / "run", tmp_path / "outside"
     run.mkdir()
@@ -140,9 +140,7 @@ def test_nothing_is_written_through_links_or_into_pipes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["metrics.jsonl", "TensorBoard", "per_class.json"])
-def test_output_that_cannot_be_written(
-    tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_that_cannot_be_written(tmp_path, broken, caplog, monkeypatch):
     """One warning. A folder instead of a file: this also stops root."""
     if broken == "TensorBoard":
         full = Mock(side_effect=OSError("No space left on device"))

@@ -63,7 +63,7 @@ SEVERAL: list[tuple[list[StepTimes], str]] = [
 @pytest.mark.parametrize(
     ("ranks", "says"), [([RUNS_WELL._replace(**one)], says) for one, says in ONE_RANK] + SEVERAL
 )
-def test_sentences(ranks: list[StepTimes], says: str) -> None:
+def test_sentences(ranks, says):
     for order in (ranks, ranks[::-1]):
         cause, text = verdict(order)
         assert text.startswith(f"{cause}: ")
@@ -96,7 +96,7 @@ def feed(image_root: Path) -> Iterator[Feed]:
         yield feed
 
 
-def test_a_short_time_has_no_verdict(feed: Feed, judged: list[StepTimes]) -> None:
+def test_a_short_time_has_no_verdict(feed, judged):
     rows, says = [], []
     for seconds in (1.0, 18.0, 1.0):
         says.append(judge(rows, 20.0, ALONE, feed))
@@ -121,17 +121,15 @@ RE_ENCODE = "re-encode the images: python scripts/prepare.py SOURCE --to DIR --s
         ([], 100, "compute-bound", None),
     ],
 )
-def test_the_remedy_for_this_run(
-    overrides: list[str], kilobytes: int, cause: str, expected: str | None
-) -> None:
+def test_the_remedy_for_this_run(overrides, kilobytes, cause, expected):
     """It depends on the config and the files."""
     config = from_overrides(["data=fake", "data.image_size=32", *overrides])
     train = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes)
-    feed: Any = SimpleNamespace(config=config, datasets=SimpleNamespace(train=train), num_cores=4)
+    feed = SimpleNamespace(config=config, datasets=SimpleNamespace(train=train), num_cores=4)
     assert remedy_for(cause, feed) == expected
 
 
-def test_what_remedies_say_to_give_can_be_given() -> None:
+def test_what_remedies_say_to_give_can_be_given():
     """Its keys exist."""
     texts = " ".join([*REMEDIES.values(), AUTO, RE_ENCODE])
     assert {*re.findall(r"[a-z]+\.[a-z_]+", texts)} - {"prepare.py"} <= {*NAMES}
@@ -147,7 +145,7 @@ class TwoRanks(World):
         return [value, 20.0]
 
 
-def test_all_ranks_have_the_same_verdict(feed: Feed, judged: list[StepTimes]) -> None:
+def test_all_ranks_have_the_same_verdict(feed, judged):
     world = TwoRanks(rank=0, size=2, local_size=2, device=torch.device("cpu"))
     row = lasting(22.0, data_wait=0.1)
     assert judge([row], 20.0, world, feed).sentences == SENTENCES

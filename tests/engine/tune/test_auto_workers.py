@@ -2,15 +2,12 @@
 
 import signal
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipeline.feed import Feed
 from tests.engine.tune.tuning import change_always, measure_on_cpu
 from tests.helpers import small_run
-from tests.helpers.ranks import Ranks
 from tests.helpers.results import column, rows, same, stored, summary_of
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
@@ -31,9 +28,7 @@ def tuning(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return [line.removeprefix("autotune  ") for line in lines if line.startswith("autotune")]
 
 
-def test_other_workers_do_not_change_the_result(
-    image_root: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
-) -> None:
+def test_other_workers_do_not_change_the_result(image_root, tmp_path, monkeypatch, capfd):
     """The number changes after each window, across validations, a stop and a resume."""
     small_run.run(image_root, tmp_path / "1", *FAKE)
     assert not tuning(capfd)
@@ -47,22 +42,18 @@ def test_other_workers_do_not_change_the_result(
     assert rows(tmp_path / "auto", "val") == rows(tmp_path / "1", "val")
 
 
-def test_few_steps_are_not_worth_a_measurement(
-    image_root: Path, tmp_path: Path, capfd: Any
-) -> None:
+def test_few_steps_are_not_worth_a_measurement(image_root, tmp_path, capfd):
     small_run.run(image_root, tmp_path / "run", AUTO, "train.max_steps=1")
     assert not tuning(capfd)
     assert column(tmp_path / "run", "train", "workers") == [1]
 
 
-def test_a_signal_during_the_measurement(
-    image_root: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_signal_during_the_measurement(image_root, tmp_path, monkeypatch):
     """It ends the run before its first step, and the next start makes all of them."""
     with monkeypatch.context() as patch:
         measure = Feed.measure
 
-        def signalled(feed: Feed, first_step: int) -> Any:
+        def signalled(feed, first_step):
             signal.raise_signal(signal.SIGTERM)
             return measure(feed, first_step)
 
@@ -89,7 +80,7 @@ sys.exit(train.main(from_overrides(sys.argv[1:])))
 
 
 @pytest.mark.slow
-def test_ranks_measure_together(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+def test_ranks_measure_together(image_root, tmp_path, ranks):
     """Rank 0 prints the answer, and the weights are those without a measurement."""
     script, hashes = tmp_path / "measures.py", []
     script.write_text(MEASURES)

@@ -37,9 +37,9 @@ def num_changes(numbers: list[int]) -> int:
 
 @pytest.mark.parametrize("rates", [pytest.param(FEW, id="few"), ALL])
 @pytest.mark.parametrize("kind", KINDS)
-def test_simulated_hosts(kind: str, rates: tuple[Any, ...]) -> None:
+def test_simulated_hosts(kind, rates):
     """97 % of the rows are within 2 % of the best number, and it seldom changes."""
-    shares: list[float] = []
+    shares = []
     for cores, step, worker, options in itertools.product(*rates, KINDS[kind]):
         host = Host(cores, step, worker, **options)
         numbers = Simulation(host, seed=0).numbers()
@@ -67,7 +67,7 @@ def row_of(sweep: dict[str, Any], workers: int) -> StepTimes:
 
 
 @pytest.mark.parametrize("line", SWEEPS, ids=lambda line: json.loads(line)["sweep"])
-def test_recorded_sweeps(line: str) -> None:
+def test_recorded_sweeps(line):
     """From the third row on, the images/s are 0.98 or more of the best number's."""
     sweep = json.loads(line)
     best = max(row_of(sweep, workers).rate for workers in range(1, MOST + 1))

@@ -49,15 +49,13 @@ class Rated(Tuner):
         (6700, (6900, 7000, 6000), "first", "first"),
     ],
 )
-def test_the_first_mode_that_is_enough(
-    step_rate: float, rates: tuple[float, ...], mode: str, tried: str
-) -> None:
+def test_the_first_mode_that_is_enough(step_rate, rates, mode, tried):
     """The CPU needs a little more than the step; modes on the device share it with the step."""
     tuner = Rated(dict(zip(MODES, rates, strict=True)), step_rate, ALONE)
     assert (tuner.choose(), tuner.newest) == (mode, tried)
 
 
-def test_a_resumed_run_keeps_its_mode() -> None:
+def test_a_resumed_run_keeps_its_mode():
     """Even if it fails now: the training then says why."""
     assert Rated({"first": 0.0}, 1000, ALONE).choose() == "first"
 
@@ -69,7 +67,7 @@ class OtherRank(World):
         return [value, 1 if isinstance(value, int) else 2 * value]
 
 
-def test_a_mode_that_a_rank_lacks_is_not_tried() -> None:
+def test_a_mode_that_a_rank_lacks_is_not_tried():
     """Else this rank would wait for a measurement that the other one does not make."""
     world = OtherRank(0, 2, 2, torch.device("cpu"))
     tuner = Rated({"cpu": 1000.0, "first": 90_000.0}, 20_000, world)
@@ -109,7 +107,7 @@ class Followed:
         return self.active
 
 
-def test_a_cold_page_cache() -> None:
+def test_a_cold_page_cache():
     """Workers that wait for storage need no core, so there may be more of them."""
     run = Followed()
     assert run.train(WARM, 4) == 3
@@ -119,7 +117,7 @@ def test_a_cold_page_cache() -> None:
     assert run.train(WARM, 12) <= 4
 
 
-def test_short_windows_wait_for_more_rows() -> None:
+def test_short_windows_wait_for_more_rows():
     """One must be longer than the queue, which hides a lack, and than two seconds."""
     run = Followed()
     slow = {"rate": 10.0, "data_wait": 0.9, "workers": 3, "cpu_ms": 200.0, "storage_ms": 1e4}

@@ -1,6 +1,5 @@
 """The GPU path: the crops of the CPU path, and its pixels within a stated bound."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,7 +57,7 @@ def row_of(picture: decode.Picture) -> np.ndarray:
 
 @pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("seed", range(6))
-def test_drawn_geometry_is_that_of_the_cpu_path(entries: list[Any], seed: int) -> None:
+def test_drawn_geometry_is_that_of_the_cpu_path(entries, seed):
     image = np.asarray(draw_image("waves", np.random.default_rng(seed)))
     chain = transform(entries)
     drawn = chain(file_of((image.shape[1], image.shape[0])), sample_rng(1, 2, seed))
@@ -66,7 +65,7 @@ def test_drawn_geometry_is_that_of_the_cpu_path(entries: list[Any], seed: int) -
     np.testing.assert_array_equal(apply(row_of(drawn), image, 48), expected)
 
 
-def test_geometry_that_the_kernel_cannot_make() -> None:
+def test_geometry_that_the_kernel_cannot_make():
     picture, row = file_of((100, 80)), np.zeros(geometry.COLUMNS)
     assert not write_geometry(picture.cropped((-1, 0, 40, 20)), row)
     assert not write_geometry(picture.resized((50, 50)).resized((20, 20)), row)
@@ -105,7 +104,7 @@ UNUSUAL: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("kind", [*USUAL, *UNUSUAL])
-def test_engines_get_only_usual_files(kind: str) -> None:
+def test_engines_get_only_usual_files(kind):
     data = (USUAL | UNUSUAL)[kind]
     assert bool(decode.colour_size(data) and engines_support(data)) == (kind in USUAL)
 
@@ -128,13 +127,13 @@ def grey_batch(level: int, side: int = 512) -> tuple[Any, ...]:
 
 
 @pytest.mark.gpu
-def test_engines_wait_for_kernels_that_use_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_wait_for_kernels_that_use_the_memory(monkeypatch):
     """They write when they are called, not when the stream gets there."""
     from extras.gpu_decode import crop_kernel
 
     gpu_decoder, crop = GpuDecoder(torch.device("cuda", 0), 2), crop_kernel.crop_resize
 
-    def late(*args: Any, **options: Any) -> None:
+    def late(*args, **options):
         torch.cuda._sleep(LATE_CYCLES)
         crop(*args, **options)
 
@@ -176,7 +175,7 @@ def cropped(rows: np.ndarray, images: list[np.ndarray], device: torch.device) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
-def test_kernel_makes_the_pixels_of_the_cpu_path(entries: list[Any]) -> None:
+def test_kernel_makes_the_pixels_of_the_cpu_path(entries):
     """To one level, if both get the same pixels."""
     chain, count = transform(entries), 12
     # Pixels of 0 and 255 only, where a bicubic filter overshoots most.
@@ -194,11 +193,11 @@ def test_kernel_makes_the_pixels_of_the_cpu_path(entries: list[Any]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("mode", ["gpu", "hybrid"])
-def test_batches_agree_with_the_cpu_path(tmp_path: Path, entries: list[Any], mode: str) -> None:
+def test_batches_agree_with_the_cpu_path(tmp_path, entries, mode):
     """Engines and libjpeg differ in inverse DCT and chroma upsampling, most in synthetic images."""
     names = ["waves", "dots", "rings", "plaid"] * 6
     images = [draw_image(name, np.random.default_rng(i)) for i, name in enumerate(names)]
-    kinds: Any = [{"quality": 95}, {"subsampling": 0}, {"progressive": True}, {"quality": 80}]
+    kinds = [{"quality": 95}, {"subsampling": 0}, {"progressive": True}, {"quality": 80}]
     files = [encoded(image, **kinds[i % 4]) for i, image in enumerate(images)]
     files += [encoded(images[0].convert("CMYK")), encoded(images[0], "PNG")]
     (tmp_path / "train" / "a").mkdir(parents=True)
@@ -206,11 +205,11 @@ def test_batches_agree_with_the_cpu_path(tmp_path: Path, entries: list[Any], mod
         (tmp_path / "train" / "a" / f"{i:02d}.jpg").write_bytes(data)
     index = load_index(tmp_path / "train", key="data.train")
     plain = FolderDataset(index, transform(entries), seed=3)
-    dataset: Any = JpegEngineDataset(plain)
+    dataset = JpegEngineDataset(plain)
     dataset.set_decode_mode(mode)
     format = ImageFormat(torch.device("cuda", 0), mean=[0, 0, 0], std=[1 / 255] * 3)
     by_workers = 0
-    options: Any = {"start_method": "forkserver", "pinned": True, "in_use": 2}
+    options = {"start_method": "forkserver", "pinned": True, "in_use": 2}
     with open_loader(dataset, workers=1, local_batch_size=13, **options) as loader:
         loader.samples = lambda step: np.array([(0, 13 * step + row) for row in range(13)])
         prefetcher = Prefetcher(loader, format)

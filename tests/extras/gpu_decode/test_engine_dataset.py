@@ -77,7 +77,7 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_decode, "GpuDecoder", PillowEngines)
 
 
-def test_workers_decode_what_the_engines_cannot(changeable: Path) -> None:
+def test_workers_decode_what_the_engines_cannot(changeable):
     """Other kinds of files, large ones, and those to be turned; the engines get the next ones."""
     plain = crops(changeable)
     plain.exif_orientation = True
@@ -87,7 +87,7 @@ def test_workers_decode_what_the_engines_cannot(changeable: Path) -> None:
     large = encoded(Image.effect_noise((600, 600), 100).convert("RGB"), quality=95)
     for path, data in zip(paths, [*contents, encoded(image, exif=exif(6)), large], strict=False):
         path.write_bytes(data)
-    dataset: Any = JpegEngineDataset(plain)
+    dataset = JpegEngineDataset(plain)
     assert dataset.room == max(MIN_ROOM, int(ROOM * plain.mean_bytes()))
     dataset.room = 1 << 14  # that of all rows is not enough for the last one
     dataset.set_decode_mode("hybrid")
@@ -104,11 +104,9 @@ def test_workers_decode_what_the_engines_cannot(changeable: Path) -> None:
     ("demand", "share"),
     [(math.inf, 0.75), (4000.0, 0.75), (2000.0, 0.5), (1250.0, 0.2), (500.0, 0.0)],
 )
-def test_engines_take_the_smallest_share_that_is_enough(
-    image_root: Path, demand: float, share: float
-) -> None:
+def test_engines_take_the_smallest_share_that_is_enough(image_root, demand, share):
     """Two workers decode 1,000 images/s, the engines 3,000: together 4,000."""
-    dataset: Any = JpegEngineDataset(crops(image_root / "train"))
+    dataset = JpegEngineDataset(crops(image_root / "train"))
     shared = dataset.shared.array
     dataset.set_decode_mode("hybrid", workers=2, demand=demand)
     assert shared[gpu_decode.SHARE] == gpu_decode.FIRST_SHARE  # until the rates are known
@@ -122,18 +120,16 @@ def test_engines_take_the_smallest_share_that_is_enough(
 @pytest.mark.usefixtures("pillow")
 @pytest.mark.parametrize("batch", ["[]", "[mixup]"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_mode_makes_the_batches_of_the_cpu(
-    image_root: Path, workers: int, batch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_mode_makes_the_batches_of_the_cpu(image_root, workers, batch, monkeypatch):
     """Bit for bit, with every transform of a batch; the CPU decodes all validation images."""
     # The share of the engines would follow from what a busy machine measures.
     monkeypatch.setattr(JpegEngineDataset, "_balance", lambda dataset: None)
-    options: Any = {"workers": workers, "dtype": torch.bfloat16}
+    options = {"workers": workers, "dtype": torch.bfloat16}
     overrides = f"augment.batch={batch}", "data.image_size=48"
     with opened(image_root, *overrides, **options) as plain:
         expected, validated = training(plain), validation(plain)
     with opened(image_root, *overrides, ENGINES, modes=("gpu",), **options) as feed:
-        dataset: Any = feed.datasets.train
+        dataset = feed.datasets.train
         taken = [pair for step in range(9) for pair in feed.train.loader.samples(step).tolist()]
         most = sum(engines_support(dataset.read(index)) for _, index in taken)
         for mode in ("gpu", "cpu", "hybrid", "gpu"):
@@ -182,9 +178,7 @@ def extended(dataset: Any, *overrides: str, device: torch.device = CUDA) -> Any:
         (listed(CROP, kind=Edges), "the dataset makes the images itself"),
     ],
 )
-def test_datasets_that_leave_nothing_to_the_engines(
-    caplog: pytest.LogCaptureFixture, dataset: Any, reason: str
-) -> None:
+def test_datasets_that_leave_nothing_to_the_engines(caplog, dataset, reason):
     caplog.set_level("INFO")
     assert isinstance(extended(dataset), JpegEngineDataset) == (not reason)
     if isinstance(dataset, FolderDataset):
@@ -194,9 +188,7 @@ def test_datasets_that_leave_nothing_to_the_engines(
             extended(dataset, f"loader.decoder={mode}")
 
 
-def test_machines_and_keys_that_exclude_the_engines(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_machines_and_keys_that_exclude_the_engines(monkeypatch, caplog):
     caplog.set_level("INFO")
     assert extended(plain := listed(CROP), device=CPU) is plain and not caplog.text
     monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: None)
@@ -213,18 +205,18 @@ def test_machines_and_keys_that_exclude_the_engines(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["cpu", "gpu"])
-def test_images_that_a_gpu_decodes_get_their_operations(image_root: Path, mode: str) -> None:
+def test_images_that_a_gpu_decodes_get_their_operations(image_root, mode):
     """Those that follow from the levels of the same images without operations."""
     drawn = pytest.importorskip("extras.rand_augment.on_gpu")
     crop = "{random_resized_crop: {size: 48}}, horizontal_flip"
     rand = rf"[{crop}, {{extras.rand_augment\:RandAugment: {{magnitude: 17}}}}]"
     levels = ("data.mean=[0,0,0]", f"data.std=[{1 / 255},{1 / 255},{1 / 255}]")
     both = "data.on_device=[extras.rand_augment.on_gpu:on_gpu,extras.gpu_decode:engines]"
-    options: Any = {"device": CUDA, "modes": (mode,)}
+    options = {"device": CUDA, "modes": (mode,)}
     with opened(image_root, f"augment.train=[{crop}]", *levels, ENGINES, **options) as feed:
         plain = training(feed)
     with opened(image_root, f"augment.train={rand}", *levels, both, **options) as feed:
-        dataset: Any = feed.datasets.train
+        dataset = feed.datasets.train
         assert isinstance(dataset, JpegEngineDataset) and "operations" in dataset.fields
         for batch, before in zip(training(feed), plain, strict=True):
             samples = batch.samples.tolist()
@@ -237,7 +229,7 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root: Path, mode: 
 
 
 @pytest.mark.usefixtures("pillow")
-def test_the_cpu_decodes_what_the_engines_refuse(image_root: Path, monkeypatch: Any) -> None:
+def test_the_cpu_decodes_what_the_engines_refuse(image_root, monkeypatch):
     """Bit for bit, in the training process."""
     with opened(image_root, "data.image_size=48") as plain:
         expected = training(plain)
@@ -248,9 +240,7 @@ def test_the_cpu_decodes_what_the_engines_refuse(image_root: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("pillow", "toy_runs", "own_logging")
-def test_engines_that_fail_are_not_used(
-    image_root: Path, tmp_path: Path, monkeypatch: Any, caplog: Any
-) -> None:
+def test_engines_that_fail_are_not_used(image_root, tmp_path, monkeypatch, caplog):
     """The weights are those of the CPU, which loader.workers=auto takes."""
     auto = "loader.workers=auto", "augment=imagenet"
     measure_on_cpu(monkeypatch.setattr)

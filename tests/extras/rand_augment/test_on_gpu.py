@@ -115,7 +115,7 @@ def by_row(image: np.ndarray, row: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("size", [1, 2, 33])
 @pytest.mark.parametrize("name", ALL)
-def test_rows_describe_the_operations_of_pillow(name: str, size: int) -> None:
+def test_rows_describe_the_operations_of_pillow(name, size):
     image = np.random.default_rng(0).integers(0, 256, (size, size, 3), np.uint8)
     for operation in all_operations(name, size):
         row = np.array(kernel_row(operation, (size, size)))
@@ -155,14 +155,14 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_operations_on_the_device_make_the_batches_of_the_workers(
-    image_root: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    entries: str,
-    batch: str,
-    workers: int,
-    device: torch.device,
-) -> None:
+    image_root,
+    tmp_path,
+    request,
+    entries,
+    batch,
+    workers,
+    device,
+):
     """Bit for bit, also of images that replace unreadable ones, and after mixup and rounding."""
     if device == CPU:
         request.getfixturevalue("pillow")
@@ -170,7 +170,7 @@ def test_operations_on_the_device_make_the_batches_of_the_workers(
     for path in sorted(root.glob("train/*/0[3-5].jpg")):
         path.write_bytes(path.read_bytes()[:400])
     overrides = (entries, f"augment.batch={batch}", "data.on_error=skip", "data.max_bad_fraction=1")
-    options: Any = {"dtype": torch.bfloat16, "workers": workers, "channels_last": entries == RAND}
+    options = {"dtype": torch.bfloat16, "workers": workers, "channels_last": entries == RAND}
     with opened(root, *overrides, **options) as feed:
         expected = training(feed)
     with opened(root, *overrides, ON_GPU, device=device, **options) as feed:
@@ -188,7 +188,7 @@ class Deep(FolderDataset):
 
 
 @pytest.mark.usefixtures("pillow")
-def test_datasets_whose_operations_stay_in_the_workers(image_root: Path) -> None:
+def test_datasets_whose_operations_stay_in_the_workers(image_root):
     """Those that do not end in them, and those that make other images than a FolderDataset."""
     flip, rand = (lambda picture, rng: picture.mirrored()), RandAugment()
     for kind, transforms, drawn in (
@@ -198,7 +198,7 @@ def test_datasets_whose_operations_stay_in_the_workers(image_root: Path) -> None
         (Negative, [flip, rand], False),
         (Deep, [flip, rand], False),
     ):
-        dataset: Any = crops(image_root / "train", kind)
+        dataset = crops(image_root / "train", kind)
         dataset.transform = Compose(transforms, SIZE)
         found = on_gpu.on_gpu(dataset, from_overrides(["data=fake"]), CPU)
         assert isinstance(found, DrawnOperations) == drawn and (drawn or found is dataset)
@@ -217,7 +217,7 @@ def levels_of(pixels: Tensor, operations: Tensor) -> Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 2, 32, 33, 160, 224])
 @pytest.mark.parametrize("name", ALL)
-def test_operation_makes_the_pixels_of_pillow(image_root: Path, name: str, size: int) -> None:
+def test_operation_makes_the_pixels_of_pillow(image_root, name, size):
     images = example_images(size, image_root / "train" / "dots" / "03.jpg")
     drawn = all_operations(name, size)
     operations = [[each] for each in drawn for _ in images]
@@ -228,7 +228,7 @@ def test_operation_makes_the_pixels_of_pillow(image_root: Path, name: str, size:
 
 
 @pytest.mark.gpu
-def test_operations_do_not_wait_for_the_device() -> None:
+def test_operations_do_not_wait_for_the_device():
     drawn = [[Operation(name, 1)] for name in ALL]
     drawn += [[Operation("rotate", 1, mode)] for mode in (MODES.BILINEAR, MODES.BICUBIC)]
     operations = rows_of(drawn, 32)
@@ -239,7 +239,7 @@ def test_operations_do_not_wait_for_the_device() -> None:
 
 
 @pytest.mark.gpu
-def test_offsets_of_a_large_batch(image_root: Path) -> None:
+def test_offsets_of_a_large_batch(image_root):
     """More than 2**31 bytes."""
     size, batch = 224, 2**31 // (3 * 224**2) + 2
     photo = example_images(size, image_root / "train" / "dots" / "03.jpg")[1]
