@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 import models
 from conf import cli
-from conf.named import import_object, split_entry
+from conf.named import create_object, split_entry
 from conf.schema import CHOOSE_SAMPLES, Config, config_values
 from engine.checkpoint import find_checkpoint
 from engine.classifier import classifier_means, classifier_values
@@ -303,7 +303,7 @@ def resolve_config(config: Config, world: World) -> Config:
     """
     if config.train.prepare is not None:
         name, parameters = split_entry(config.train.prepare, "train.prepare")
-        config = import_object(name, "train.prepare")(config, world, **parameters)
+        config = create_object(name, "train.prepare", Config, config, world, **parameters)
     config = replace(config, run=world.on_rank_0(lambda: config.run))
     shared = {
         key: value for key, value in config_values(config).items() if key not in CHOOSE_SAMPLES
@@ -369,7 +369,8 @@ def build_state(config: Config, datasets: Datasets, compute: Compute, world: Wor
     layout = torch.channels_last if compute.channels_last else torch.preserve_format
     model = model.to(world.device).to(memory_format=layout)
     if compute.rewrite is not None:
-        import_object(compute.rewrite, "model.rewrite")(model, channels_last=compute.channels_last)
+        options = {"channels_last": compute.channels_last}
+        create_object(compute.rewrite, "model.rewrite", object, model, **options)
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
     scaler = torch.amp.GradScaler(world.device.type, enabled=compute.precision == "fp16")

@@ -7,6 +7,7 @@ named. After `rm` of the file, a YAML file that names it is refused until the na
 """
 
 import importlib
+import inspect
 from itertools import filterfalse
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,30 @@ def import_object(value: str, key: str) -> Any:
     if attribute is None:
         raise UserError(f"{key}={value}", f"{module} has no {name}", "write module:name")
     return attribute
+
+
+def create_object(value: str, key: str, kind: Any, /, *arguments: Any, **parameters: Any) -> Any:
+    """Call the object of `module:name`, and return what it returns, an instance of `kind`.
+
+    Raises UserError if it does not take these arguments, or returns something else. What its own
+    code raises keeps its traceback.
+    """
+    create = import_object(value, key)
+    require_call(create, f"{key}={value}", *arguments, **parameters)
+    created = create(*arguments, **parameters)
+    if not isinstance(created, kind):
+        name = getattr(kind, "__name__", kind)
+        wrong = f"gives an object of type {type(created).__name__}, not {name}"
+        raise UserError(f"{key}={value}", wrong, "see docs/fork.md")
+    return created
+
+
+def require_call(called: Any, origin: str, /, *arguments: Any, **parameters: Any) -> None:
+    """Refuse an object that cannot be called, or not with these arguments, with a UserError."""
+    try:
+        inspect.signature(called).bind(*arguments, **parameters)
+    except (TypeError, ValueError) as error:  # ValueError: a class in C
+        raise UserError(origin, f"cannot be called: {error}", "see docs/fork.md") from None
 
 
 def split_entry(entry: Any, key: str) -> tuple[str, dict[str, Any]]:

@@ -103,7 +103,11 @@ class Metrics:
         """Raises UserError if a table is missing, or if train.best_by has the wrong sign."""
         entries = dict(METRICS)
         for table in config.log.values:
-            entries |= import_object(table, "log.values")
+            added = import_object(table, "log.values")
+            if not isinstance(added, dict):
+                wrong = "is no dict such as METRICS of engine/metrics.py"
+                raise UserError(f"log.values={table}", wrong, "name one")
+            entries |= added
         text = config.train.best_by
         best_by = BestBy(text.removeprefix("-"), text.startswith("-"))
         known = entries.get(best_by.name)

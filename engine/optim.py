@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from conf.errors import UserError, did_you_mean
-from conf.named import import_object, is_object_name
+from conf.named import create_object, is_object_name
 from conf.schema import OptimConfig, group_names, show
 from models.zoo import import_timm
 
@@ -31,6 +31,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
 
     Raises UserError if `optim.name` names none, or this one does not take `optim.args`.
     """
+    if is_object_name(config.name):
+        return create_object(config.name, "optim.name", Optimizer, model, config, **config.args)
     create = _find(config.name)
     try:
         return create(model, config, **config.args)
@@ -42,8 +44,6 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
 
 def _find(name: str) -> Callable[..., Optimizer]:
     """Return the function that `optim.name` names. Raises UserError if there is none."""
-    if is_object_name(name):
-        return import_object(name, "optim.name")
     if name.startswith("timm/"):
         return from_timm
     if name not in OPTIMIZERS:

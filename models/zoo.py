@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from conf.errors import UserError, did_you_mean
-from conf.named import import_object, is_object_name
+from conf.named import create_object, is_object_name
 from conf.schema import show
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
@@ -85,7 +85,7 @@ def _function(name: str, pretrained: bool) -> Create:
     if name in OURS:
         create = OURS[name]
     elif is_object_name(name):
-        create = import_object(name, "model.name")
+        create = partial(create_object, name, "model.name", nn.Module)
     else:
         return partial(_build_torchvision, name, pretrained)
     if pretrained:
@@ -210,7 +210,7 @@ def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
 
 
 def _gradients_of(module: nn.Module) -> set[bool]:
-    return {parameter.requires_grad for parameter in module.parameters()}
+    return set(map(attrgetter("requires_grad"), module.parameters()))
 
 
 def train_mode(model: nn.Module, mode: bool = True) -> nn.Module:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from conf.errors import UserError, did_you_mean
-from conf.named import import_object, is_object_name, split_entry
+from conf.named import create_object, is_object_name, split_entry
 from conf.schema import FRACTION, Check, each, number, one_of, span, whole
 from pipeline.decode import INTERPOLATIONS, Box, CropResize, Picture, crop
 
@@ -269,35 +269,36 @@ def build_by_name(entries: Sequence[Any], table: dict[str, Any], *, key: str) ->
     transforms = []
     for entry in entries:
         name, parameters = split_entry(entry, key)
-        make = _named(name, table, key)
-        try:
-            transform = make(**parameters)
-            _check_parameters(transform)
-        except (TypeError, ValueError, IndexError) as error:
-            text = str(error).rpartition("__init__() ")[2]  # without the name of the class
-            if isinstance(make, type):
-                text += f"; it takes {', '.join(inspect.signature(make).parameters)}"
-            raise UserError(f"{key}: {name}", text) from None
+        if is_object_name(name):
+            transform = create_object(name, key, Callable, **parameters)
+        else:
+            transform = _from_table(name, parameters, table, key)
+        _check_parameters(transform, f"{key}: {name}")
         transforms.append(transform)
     return transforms
 
 
-def _named(name: str, table: dict[str, Any], key: str) -> Any:
-    if is_object_name(name):
-        return import_object(name, key)
+def _from_table(name: str, parameters: dict[str, Any], table: dict[str, Any], key: str) -> Any:
     if name not in table:
         choices = f"choose from {', '.join(table)}"
         nearest = did_you_mean(name.split(".")[-1], table)
         raise UserError(key, f"there is no transform {name}", choices + nearest)
-    return table[name]
+    make = table[name]
+    try:
+        return make(**parameters)
+    except (TypeError, ValueError, IndexError) as error:
+        text = str(error).rpartition("__init__() ")[2]  # without the name of the class
+        if isinstance(make, type):
+            text += f"; it takes {', '.join(inspect.signature(make).parameters)}"
+        raise UserError(f"{key}: {name}", text) from None
 
 
-def _check_parameters(transform: Any) -> None:
-    """Raise ValueError if a `parameter` of a dataclass has a value that its check refuses."""
+def _check_parameters(transform: Any, origin: str) -> None:
+    """Raise UserError if a `parameter` of a dataclass has a value that its check refuses."""
     if not is_dataclass(transform):
         return
     for one in fields(transform):
         check = one.metadata.get("check", UNCHECKED)
         value = getattr(transform, one.name)
         if not check.allows(value):
-            raise ValueError(f"{one.name}={value}: give {check.says}")
+            raise UserError(origin, f"{one.name}={value}: give {check.says}")

@@ -3,18 +3,19 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from conf.errors import UserError, describe, did_you_mean
-from conf.named import import_object, split_entry
+from conf.named import create_object, import_object, object_names_in, split_entry
 from conf.schema import Config, DataConfig
 from pipeline.augment import TRANSFORMS, Compose, build_by_name
 from pipeline.batch import IMAGE, LABEL
 from pipeline.batch_augment import BATCH_TRANSFORMS
-from pipeline.dataset import Dataset, FakeDataset, FolderDataset
+from pipeline.dataset import Dataset, DatasetWrapper, FakeDataset, FolderDataset
 from pipeline.decode import DECODERS, Picture
 from pipeline.splits import held_out, load_splits
 
@@ -67,8 +68,8 @@ def build_datasets(
     if device is not None:
         for entry in data.on_device:
             name, parameters = split_entry(entry, "data.on_device")
-            extend = import_object(name, "data.on_device")
-            train = extend(train, config, device, **parameters)
+            create = partial(create_object, name, "data.on_device", Dataset | DatasetWrapper)
+            train = create(train, config, device, **parameters)
         modes = choose_decode_modes(config, train, stored_decode_mode)
     return Datasets(
         train, val, classes, train_transform.image_size, val_transform.image_size, modes
@@ -120,6 +121,8 @@ def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
         try:
             made = Compose(transforms)(picture, random.Random(seed))
         except Exception as error:  # torchvision raises many kinds
+            if object_names_in(list(entries)):  # the traceback of own code helps
+                raise
             raise UserError(key, f"fails on an image: {describe(error)}") from None
         sizes.add(made.size)
     width, height = made.size
@@ -137,9 +140,9 @@ def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose)
     """Call a function of DATASETS, or the one that data.source names."""
     build: Any = DATASETS.get(data.source)
     if build is None:
-        build = import_object(data.source, "data.source")
+        build = partial(create_object, data.source, "data.source", tuple)
         held = held_out(data)
-        if held and not hasattr(build, "holds_out"):
+        if held and not hasattr(import_object(data.source, "data.source"), "holds_out"):
             wrong = f"data.source={data.source} does not read it"
             cure = "for images in class folders write data=folder, or omit it"
             raise UserError(held.origin, wrong, cure)

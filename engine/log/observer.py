@@ -1,12 +1,11 @@
 """Optional objects that observe a run; `log.observers` names them."""
 
 from collections.abc import Mapping, Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
 
 from conf.errors import UserError
-from conf.named import import_object, split_entry
+from conf.named import import_object, require_call, split_entry
 from conf.schema import Config
 from engine.compute import Compute
 from engine.distributed import World
@@ -96,9 +95,9 @@ def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str,
     for entry in config.log.observers:
         name, parameters = split_entry(entry, "log.observers")
         observer = import_object(name, "log.observers")
-        try:
-            signature(observer).bind(None, **parameters)
-        except TypeError as error:
-            raise UserError(f"log.observers: {name}", str(error)) from None
+        if not hasattr(observer, "evaluated"):
+            wrong = "is no subclass of Observer"
+            raise UserError(f"log.observers={name}", wrong, "see engine/log/observer.py")
+        require_call(observer, f"log.observers={name}", None, **parameters)
         observers.append((name, observer, parameters))
     return observers
