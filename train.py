@@ -115,13 +115,13 @@ def train(config: Config) -> dict[str, Any]:
             state.step += 1
             due = schedule.due(state.step)  # log, epoch, validate, save
             row = log.end_step(values, due)
-            check_loss(row)  # often of an earlier step: reading this one's would wait
+            check_loss(row, run.path)  # often of an earlier step: reading this one's would wait
             tuner.follow(log.timed_rows)  # loader.workers=auto: more or fewer workers
             if due.validate:
                 validate(log, stop)
             if due.save:
                 save(log)
-        check_loss(log.end_interval())
+        check_loss(log.end_interval(), run.path)
         if state.step != run.last_saved_step:
             save(log)
         return log.finish(stop, started)

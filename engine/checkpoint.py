@@ -5,12 +5,16 @@ damage. `best.pt` is a hard link to the best one. engine/files.py writes them.
 """
 
 import copy
+import json
 import logging
+import math
 import os
 import platform
 import shutil
 import subprocess
+from bisect import bisect_left
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +106,28 @@ def file_name(step: int) -> str:
 def files(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder in the order of their steps, which may have 9 digits."""
     paths = [path for path in folder.glob("step-*.pt") if path.stem[5:].isdecimal()]
-    return sorted(paths, key=lambda path: int(path.stem[5:]))
+    return sorted(paths, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    return int(path.stem[5:])
+
+
+def before_growth(folder: Path) -> Path | None:
+    """Return the newest checkpoint of a run from before its loss grew; None if there is none.
+
+    After it, a row of metrics.jsonl had a loss nearer to the lowest than to the first one.
+    """
+    losses: dict[int, float] = {}
+    with suppress(OSError, ValueError, LookupError, TypeError):  # the last loss is null
+        for line in (folder / "metrics.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            losses[row["step"]] = float(row.get("loss", math.inf))
+    first = next(iter(losses.values()), math.nan)
+    limit = (first + min(losses.values(), default=math.nan)) / 2
+    newest = max([step for step, loss in losses.items() if loss < limit], default=0)
+    paths = files(folder / "checkpoints")
+    return [None, *paths][bisect_left(paths, newest, key=step_of)]
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -119,8 +144,13 @@ def find_checkpoint(path: str | Path) -> Path:
     if not paths:
         raise UserError(str(path), "holds no checkpoints", "give the folder of a run with some")
     if paths[-1].name != BEST:
-        logger.warning("%s has no best.pt: the newest checkpoint is used, %s", path, paths[-1].name)
+        _warn_once(f"{path} has no best.pt: the newest checkpoint is used, {paths[-1].name}")
     return paths[-1]
+
+
+@cache  # a training looks for the file of its weights twice
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:

@@ -189,7 +189,7 @@ class Run(AbstractContextManager["Run"]):
     def _write(self, content: dict[str, Any]) -> None:
         weights = content["state"]["model"].values()
         if not all(map(_is_finite, weights)):
-            raise diverged(f"the weights are not finite at step {content['step']}")
+            raise diverged(f"the weights are not finite at step {content['step']}", self.path)
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 
     def wait(self) -> None:

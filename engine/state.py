@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,22 +14,29 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from conf.errors import RunError
+from engine.checkpoint import before_growth
 
 
 class TrainingError(RunError):
     """Training cannot continue; the message names the step and the remedy."""
 
 
-def diverged(reason: str) -> TrainingError:
-    return TrainingError(
-        f"{reason}; these weights were not saved: lower optim.lr, lengthen schedule.warmup_epochs "
-        "or set optim.clip_norm (after a checkpoint, also give checkpoint.accept_changes=true; if "
-        "the loss was already large there, run.name=NAME and checkpoint.resume=AN_EARLIER_ONE)"
-    )
+def diverged(reason: str, folder: Path) -> TrainingError:
+    """Return the error of a training that has diverged; it names the checkpoint to continue from.
+
+    `folder`: of the run. Its newest checkpoint may already be of a large, finite loss.
+    """
+    path = before_growth(folder)
+    start = "start again with checkpoint.resume=never"
+    if path is not None:
+        start = f"give another run.name, checkpoint.resume={path} (from before the loss grew) and "
+        start += "checkpoint.accept_changes=true"
+    cure = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"
+    return TrainingError(f"{reason}; these weights were not saved: {cure}, and {start}")
 
 
-def check_loss(row: Mapping[str, float]) -> None:
-    """Raise TrainingError for a log row of a training that has diverged.
+def check_loss(row: Mapping[str, float], folder: Path) -> None:
+    """Raise TrainingError for a log row of a training that has diverged; `folder`: of the run.
 
     With fp16, a step with gradients that are not finite is skipped, and halves the loss scale.
     """
@@ -36,9 +44,9 @@ def check_loss(row: Mapping[str, float]) -> None:
     if "loss_scale" in row:
         if row["loss_scale"] < 1:
             wrong = "fp16: the gradients are not finite at any loss scale"
-            raise diverged(f"{wrong}, step {row['step']}")
+            raise diverged(f"{wrong}, step {row['step']}", folder)
     elif not math.isfinite(loss):
-        raise diverged(f"the loss is {loss} at step {row['step']} (lr {row['lr']:g})")
+        raise diverged(f"the loss is {loss} at step {row['step']} (lr {row['lr']:g})", folder)
 
 
 def tensors(module: nn.Module) -> list[Tensor]:

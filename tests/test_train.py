@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -258,7 +259,7 @@ def test_resume_from_a_path(train_run, call_main, folder, nine_steps, monkeypatc
     before = tree(path)
     words = f"checkpoint.resume={path}", "run.name=another"
     with monkeypatch.context() as patch:
-        patch.setattr(train, "check_loss", lambda row: signal.raise_signal(signal.SIGTERM))
+        patch.setattr(train, "check_loss", lambda *_: signal.raise_signal(signal.SIGTERM))
         assert "\nresume    step 6, epoch 1.33 is saved" in call_main(*words)[1]
     summary = train_run(*words)
     assert summary["params_sha256"] == nine_steps[1]["params_sha256"]
@@ -360,6 +361,26 @@ def test_a_loss_that_is_not_a_number_ends_the_run(train_run, call_main, folder, 
     assert gc.isenabled()
     monkeypatch.undo()
     assert train_run(*options)["status"] == "finished"
+
+
+def test_the_advice_after_a_divergence_leads_to_a_healthy_run(call_main, train_run, folder, tmp_path):
+    """The newest checkpoint is finite, but of the explosion."""
+    options = ["train.epochs=4", "loader.workers=0", "checkpoint.keep=99"]
+    options += ["checkpoint.every_steps=1"]
+    train_run("optim.lr=0.01", "train.max_steps=6", *options)
+    number, _, error = call_main("optim.lr=1000", ACCEPT, *options)
+    assert (number, error.count("\n")) == (1, 1)
+    losses = column(folder, "train", "loss")[:-1]
+    (advised,) = re.findall(r"checkpoint\.resume=(\S+)", error)
+    assert Path(advised).parent == folder / "checkpoints"
+    assert checkpoint.step_of(Path(advised)) in (5, 6), losses
+    newest = checkpoint.files(folder / "checkpoints")[-1]
+    assert losses[checkpoint.step_of(newest) - 1] > 1e6 * losses[0]
+    again = ["optim.lr=0.01", f"run.dir={tmp_path}/again", f"checkpoint.resume={advised}"]
+    assert call_main(*options, *again, ACCEPT)[0] == 0
+    assert column(tmp_path / "again", "train", "loss")[-1] < losses[0]
+    (tmp_path / "again/metrics.jsonl").unlink()
+    assert checkpoint.before_growth(tmp_path / "again") is None
 
 
 def test_disk_full(train_run, call_main, folder, nine_steps):
