@@ -188,6 +188,8 @@ def open_picture(data: bytes, decoder: str, *, exif_orientation: bool = False) -
             # libjpeg decodes neither a region nor a smaller image of a lossless file.
             markers = {marker for marker, _, _ in segments(data)}
             kind = image.format, image.mode, LOSSLESS in markers
+            if kind == ("JPEG", "L", False):
+                return Picture(DECODERS[decoder](data, (0, 0, *image.size), 1))
             if kind != ("JPEG", "RGB", False):
                 return Picture(rgb_pixels(image))
             size = image.size

@@ -12,6 +12,7 @@ libjpeg reports errors through a function that must not return, so this cannot b
 enum { OK, FAILED, DAMAGED };
 enum { RGB = 2 };       /* J_COLOR_SPACE */
 enum { HEADER_OK = 1 }; /* of jpeg_read_header */
+enum { GREY = 1, COLOUR = 3 }; /* numbers of components */
 enum { TEXT = 200 };    /* bytes of a message, JMSG_LENGTH_MAX */
 enum { PADDING = 64 };  /* bytes before a marker that do no harm: some cameras write a few */
 enum { TAIL = 64 };     /* bytes at the end, of which two are the end marker */
@@ -128,8 +129,9 @@ file that lacks scans, because it smooths the blocks. */
 static int exact(const struct decoder *decoder) {
     const struct component *chroma = decoder->components + 1;
     int i;
-    for (i = 0; decoder->coef_bits && i < 3 * 64; i++)
+    for (i = 0; decoder->coef_bits && i < 64 * decoder->num_components; i++)
         if (decoder->coef_bits[i / 64][i % 64]) return 0;
+    if (decoder->num_components == GREY) return 1;
     return chroma[0].across == 1 && chroma[0].down == 1 && chroma[1].across == 1 &&
            chroma[1].down == 1;
 }
@@ -179,7 +181,7 @@ static void finish(struct decoder *decoder, unsigned char *line, int has_its_end
     jpeg.finish(decoder);
 }
 
-/* Decode a region of a colour JPEG into `out`, uint8 [bottom - top, right - left, 3]. */
+/* Decode a region of a colour or grey JPEG into `out`, uint8 [bottom - top, right - left, 3]. */
 int region_decode(const unsigned char *data, unsigned long length, const struct region *region,
                   unsigned char *out) {
     struct errors errors;
@@ -196,7 +198,8 @@ int region_decode(const unsigned char *data, unsigned long length, const struct 
     if (!setjmp(errors.failure)) {
         jpeg.create(decoder, version, struct_size);
         jpeg.mem_src(decoder, data, length);
-        if (jpeg.read_header(decoder, 1) != HEADER_OK || decoder->num_components != 3) fail(decoder);
+        if (jpeg.read_header(decoder, 1) != HEADER_OK) fail(decoder);
+        if (decoder->num_components != GREY && decoder->num_components != COLOUR) fail(decoder);
         decoder->out_color_space = RGB;
         decoder->scale_num = 1;
         decoder->scale_denom = region->scale;

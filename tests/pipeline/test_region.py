@@ -37,7 +37,8 @@ def test_every_region_of_a_small_file():
             np.testing.assert_array_equal(made, whole[3:8, left:right], f"{box}")
 
 
-JPEG = encoded(draw_image("plaid", np.random.default_rng(0)).resize((320, 240)))
+IMAGE = draw_image("plaid", np.random.default_rng(0)).resize((320, 240))
+JPEG, GREY = encoded(IMAGE), encoded(IMAGE.convert("L"))
 MIDDLE = len(JPEG) // 2
 
 
@@ -50,6 +51,7 @@ MIDDLE = len(JPEG) // 2
         JPEG[:MIDDLE] + bytes(len(JPEG) - MIDDLE - 2) + b"\xff\xd9",
         JPEG[:MIDDLE] + JPEG[MIDDLE + 200 :],
         JPEG[:-2],
+        GREY[:-3000] + b"\xff\xd9",
     ],
 )
 def test_damaged_data_is_refused(data):
@@ -60,11 +62,17 @@ def test_damaged_data_is_refused(data):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "data", [JPEG[:-2] + bytes(9) + JPEG[-2:], JPEG + bytes(9), JPEG + bytes(999)]
+    ("data", "intact"),
+    [
+        (JPEG[:-2] + bytes(9) + JPEG[-2:], JPEG),
+        (JPEG + bytes(9), JPEG),
+        (JPEG + bytes(999), JPEG),
+        (GREY + bytes(9), GREY),
+    ],
 )
-def test_bytes_before_and_after_the_end_marker_do_no_harm(data):
+def test_bytes_before_and_after_the_end_marker_do_no_harm(data, intact):
     found = decode.open_picture(data, "region").pixels()
-    np.testing.assert_array_equal(found, decode.open_picture(JPEG, "pillow").pixels())
+    np.testing.assert_array_equal(found, decode.open_picture(intact, "pillow").pixels())
 
 
 @needs_compiler
