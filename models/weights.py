@@ -161,10 +161,10 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     missing = own.keys() - weights.keys() - set(counters)
     unknown = weights.keys() - own.keys()
     misshapen = shared - fitting
-    wrong = [*sorted(missing), *sorted(unknown), *sorted(misshapen)]
+    wrong = [*sorted(missing)[:1], *sorted(unknown)[:1], *sorted(misshapen)[:1]]
     if wrong:
         counts = f"keys: {len(missing)} missing, {len(unknown)} unknown, "
-        counts += f"{len(misshapen)} of another shape, such as {wrong[0]}"
+        counts += f"{len(misshapen)} of another shape, such as {', '.join(wrong)}"
         cure = "check model.name, data.image_size and the channels of the images"
         raise UserError(origin, f"does not fit the model: {counts}", cure)
     own.update(weights)  # `own` also has the versions of layers (`_metadata`), for MNASNet

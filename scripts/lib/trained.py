@@ -238,8 +238,10 @@ def sizes_in(
     head = head_of(model)
     sizes = [weights[key].shape[0] for key in head if key in weights and weights[key].ndim]
     if not sizes:
-        wrong = f"has no {', '.join(head)} of model.name={config.name}"
-        raise UserError(origin, wrong, "check it")
+        key = min(weights, default="none")
+        wrong = f"has no {', '.join(head)} of model.name={config.name}, but keys such as {key}"
+        cure = "give another model.name, or remove a prefix of all keys, as `model.` of Lightning"
+        raise UserError(origin, wrong, cure)
     return _channels_in(weights, model), sizes[0]
 
 

@@ -60,7 +60,8 @@ def test_files_that_are_refused(tmp_path, weights):
     path = tmp_path / "file.pth"
     torch.save({"arch": "x", "state_dict": weights}, path)
     no_name = "is no checkpoint of this .*; give model.name=NAME, "
-    for words, message in (([], no_name), (["model.name=vit_s16"], "has no head.weight, head.bi")):
+    other = "has no head.weight, head.bias of model.name=vit_s16, but keys such as "
+    for words, message in (([], no_name), (["model.name=vit_s16"], other)):
         with pytest.raises(UserError, match=rf"^{path}: {message}"):
             open_trained(path, words)
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 10**7) + b"{}")
