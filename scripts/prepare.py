@@ -105,7 +105,7 @@ def reencoded(data: bytes, name: str, side: int) -> bytes:
     is_small = baseline and image.mode in ("RGB", "L") and short <= side
     named_jpeg = name.lower().endswith(JPEG_ENDINGS)
     if is_small or not named_jpeg:
-        picture.pixels()  # finds a truncated file now, not during training
+        decode_small(picture)
         return data
     if short > side:
         width, height = picture.size
@@ -133,11 +133,17 @@ def read_checked(sample: Sample, side: int | None) -> tuple[bytes, str]:
     if side is not None:
         output = reencoded(data, sample.name, side)
         return output, "copied" if output is data else "encoded"
-    # Finds damaged data now, not during training; at 1/8 of its size, a JPEG takes half the time.
-    picture = decode.open_picture(data, decoder())
+    decode_small(decode.open_picture(data, decoder()))
+    return data, "copied"
+
+
+def decode_small(picture: decode.Picture) -> None:
+    """Find damaged data now, not during training; at 1/8 of its size, a JPEG takes half the time.
+
+    Raises UnreadableError if it is damaged.
+    """
     width, height = picture.size
     picture.resized((-(-width // 8), -(-height // 8)), quick=True).pixels()
-    return data, "copied"
 
 
 def convert(options: argparse.Namespace, sample: Sample) -> Result:
