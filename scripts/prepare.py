@@ -64,6 +64,7 @@ import warnings
 from collections import Counter
 from contextlib import ExitStack
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,10 +139,7 @@ def read_checked(sample: Sample, side: int | None) -> tuple[bytes, str]:
 
 
 def decode_small(picture: decode.Picture) -> None:
-    """Find damaged data now, not during training; at 1/8 of its size, a JPEG takes half the time.
-
-    Raises UnreadableError if it is damaged.
-    """
+    """Find damage now, not during training; at 1/8 of its size, a JPEG takes half the time."""
     width, height = picture.size
     picture.resized((-(-width // 8), -(-height // 8)), quick=True).pixels()
 
@@ -189,7 +187,7 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
     archives: dict[str, tarfile.TarFile] = {}
     with ExitStack() as stack:
         if options.format == "tar":
-            for split in {sample.split for sample in samples}:
+            for split in set(map(attrgetter("split"), samples)):
                 file = stack.enter_context(replacing(options.to / f"{split}.tar"))
                 archives[split] = stack.enter_context(tarfile.open(file, "w"))
         num_threads = max(THREADS, machine.cores())
@@ -255,7 +253,7 @@ def prepare_images(options: argparse.Namespace) -> int:
     }
     start(options.to, settings)
     counts, unreadable = write_all(options, samples)
-    classes = len({sample.label for sample in samples})
+    classes = len(set(map(attrgetter("label"), samples)))
     report = {"settings": settings, "classes": classes, "images": len(samples), **counts}
     write_json(options.to / MARKER, report)
     outcomes = [f"{counts[name]:,} {name.replace('_', ' ')}" for name in OUTCOMES]

@@ -77,6 +77,13 @@ def test_every_class_of_torch_is_known():
     assert classes == {"sgd", "adamw", *OTHERS, *UNFIT}
 
 
+def test_what_own_code_raises_keeps_its_traceback():
+    config = OptimConfig("engine.optim:sgd", nesterov=True, args={"dampening": 1})
+    with pytest.raises(ValueError, match="zero dampening") as error:
+        build_optimizer(nn.Linear(2, 2), config)
+    assert error.type is ValueError, "a UserError has no traceback"
+
+
 def test_a_name_of_timm():
     """It may stand for an option, which a key does not replace."""
     pytest.importorskip("timm")

@@ -211,17 +211,13 @@ def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:
 
 
 def record_label(key: str, files: Tree) -> str:
-    """Return the label in key.cls or key.json; "" if there is none of them.
-
-    Raises UserError if there is only key.txt, which is a caption in WebDataset's convention.
-    """
+    """Return the label in key.cls or key.json; "" without. WebDataset's key.txt is a caption."""
     if "cls" in files:
         text = read_place(files["cls"]).decode(errors="replace")
         return text.strip()
     if "json" not in files:
         if "txt" in files and "/" not in key:  # not in a class folder
-            wrong = "holds a caption, not a label"
-            raise UserError(f"{key}.txt", wrong, "add the number of the class as .cls")
+            raise UserError(f"{key}.txt", "holds a caption, not a label", "add the label as .cls")
         return ""
     try:
         record = json.loads(read_place(files["json"]))
