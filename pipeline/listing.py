@@ -338,13 +338,13 @@ def read_list(path: str, origin: str) -> Classes:
         names_file = is_image(os.fsencode(image)) or os.path.exists(beside(image))
         if line == 1 and not names_file:
             continue
-        known = labels.setdefault(os.path.normpath(image), label)
+        known = labels.setdefault(os.path.normpath(beside(image)), label)
         if known != label:
             wrong = f"line {line}: {image} is {label}, but {known} in an earlier line"
             raise UserError(origin, wrong, "give each image one label")
         classes.setdefault(os.fsencode(label), []).append(os.fsencode(image))
     first = list(labels)[:100]
-    if not any(map(os.path.exists, map(beside, first))):
+    if not any(map(os.path.exists, first)):
         wrong = f"holds no images, or no file is at their paths, such as {', '.join(first[:1])}"
         cure = f"write lines path,label; a path is absolute, or relative to {beside('')}"
         raise UserError(origin, wrong, cure)

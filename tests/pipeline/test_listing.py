@@ -205,14 +205,16 @@ def test_a_folder_comes_before_a_tar_file_and_a_list(tmp_path):
 
 def test_list_with_other_folders_and_wrong_lists(tmp_path):
     (tmp_path / "one, two.jpg").write_bytes(JPEG)
-    text = f'"one, two.jpg",z\n"{tmp_path / "one, two.jpg"}",a b\n'
+    (tmp_path / "three.jpg").write_bytes(JPEG)
+    text = f'"one, two.jpg",z\n"{tmp_path / "three.jpg"}",a b\n'
     (tmp_path / "train.csv").write_text(text, encoding="utf-8-sig")
     index = load_index(tmp_path / "train", key="data.train")
     assert (index.classes, [*dict(content_of(index)).values()]) == (("a b", "z"), [JPEG] * 2)
     for text, says in (
         ("image,Target\n", "holds no images"),  # no class of that name
         ("1.jpg,a\n2.jpg;a\n", "line 2 is not path,label"),
-        ("x,1.jpg\na,1.jpg", "no file is at their paths, such as a; "),
+        ("x,1.jpg\na,1.jpg", f"no file is at their paths, such as {tmp_path}/a; "),
+        (f"1.jpg,a\n{tmp_path}/1.jpg,b", "1.jpg is b, but a in an earlier line; "),
         ("1.jpg,a\n2.jpg,b\n./1.jpg,b", "line 3: ./1.jpg is b, but a in an earlier line; "),
     ):
         (tmp_path / "train.csv").write_text(text)
