@@ -75,11 +75,7 @@ def import_object(value: str, key: str) -> Any:
 
 
 def create_object(value: str, key: str, kind: Any, /, *arguments: Any, **parameters: Any) -> Any:
-    """Call the object of `module:name`, and return what it returns, an instance of `kind`.
-
-    Raises UserError if it does not take these arguments, or returns something else. What its own
-    code raises keeps its traceback.
-    """
+    """Call an object `module:name`; UserError if it does not take this or returns no `kind`."""
     create = import_object(value, key)
     require_call(create, f"{key}={value}", *arguments, **parameters)
     created = create(*arguments, **parameters)

@@ -22,11 +22,8 @@ class TrainingError(RunError):
 
 
 def diverged(reason: str, folder: Path) -> TrainingError:
-    """Return the error of a training that has diverged; it names the checkpoint to continue from.
-
-    `folder`: of the run. Its newest checkpoint may already be of a large, finite loss.
-    """
-    path = before_growth(folder)
+    """Return the error of a training that has diverged; `folder`: of the run."""
+    path = before_growth(folder)  # the newest checkpoint may be of a large, finite loss
     start = "start again with checkpoint.resume=never"
     if path is not None:
         start = f"give another run.name, checkpoint.resume={path} (from before the loss grew) and "
