@@ -105,8 +105,7 @@ class Metrics:
         for table in config.log.values:
             added = import_object(table, "log.values")
             if not isinstance(added, dict):
-                wrong = "is no dict such as METRICS of engine/metrics.py"
-                raise UserError(f"log.values={table}", wrong, "name one")
+                raise UserError(f"log.values={table}", "is no dict such as engine.metrics:METRICS")
             entries |= added
         text = config.train.best_by
         best_by = BestBy(text.removeprefix("-"), text.startswith("-"))

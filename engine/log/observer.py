@@ -81,11 +81,6 @@ class Observer:
         """
 
 
-def check_observers(config: Config) -> None:
-    """Raise UserError as `named_observers`."""
-    named_observers(config)
-
-
 def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str, Any]]]:
     """Return name, class and parameters of each entry of log.observers.
 
@@ -96,8 +91,7 @@ def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str,
         name, parameters = split_entry(entry, "log.observers")
         observer = import_object(name, "log.observers")
         if not hasattr(observer, "evaluated"):
-            wrong = "is no subclass of Observer"
-            raise UserError(f"log.observers={name}", wrong, "see engine/log/observer.py")
+            raise UserError(f"log.observers={name}", "is no engine.log.observer.Observer")
         require_call(observer, f"log.observers={name}", None, **parameters)
         observers.append((name, observer, parameters))
     return observers
