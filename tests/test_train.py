@@ -362,7 +362,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run(train_run, call_main, folder, 
     assert train_run(*options)["status"] == "finished"
 
 
-def test_the_advice_after_a_divergence_leads_to_a_healthy_run(call_main, train_run, folder, tmp_path):
+def test_the_advice_after_a_divergence_is_healthy(call_main, train_run, folder, tmp_path):
     """The newest checkpoint is finite, but of the explosion."""
     options = ["train.epochs=4", "loader.workers=0", "checkpoint.keep=99"]
     options += ["checkpoint.every_steps=1"]
