@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import subprocess
-from bisect import bisect_left
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -123,11 +122,12 @@ def before_growth(folder: Path) -> Path | None:
         for line in (folder / "metrics.jsonl").read_text().splitlines():
             row = json.loads(line)
             losses[row["step"]] = float(row.get("loss", math.inf))
-    first = next(iter(losses.values()), math.nan)
-    limit = (first + min(losses.values(), default=math.nan)) / 2
-    newest = max([step for step, loss in losses.items() if loss < limit], default=0)
-    paths = files(folder / "checkpoints")
-    return [None, *paths][bisect_left(paths, newest, key=step_of)]
+    if not losses:
+        return None
+    limit = (next(iter(losses.values())) + min(losses.values())) / 2
+    newest = max((step for step, loss in losses.items() if loss < limit), default=0)
+    earlier = [path for path in files(folder / "checkpoints") if step_of(path) < newest]
+    return earlier[-1] if earlier else None
 
 
 def find_checkpoint(path: str | Path) -> Path:

@@ -131,7 +131,7 @@ def choose_compute(
         compile_mode=mode,
         rewrite=rewrite,
         image_shape=shape,
-        parameters=sum(map(torch.Tensor.numel, model.parameters())),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
         flops=flops,
     )
 

@@ -167,7 +167,7 @@ def average_gradients(network: nn.Module) -> None:
     # A parameter without a gradient here may have one on another rank, and asking would wait for
     # the device. So it gets zeros, and weight decay and momentum change it, unlike with one rank.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    sizes = list(map(Tensor.numel, gradients))
+    sizes = [gradient.numel() for gradient in gradients]
     flat = gradients[0].new_empty(sum(sizes))
     views = []
     for values, gradient in zip(flat.split(sizes), gradients, strict=True):

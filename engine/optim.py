@@ -114,7 +114,7 @@ def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
 
     _refuse_moments(config)
     names = timm.optim.list_optimizers(exclude_filters=["bnb*", "fused*"])  # need other packages
-    known = list(map("timm/{}".format, names))
+    known = [f"timm/{name}" for name in names]
     if config.name not in known:
         near = did_you_mean(config.name, known)
         raise UserError(f"optim.name={config.name}", f"timm has no such optimiser{near}")

@@ -210,7 +210,7 @@ def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
 
 
 def _gradients_of(module: nn.Module) -> set[bool]:
-    return set(map(attrgetter("requires_grad"), module.parameters()))
+    return {parameter.requires_grad for parameter in module.parameters()}
 
 
 def train_mode(model: nn.Module, mode: bool = True) -> nn.Module:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -240,7 +239,7 @@ class StepClock:
             late=max(0.0, float(gaps.sum() - waits.sum()) - copying) / total,
             copy=float(copies.sum()) / total,
             ranks_wait=float(ms("begin", "ready").sum()) / total,
-            drained=sum(map(attrgetter("drained"), events)) / len(events),
+            drained=sum(m.drained for m in events) / len(events),
             core_wait=min(1.0, (self._core[1] - before) / max(self._core[0] - began, 1e-6)),
             copy_ms=float(np.median(copies)),
             step_ms=float(np.median(spans)),

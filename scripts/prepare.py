@@ -64,7 +64,6 @@ import warnings
 from collections import Counter
 from contextlib import ExitStack
 from functools import cache, partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -187,7 +186,7 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
     archives: dict[str, tarfile.TarFile] = {}
     with ExitStack() as stack:
         if options.format == "tar":
-            for split in set(map(attrgetter("split"), samples)):
+            for split in {sample.split for sample in samples}:
                 file = stack.enter_context(replacing(options.to / f"{split}.tar"))
                 archives[split] = stack.enter_context(tarfile.open(file, "w"))
         num_threads = max(THREADS, machine.cores())
@@ -253,7 +252,7 @@ def prepare_images(options: argparse.Namespace) -> int:
     }
     start(options.to, settings)
     counts, unreadable = write_all(options, samples)
-    classes = len(set(map(attrgetter("label"), samples)))
+    classes = len({sample.label for sample in samples})
     report = {"settings": settings, "classes": classes, "images": len(samples), **counts}
     write_json(options.to / MARKER, report)
     outcomes = [f"{counts[name]:,} {name.replace('_', ' ')}" for name in OUTCOMES]
