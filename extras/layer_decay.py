@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from conf.errors import UserError
 from conf.schema import OptimConfig
 from engine import optim
 
@@ -23,10 +24,10 @@ def with_layer_decay(
 ) -> Optimizer:
     """Create an optimiser of the core with a learning rate for each block: lr * `lr_scale`.
 
-    Raises ValueError if the factor is not in (0, 1].
+    Raises UserError if the factor is not in (0, 1].
     """
     if not 0 < layer_decay <= 1:
-        raise ValueError("layer_decay must be > 0 and <= 1")
+        raise UserError(f"optim.args: layer_decay={layer_decay}", "give a factor > 0 and <= 1")
     optimizer: Optimizer = create(model, config, **args)
     groups, optimizer.param_groups = optimizer.param_groups, []
     for distance, names in enumerate(reversed(blocks(model))):
