@@ -16,13 +16,14 @@ if __name__ == "__main__":
 
     FOLDER, SCRIPT = os.path.split(os.path.abspath(__file__))
     sys.path.insert(0, FOLDER)  # missing with PYTHONSAFEPATH=1
-    from conf.start import set_up_process
+    from conf.start import keep_compiled_kernels, set_up_process
 
     set_up_process()
     from conf.cli import announce, parse
 
     CONFIG = parse(sys.argv[1:], script=SCRIPT, purpose=__doc__)
     announce()
+    keep_compiled_kernels()
 
 import gc
 import time
@@ -50,7 +51,7 @@ from engine.compute import (
     set_up_kernels,
 )
 from engine.distributed import World, average_gradients, join_world, set_ddp_sync
-from engine.log.observer import named_observers
+from engine.log.observer import check_observers
 from engine.log.plan import print_plan
 from engine.log.runlog import RunLog
 from engine.log.tracker import Tracker
@@ -341,7 +342,7 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
         set_up_kernels(config.train.deterministic, compute.precision)
         loss_fn = build_loss(config, datasets, compute)
         state = build_state(config, datasets, compute, world)
-    world.on_rank_0(lambda: len(named_observers(config)))  # other ranks need not import them
+    world.on_rank_0(partial(check_observers, config))  # other ranks need not import them
     # Validate on zeros, so that a wrong train.best_by is refused before the training.
     with compute.autocast():
         example = Batch.zeros(datasets.train.fields, world.device)

@@ -10,9 +10,10 @@ git clone https://github.com/q878787/imagewoof2-320 "$data/imagewoof2-320"
 
 data=$data/imagewoof2-320
 for seed in 1 2 3 4 5; do
-    for epochs in 5 20; do
-        python train.py recipe=imagewoof data.root="$data" data.image_size=128 train.epochs=$epochs train.seed=$seed
-        python train.py recipe=imagewoof data.root="$data" data.image_size=192 train.epochs=$epochs train.seed=$seed
-        python train.py recipe=imagewoof data.root="$data" data.image_size=256 train.epochs=$epochs train.seed=$seed
-    done
+    python train.py recipe=imagewoof data.root="$data" data.image_size=128 train.seed=$seed
+    python train.py recipe=imagewoof data.root="$data" data.image_size=192 train.seed=$seed
+    python train.py recipe=imagewoof data.root="$data" data.image_size=256 train.seed=$seed
 done
+python train.py recipe=imagewoof data.root="$data" data.image_size=128 train.epochs=20 train.seed=1
+python train.py recipe=imagewoof data.root="$data" data.image_size=192 train.epochs=20 train.seed=1
+python train.py recipe=imagewoof data.root="$data" data.image_size=256 train.epochs=20 train.seed=1

@@ -8,6 +8,7 @@ named. After `rm` of the file, a YAML file that names it is refused until the na
 
 import importlib
 import inspect
+from contextlib import suppress
 from itertools import filterfalse
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,9 @@ def require_module(value: str, key: str) -> None:
     if not is_object_name(value) or not module_exists(value):
         file = value.partition(":")[0].replace(".", "/")
         wrong = f"there is no {file}.py in {ROOT}"
-        cure = "; ".join(["only its files are run; leave the name out", *_places_of(value)])
+        cure = "only its files are run; leave the name out"
+        for place in _places_of(value):
+            cure = f"{cure}; {place}"
         raise UserError(f"{key}={value}", wrong, cure)
 
 
@@ -54,10 +57,10 @@ def _places_of(value: str) -> list[str]:
     """Return the YAML files of conf/ that hold a missing name, each with all that are missing."""
     places = []
     for path in sorted(ROOT.glob("conf/**/*.yaml")):
-        text = path.read_text("utf-8")
-        if value in text:
-            missing = filterfalse(module_exists, object_names_in(yaml.safe_load(text)))
-            places.append(f"{path.relative_to(ROOT)} has {', '.join(sorted(missing))}")
+        names = object_names_in(yaml.safe_load(path.read_text("utf-8")))
+        if value in names:
+            missing = sorted(filterfalse(module_exists, names))
+            places.append(f"{path.relative_to(ROOT)} has {', '.join(missing)}")
     return places
 
 
@@ -89,8 +92,9 @@ def create_object(value: str, key: str, kind: Any, /, *arguments: Any, **paramet
 def require_call(called: Any, origin: str, /, *arguments: Any, **parameters: Any) -> None:
     """Refuse an object that cannot be called, or not with these arguments, with a UserError."""
     try:
-        inspect.signature(called).bind(*arguments, **parameters)
-    except (TypeError, ValueError) as error:  # ValueError: a class in C
+        with suppress(ValueError):  # code in C has no signature
+            inspect.signature(called).bind(*arguments, **parameters)
+    except TypeError as error:
         raise UserError(origin, f"cannot be called: {error}", "see docs/fork.md") from None
 
 

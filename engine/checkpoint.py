@@ -7,7 +7,6 @@ damage. `best.pt` is a hard link to the best one. engine/files.py writes them.
 import copy
 import json
 import logging
-import math
 import os
 import platform
 import shutil
@@ -115,13 +114,14 @@ def step_of(path: Path) -> int:
 def before_growth(folder: Path) -> Path | None:
     """Return the newest checkpoint of a run from before its loss grew; None if there is none.
 
-    After it, a row of metrics.jsonl had a loss nearer to the lowest than to the first one.
+    After it, a row of metrics.jsonl had a training loss nearer to the lowest than to the first.
     """
     losses: dict[int, float] = {}
-    with suppress(OSError, ValueError, LookupError, TypeError):  # the last loss is null
+    with suppress(OSError, ValueError, LookupError):  # no such file, or rows of something else
         for line in (folder / "metrics.jsonl").read_text().splitlines():
             row = json.loads(line)
-            losses[row["step"]] = float(row.get("loss", math.inf))
+            if row["split"] == "train" and row["loss"] is not None:
+                losses[row["step"]] = row["loss"]
     if not losses:
         return None
     limit = (next(iter(losses.values())) + min(losses.values())) / 2

@@ -16,10 +16,10 @@ from engine.optim import Groups, decay_groups
 Betas = tuple[float, float]
 
 
-def lamb(model: nn.Module, config: OptimConfig, **args: Any) -> "Lamb":
+def lamb(model: nn.Module, config: OptimConfig) -> "Lamb":
     """Create the optimiser that conf/optim/lamb.yaml names."""
     betas = config.betas[0], config.betas[1]
-    return Lamb(decay_groups(model, config), lr=config.lr, betas=betas, eps=config.eps, **args)
+    return Lamb(decay_groups(model, config), lr=config.lr, betas=betas, eps=config.eps)
 
 
 class Lamb(torch.optim.Optimizer):

@@ -7,6 +7,7 @@ the block before it layer_decay squared times this, and so on.
         optim.name=extras.layer_decay:sgd 'optim.args={layer_decay: 0.75}'
 """
 
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -20,7 +21,7 @@ from engine import optim
 
 
 def with_layer_decay(
-    create: Any, model: nn.Module, config: OptimConfig, *, layer_decay: float = 0.75, **args: Any
+    name: str, model: nn.Module, config: OptimConfig, *, layer_decay: float = 0.75, **args: Any
 ) -> Optimizer:
     """Create an optimiser of the core with a learning rate for each block: lr * `lr_scale`.
 
@@ -28,7 +29,7 @@ def with_layer_decay(
     """
     if not 0 < layer_decay <= 1:
         raise UserError(f"optim.args: layer_decay={layer_decay}", "give a factor > 0 and <= 1")
-    optimizer: Optimizer = create(model, config, **args)
+    optimizer = optim.build_optimizer(model, replace(config, name=name, args=args))
     groups, optimizer.param_groups = optimizer.param_groups, []
     for distance, names in enumerate(reversed(blocks(model))):
         block = {model.get_parameter(name) for name in names}
@@ -40,7 +41,7 @@ def with_layer_decay(
     return optimizer
 
 
-sgd, adamw = partial(with_layer_decay, optim.sgd), partial(with_layer_decay, optim.adamw)
+sgd, adamw = partial(with_layer_decay, "sgd"), partial(with_layer_decay, "adamw")
 
 
 def blocks(model: nn.Module) -> list[list[str]]:

@@ -36,9 +36,7 @@ def muon(
             (github.com/KellerJordan/cifar10-airbench). Then `rate` is the relative change in a
             step. It needs a norm after each hidden layer, which makes their scale irrelevant.
     """
-    layers = linear_weights(model)
-    matrices = [weight for weight in trained(model) if weight in layers and weight.shape[1] > 1]
-    hidden = dict.fromkeys(matrices[1:-1])
+    hidden = hidden_weights(model)
     optimizer = sgd(model, config)
     for group in optimizer.param_groups:
         group["params"] = [weight for weight in group["params"] if weight not in hidden]
@@ -56,7 +54,7 @@ def muon(
     @torch.no_grad()
     def after_step(*_: Any) -> None:
         for weight in hidden:
-            weight.mul_(RMS * weight.numel() ** 0.5 / weight.norm())
+            weight.mul_(RMS * weight.numel() ** 0.5 / weight.norm().clamp(min=1e-12))
 
     optimizer.register_step_pre_hook(before_step)
     if fixed_norm:
@@ -64,6 +62,14 @@ def muon(
     # So torch.amp.GradScaler skips the whole step if a gradient is not finite.
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     return optimizer
+
+
+def hidden_weights(model: nn.Module) -> dict[Tensor, None]:
+    """Return the trained weights between the first and the last layer, without depthwise ones."""
+    layers = linear_weights(model)
+    matrices = [weight for weight in model.parameters() if weight in layers]
+    weights = set(trained(model))
+    return {w: None for w in matrices[1:-1] if w in weights and w.shape[1] > 1}
 
 
 def replace_gradient(weight: Tensor, average: Tensor, beta: float) -> None:

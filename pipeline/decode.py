@@ -5,7 +5,7 @@ Journey of a batch, 3: file bytes -> uint8 [H, W, 3], or only the region of a cr
 A JPEG is a grid of frequency blocks, so a decoder can output it at 1/2, 1/4 or 1/8 of its size for
 less work, and skip blocks outside a region (pipeline/region.py). So a picture first collects what
 the transforms draw, and its pixels are computed when they are needed. Pillow decodes what is not a
-plain colour JPEG, and each file that a faster decoder refuses.
+plain colour or grey JPEG, and each file that a faster decoder refuses.
 """
 
 import io

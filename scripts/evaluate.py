@@ -331,12 +331,20 @@ def top1_real(predictions: list[int], places: list[int], labels: list[list[int]]
 
 
 def hits_of(result: Evaluated) -> dict[str, bool]:
-    """Return which images were right, by their paths from data.root."""
-    data = result.datasets.val
-    names = map(data.name, range(len(data)))
-    paths = map(partial(os.path.relpath, start=result.trained.config.data.root), names)
-    hits = result.rows.get("top1", torch.empty(0)).bool().tolist()
-    return dict(zip(paths, hits, strict=False))  # empty of another task
+    """Return which images were right, by their paths below data.root."""
+    data, root = result.datasets.val, root_of(result.trained.config.data)
+    hits = {}
+    for number, hit in enumerate(result.rows["top1"].bool().tolist()):
+        hits[os.path.relpath(data.name(number), root)] = hit
+    return hits
+
+
+def read_hits(folder: Path) -> dict[str, bool]:
+    """Read the hits of another evaluation. Raises UserError if it has none."""
+    try:
+        return dict(json.loads((folder / HITS).read_bytes()))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--against {folder}", str(error), "evaluate the model again") from None
 
 
 def compare(hits: dict[str, bool], others: dict[str, bool]) -> str:
@@ -414,7 +422,7 @@ def evaluate_one(options: argparse.Namespace) -> int:
     overrides = options.overrides
     others = None
     if options.against is not None:
-        others = json.loads((options.against / HITS).read_bytes())
+        others = read_hits(options.against)
     trained = open_trained(path, overrides, classes=options.classes)
     if trained.config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model
@@ -434,10 +442,10 @@ def evaluate_one(options: argparse.Namespace) -> int:
         )
         if world.is_main:
             print_result(result, folder)
+            write(result, folder)
             if others is not None:
                 compared = compare(hits_of(result), others)
                 say(f"against   {compared}")
-            write(result, folder)
     return 0
 
 

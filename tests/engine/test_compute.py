@@ -18,7 +18,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_compiled_kernels_are_kept_in_the_cache(cache, monkeypatch):
     """torch chooses the folder for temporary files at its import; a container loses it."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # that of this process
-    program = "from conf.start import set_up_process; set_up_process(); import os, torch; "
+    program = "from conf.start import keep_compiled_kernels as keep; keep(); import os, torch; "
     program += "import torch._inductor.codecache; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
     result = run_python("-c", program, XDG_CACHE_HOME=str(cache.parent))
     assert result.stdout.strip() == str(cache / "inductor")

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from conf.compose import from_overrides
 from engine.optim import build_optimizer
+from extras.muon import hidden_weights
 
 OPTIONS = ["data=fake", "optim.name=extras.muon:muon", "optim.lr=0.1", "optim.weight_decay=0.01"]
 RATES = (0.1, 0.2, 0.05)
@@ -108,3 +109,11 @@ def test_average_is_stored(tmp_path):
         step(each, each_model, 0.2, 2)
     for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(parameter, other, rtol=0, atol=0)
+
+
+def test_frozen_and_single_channel_layers_do_not_move_the_first_one():
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.Conv2d(4, 6, 3), nn.Conv2d(6, 6, 3), nn.Linear(6, 2)
+    )
+    model[1].requires_grad_(False)
+    assert list(hidden_weights(model)) == [model[2].weight]
