@@ -15,6 +15,7 @@ from pipeline.clock import BatchEvents
 IMAGE = "image"  # the field that is the input of the network
 TARGET = "target"  # the field that batch transforms add: mixed labels, float [B, classes]
 NO_MEMORY = torch.empty(0)
+ROWS = " [H, W, C]"  # after the name of a field: its memory in this order
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def image_field(size: int) -> Field:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch. Its memory on a GPU or in a ring is reused later: clone it to keep it."""
+    """A batch. Its memory is reused later: clone it to keep it."""
 
     # Name -> tensor [B, ...], as `batch[name]`. For the step, images are [B, ..., C, H, W] in the
     # training dtype, normalised, and TARGET is there if batch transforms mixed the labels.
@@ -139,20 +140,19 @@ class ImageFormat:
 
 @dataclass(eq=False)
 class DeviceSlot:
-    """Memory on the device for one batch. On a GPU it is allocated once and reused."""
+    """Memory on the device for one batch, allocated once and reused."""
 
     format: ImageFormat
     # Whether batch transforms follow `Dataset.on_device`: they need float32 images of their own
     mixed: bool = False
 
     def __post_init__(self) -> None:
-        self.reused = self.format.device.type == "cuda"
         self.events = BatchEvents()  # events of the batch; after `end`, the step no longer reads it
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def copy(self, name: str, value: Tensor) -> Tensor:
         """Copy a field into this memory, for example from the host."""
-        return self.memory(name, value.shape, value.dtype).copy_(value, non_blocking=self.reused)
+        return self.memory(name, value.shape, value.dtype).copy_(value, non_blocking=True)
 
     def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the tensor of a field in this shape and dtype; at first, it is uninitialised."""
@@ -160,8 +160,7 @@ class DeviceSlot:
         tensor = self._memory.get((name, dtype), NO_MEMORY)
         if tensor.numel() != count:
             tensor = torch.empty(count, dtype=dtype, device=self.format.device)
-            if self.reused:
-                self._memory[name, dtype] = tensor
+            self._memory[name, dtype] = tensor
         return tensor.view(tuple(shape))
 
     def images(self, name: str, shape: Sequence[int]) -> Tensor:
@@ -169,7 +168,7 @@ class DeviceSlot:
         if not self.format.channels_last:
             return self.memory(name, shape, self.format.dtype)
         *rows, channels, height, width = shape
-        memory = self.memory(name, (*rows, height, width, channels), self.format.dtype)
+        memory = self.memory(name + ROWS, (*rows, height, width, channels), self.format.dtype)
         return channels_first(memory)
 
     def output(self, name: str, shape: Sequence[int]) -> Tensor:
@@ -178,13 +177,22 @@ class DeviceSlot:
         return torch.empty_like(images, dtype=torch.float32) if self.mixed else images
 
     def normalise(self, name: str, levels: Tensor) -> Tensor:
-        """Normalise images [B, ..., C, H, W] on the device, in float32, into `output`."""
+        """Normalise images [B, ..., H, W, C] on the host, in float32, into `output`."""
+        out = self.output(name, channels_first(levels).shape)
+        if self.format.device.type == "cpu":
+            # Rows of W * C values: loops over C values take a CPU ten times as long.
+            *_, width, channels = levels.shape
+            scale, shift = self.format.affine(channels).repeat(1, width)
+            floats = self.memory(name + ROWS, levels.shape, torch.float32)  # perhaps that of `out`
+            floats.flatten(-2).copy_(levels.flatten(-2)).mul_(scale).add_(shift)
+            return out.copy_(channels_first(floats))
+        levels = channels_first(self.copy(name, levels))
         if levels.dtype != torch.uint8:  # torch multiplies no uint16
             levels = levels.float()
         # Two passes over the memory, which the training step needs at the same time. One pass would
         # fuse multiplication and addition, and round differently than a CPU does.
         scaled = levels * self.format.scale
-        return torch.add(scaled, self.format.shift, out=self.output(name, levels.shape))
+        return torch.add(scaled, self.format.shift, out=out)
 
 
 def channels_first(pixels: Tensor) -> Tensor:

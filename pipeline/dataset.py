@@ -27,7 +27,7 @@ from torch import Tensor
 from conf.errors import UnreadableError, UserError, describe
 from pipeline import decode
 from pipeline.augment import Compose, sample_rng
-from pipeline.batch import IMAGE, LABEL, DeviceSlot, Field, channels_first, image_field
+from pipeline.batch import IMAGE, LABEL, DeviceSlot, Field, image_field
 from pipeline.decode import Picture
 from pipeline.index import Index
 from pipeline.listing import THREADS
@@ -104,9 +104,8 @@ class Dataset(ABC):
         """
         tensors = {}
         for name, rows in fields.items():
-            tensors[name] = slot.copy(name, rows)
-            if self.fields[name].image:
-                tensors[name] = slot.normalise(name, channels_first(tensors[name]))
+            move = slot.normalise if self.fields[name].image else slot.copy
+            tensors[name] = move(name, rows)
         return tensors
 
     @property

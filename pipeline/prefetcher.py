@@ -58,7 +58,7 @@ class Prefetcher:
             # `Dataset.on_device` may block the host for as long as a step takes.
             self._thread = ThreadPoolExecutor(1, "upload")
         mixed = self.batch_transforms is not None
-        self.slots = [DeviceSlot(self.format, mixed) for _ in range(self.loader.in_use)]
+        self.slots = [DeviceSlot(self.format, mixed) for _ in range(self.depth + 1)]
         self.clock = StepClock(self.cuda)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:

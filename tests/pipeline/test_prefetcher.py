@@ -174,8 +174,7 @@ def unsafe_steps(monkeypatch: pytest.MonkeyPatch, depth: int) -> list[int]:
         prefetcher.clock = StepClock(cuda=True)
         prefetcher.depth, prefetcher._on_side = depth, partial(on_stream, side)
         monkeypatch.setattr(prefetcher.loader, "ready", lambda: True)
-        for slot in prefetcher.slots:
-            slot.reused = True  # as on a GPU
+        prefetcher.slots = [DeviceSlot(ON_CPU) for _ in range(depth + 1)]  # as on a GPU
         memory_of = DeviceSlot.memory
 
         def memory(slot: DeviceSlot, *args: Any) -> Tensor:
