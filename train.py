@@ -141,7 +141,7 @@ def build_step(
     step_function = partial(train_step, state, network, loss_fn, lr=lr, clip_norm=clip_norm)
 
     def before_step(step: int) -> None:
-        seed_step(config.train.seed, step, world.rank)
+        seed_step(config.train.seed, step, world.rank, world.device)
         lr.fill_(schedule.lr(step))
 
     train_on_batch = StepGraph(step_function, before_step, state.clear_gradients, network)

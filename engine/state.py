@@ -185,10 +185,14 @@ def restored_on_exit(state: TrainState) -> Iterator[None]:
             state.clear_gradients()
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
+def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
     """Seed torch for a step: dropout and stochastic depth depend on (seed, step, rank) only."""
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+    number = int.from_bytes(digest, "little") >> 1
+    # Not torch.manual_seed: it takes 0.1 to 0.4 ms, as it formats the stack for other devices.
+    torch.default_generator.manual_seed(number)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(number)
 
 
 def params_sha256(model: nn.Module) -> str:

@@ -29,7 +29,7 @@ def new_state(name: str, *, seed: int = 0) -> TrainState:
 def advance(state: TrainState, steps: int) -> None:
     """Train on images that depend on the step only, with dropout that depends on (seed, step)."""
     for _ in range(steps):
-        seed_step(0, state.step, 0)
+        seed_step(0, state.step, 0, torch.device("cpu"))
         take_step(state)
         state.step += 1
 
@@ -88,7 +88,7 @@ def test_params_sha256():
 def test_seed_of_a_step():
     def draw(seed, step, rank):
         torch.rand(step % 7)  # earlier random numbers have no effect
-        seed_step(seed, step, rank)
+        seed_step(seed, step, rank, torch.device("cpu"))
         return tuple(torch.rand(4).tolist())
 
     cases = list(itertools.product((0, 1, 2**32 - 1), (0, 1, 11, 10**7), (0, 1, 11)))
