@@ -196,7 +196,8 @@ class BatchTransforms:
         label = fields[self.label]
         if label.is_floating_point():
             return label.float()
-        return torch.nn.functional.one_hot(label, self.num_classes).to(torch.float32)
+        targets = torch.zeros(len(label), self.num_classes, device=label.device)
+        return targets.scatter_(1, label[:, None], 1)  # one_hot writes int64
 
     def apply(self, images: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Transform float32 [B, ..., C, H, W], and targets if there are any.
@@ -219,10 +220,8 @@ class BatchTransforms:
 
 def to_device(values: np.ndarray, like: Tensor) -> Tensor:
     """Copy a few host numbers to the device of `like` as float32, without synchronising."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values, np.float32))
-    if like.is_cuda:
-        tensor = tensor.pin_memory()
-    return tensor.to(like.device, non_blocking=like.is_cuda)
+    host = torch.empty(values.shape, pin_memory=like.is_cuda).copy_(torch.from_numpy(values))
+    return host.to(like.device, non_blocking=True)
 
 
 def _pasted_boxes(
