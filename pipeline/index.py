@@ -17,17 +17,18 @@ import stat
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from conf.errors import UserError, did_you_mean, with_advice
+from conf.named import import_object, split_entry
 from conf.start import default_cache_dir
 from pipeline import listing
 from pipeline.shared import SharedArray
@@ -94,6 +95,14 @@ class TarFile(Storage):
         if len(data) != length:
             raise OSError(f"{self.path} ends {length - len(data)} bytes too early")
         return data
+
+    @staticmethod
+    def stamp_of(path: str | bytes) -> tuple[int, int]:
+        """Return what changes with a file or folder: mtime (ns) and size (bytes)."""
+        info = os.stat(path)
+        return info.st_mtime_ns, info.st_size
+
+    members = staticmethod(listing.tar_members)
 
 
 def _open_regular(path: str) -> BinaryIO:
@@ -212,33 +221,53 @@ def find_storage(place: str | os.PathLike[str]) -> list[str]:
     return []
 
 
-def load_index(folder: str | os.PathLike[str], *, key: str) -> Index:
+def find_split(place: str, storage: Any = None) -> Callable[[str], Index] | None:
+    """Return what makes the table of a split, a function of its config key; None without a split.
+
+    `storage`: data.storage, which is asked before the folders and files of this machine.
+    """
+    if storage is not None:
+        name, parameters = split_entry(storage, "data.storage")
+        found = import_object(name, "data.storage")(place, **parameters)
+        if found is not None:
+            return found
+    files = find_storage(place)
+    return partial(load_files, files, os.path.commonpath(files)) if files else None
+
+
+def load_index(place: str | os.PathLike[str], *, key: str, storage: Any = None) -> Index:
+    """Return the table of a split, and warn of files that are left out.
+
+    `key`: its config key, for messages; `place`, `storage`: see `find_split`. Raises UserError if
+    the split is missing, damaged or cannot be read, or a class holds no images.
+    """
+    load = find_split(os.fspath(place), storage)
+    if load is None:
+        raise _missing_split(place, key)
+    index = load(key)
+    if index.left_out:
+        logger.warning("%s=%s: %s", key, index.root, index.left_out)
+    return index
+
+
+def load_files(files: Sequence[str], root: str, key: str, tar_kind: Any = TarFile) -> Index:
     """Scan a split, or read its cached scan if nothing in it has changed since.
 
-    Links are followed; a class counts each folder once. Warns of files that are left out. Raises
-    UserError if the split is missing, damaged or cannot be read, or a class holds no images.
-
-    `folder`: what `find_storage` takes; `key`: its config key, for messages.
+    Links are followed; a class counts each folder once. `root`, `key`: for messages; `tar_kind`:
+    the storage of its tar files, with the methods of TarFile.
     """
-    files = find_storage(folder)
-    if not files:
-        raise _missing_split(folder, key)
-    root = os.path.commonpath(files)
     origin = f"{key}={root}"
     try:
-        scan = _cached_scan(files, origin)
+        scan = _cached_scan(files, origin, tar_kind)
     except OSError as error:
         raise UserError(origin, with_advice(error)) from None
-    left_out = os.fsdecode(scan.left_out.item())
-    if left_out:
-        logger.warning("%s: %s", origin, left_out)
     sources: Sequence[Storage] = [ImageFolder(os.fsdecode(scan.folder.item()))]
     if scan.places.any():  # offsets in tar files
         stamps = map(tuple, scan.stamps.tolist())
-        sources = list(map(TarFile, files, stamps))
+        sources = list(map(tar_kind, files, stamps))
     classes = tuple(map(os.fsdecode, scan.classes.tolist()))
     arrays = map(SharedArray.copy_of, (scan.paths, scan.labels, scan.places))
-    return Index(root, classes, sources, left_out, *arrays)
+    return Index(root, classes, sources, os.fsdecode(scan.left_out.item()), *arrays)
 
 
 def _missing_split(folder: str | os.PathLike[str], key: str) -> UserError:
@@ -250,35 +279,35 @@ def _missing_split(folder: str | os.PathLike[str], key: str) -> UserError:
     return UserError(f"{key}={folder}", wrong, cure + did_you_mean(path.name, names))
 
 
-def _cached_scan(files: Sequence[str], origin: str) -> Scan:
+def _cached_scan(files: Sequence[str], origin: str, tar_kind: Any) -> Scan:
     """Read the cached scan of a split, or scan it; `origin`: key=value, for messages."""
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
     file = default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
-    scan = _read_cache(file)
+    scan = _read_cache(file, tar_kind)
     if scan is None:
         started = time.time()
-        scan = _scan(files, origin)
+        scan = _scan(files, origin, tar_kind)
         last_change = scan.stamps[:, 0].max() / 1e9
         if last_change < started - SETTLED_SECONDS:
             _write_cache(file, scan)
     return scan
 
 
-def _scan(files: Sequence[str], origin: str) -> Scan:
+def _scan(files: Sequence[str], origin: str, tar_kind: Any) -> Scan:
     """List the images of a split; `origin`: key=value, for messages."""
     others: listing.LeftOut = {}
     places: listing.Places = {}
     folder = files[0]
     if os.path.isdir(folder):
         classes, listed = listing.list_folder(os.fsencode(folder), origin, others)
-        stamps = _stamps(listed)
+        stamps = _stamps(listed, tar_kind)
     else:
         folder = os.path.dirname(files[0])
         listed = list(map(os.fsencode, files))
-        stamps = _stamps(listed)  # before reading: a file that changes meanwhile is read again
+        stamps = _stamps(listed, tar_kind)  # first: a file that changes meanwhile is read again
         if files[0].endswith(".tar"):
             logger.info("%s: listing the images; the list is cached", origin)
-            classes, places = listing.list_tars(files, origin, others)
+            classes, places = listing.list_tars(files, origin, others, tar_kind.members)
         else:
             classes = listing.read_list(files[0], origin)
     left_out = listing.count_left_out(others)
@@ -305,17 +334,17 @@ def _table(
     return np.array(paths), labels, rows
 
 
-def _stamps(files: Sequence[bytes]) -> np.ndarray:
+def _stamps(files: Sequence[bytes], tar_kind: Any) -> np.ndarray:
     with ThreadPoolExecutor(listing.THREADS) as pool:
-        return np.array([(i.st_mtime_ns, i.st_size) for i in pool.map(os.stat, files)], np.int64)
+        return np.array(list(pool.map(tar_kind.stamp_of, files)), np.int64)
 
 
-def _read_cache(file: Path) -> Scan | None:
+def _read_cache(file: Path, tar_kind: Any) -> Scan | None:
     """Return the cached scan; None if there is none, or a file or folder of it has changed."""
     try:
         with np.load(file, allow_pickle=False) as stored:
             scan = Scan(**stored)
-        unchanged = np.array_equal(_stamps(scan.listed.tolist()), scan.stamps)
+        unchanged = np.array_equal(_stamps(scan.listed.tolist(), tar_kind), scan.stamps)
     except Exception:  # numpy raises almost anything on a damaged file; or a folder is gone
         return None
     return scan if unchanged else None

@@ -5,12 +5,12 @@ import os
 import sys
 import tarfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from conf.errors import UserError
 
@@ -207,14 +207,16 @@ def _list_class(base: bytes, name: bytes) -> ClassFolder:
     return content
 
 
-def list_tars(files: Sequence[str], origin: str, others: LeftOut) -> tuple[Classes, Places]:
+def list_tars(
+    files: Sequence[str], origin: str, others: LeftOut, members_of: Callable[..., Members]
+) -> tuple[Classes, Places]:
     """List the images in tar files, and the place of each; add the rest to `others`.
 
     Raises UserError if there is no image in a folder, or two tar files hold one of the same name.
     """
     images: Places = {}
     with ThreadPoolExecutor(THREADS) as pool:
-        for number, members in enumerate(pool.map(tar_members, files, files)):
+        for number, members in enumerate(pool.map(members_of, files, files)):
             _add_images(images, members, number, others)
     if not images:
         cure = "python scripts/prepare.py SOURCE --to DIR converts other tar files"
@@ -248,16 +250,19 @@ def _add_images(images: Places, members: Members, number: int, others: LeftOut) 
             images[name] = (number, *place)
 
 
-def tar_members(path: str, shown: str, start: int = 0, length: int = sys.maxsize) -> Members:
+def tar_members(
+    path: str, shown: str, start: int = 0, length: int = sys.maxsize, opened: Any = open
+) -> Members:
     """List the files in a tar file: name -> offset in `path` and length, in bytes.
 
     It begins at byte `start` of `path` and has `length` bytes, or fewer if `path` ends. `shown`:
-    the path for messages. Raises UserError if it is damaged or holds a link; OSError of the system.
+    the path for messages; `opened`: opens `path`, as `open` does. Raises UserError if it is damaged
+    or holds a link; OSError of the system.
     """
     members: Members = {}
     at = start
     try:
-        with open(path, "rb") as file, _open_tar(file, start) as tar:
+        with opened(path, "rb") as file, _open_tar(file, start) as tar:
             header = tar.next()
             while header is not None:
                 if tar.offset <= at:
@@ -266,7 +271,7 @@ def tar_members(path: str, shown: str, start: int = 0, length: int = sys.maxsize
                 _add_member(members, header)
                 tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
                 header = tar.next()
-            end = os.fstat(file.fileno()).st_size
+            end = file.seek(0, os.SEEK_END)
             _check_end(file, at, min(end, start + length))
     except DAMAGED as error:
         cure = "it may be damaged or compressed: download or copy it again, or pack it again "

@@ -9,7 +9,7 @@ import numpy as np
 
 from conf.errors import UserError
 from conf.schema import DataConfig
-from pipeline.index import Index, find_storage, load_index
+from pipeline.index import Index, find_split, find_storage, load_index
 
 
 class HeldOut(NamedTuple):
@@ -58,8 +58,8 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     If data.train equals data.val, only one has to exist. Raises UserError for wrong content.
     """
     assert data.root is not None, "compose refuses it"
-    root = Path(data.root).expanduser()
-    if root.is_file() and not find_storage(root):
+    root = os.path.expanduser(data.root)
+    if os.path.isfile(root) and not find_split(root, data.storage):
         cure = "unpack a .zip or .tar.gz file first, and give the folder"
         raise UserError(f"data.root={data.root}", "is not a folder, .tar or .csv file", cure)
     held = held_out(data)
@@ -68,8 +68,8 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
         train_rows, val_rows = hold_out(index, held)
         return index.rows(train_rows), index.rows(val_rows)
     # First data.val: evaluate.py gives it for both splits, and the error names this key.
-    val = load_index(root / data.val, key="data.val")
-    train = load_index(root / data.train, key="data.train")
+    val = load_index(os.path.join(root, data.val), key="data.val", storage=data.storage)
+    train = load_index(os.path.join(root, data.train), key="data.train", storage=data.storage)
     if train.classes != val.classes:
         raise other_classes(train, val)
     return train, val
@@ -84,15 +84,15 @@ def other_classes(train: Index, val: Index) -> UserError:
     return UserError(f"data.val={val.root}", wrong, "give both the same classes")
 
 
-def _load_undivided(root: Path, data: DataConfig, held: HeldOut) -> Index:
+def _load_undivided(root: str, data: DataConfig, held: HeldOut) -> Index:
     """Load the images of which a part is held out: of data.train, or of data.root without it."""
-    val_split = root / data.val
-    if find_storage(val_split) or data.val != "val":
+    val_split = os.path.join(root, data.val)
+    if find_split(val_split, data.storage) or data.val != "val":
         raise UserError(held.origin, f"excludes {val_split}", "leave the key out, or move that")
-    train_split = root / data.train
-    if data.train == "train" and not find_storage(train_split):
-        return load_index(root, key="data.root")
-    return load_index(train_split, key="data.train")
+    train_split = os.path.join(root, data.train)
+    if data.train == "train" and not find_split(train_split, data.storage):
+        return load_index(root, key="data.root", storage=data.storage)
+    return load_index(train_split, key="data.train", storage=data.storage)
 
 
 def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:

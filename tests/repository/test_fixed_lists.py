@@ -35,7 +35,8 @@ def test_what_each_key_affects():
     found = {name for name, f in FIELDS.items() if not f.metadata["in_identity"]}
     sections = {"checkpoint", "run", "log"}
     assert {name for name in found if name.split(".")[0] not in sections} == {
-        *("data.on_device", "data.on_error", "data.max_bad_fraction", "model.channels_last"),
+        *("data.storage", "data.on_device", "data.on_error", "data.max_bad_fraction"),
+        "model.channels_last",
         *("model.rewrite", "model.compile", "loader.workers", "loader.timeout_seconds"),
         *("train.deterministic", "train.device"),
         *("train.max_steps", "train.validate_every_epochs", "train.best_by", "train.prepare"),
