@@ -319,16 +319,16 @@ def report_of(to: Path) -> dict[str, Any]:
     return dict(json.loads((to / "prepare.json").read_text()))
 
 
-@pytest.mark.parametrize(("kind", "ending"), [("folder", ""), ("tar", ".tar")])
+@pytest.mark.parametrize(("kind", "endings"), [("folder", [""]), ("tar", [".tar", ".tar.json"])])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format(tmp_path, name, kind, ending, capsys):
+def test_every_format(tmp_path, name, kind, endings, capsys):
     files, expected = FORMATS[name]
     to = tmp_path / "new" / "to"
     assert run(write(tmp_path / "source", files()), to, "--format", kind) == 0
     assert written(to) == expected
     assert sorted(os.listdir(tmp_path)) == ["new", "source"]
     images = Counter(path.split("/")[0] for path in expected)
-    splits = [f"{split}{ending}" for split in images]
+    splits = [f"{split}{ending}" for split in images for ending in endings]
     assert sorted(os.listdir(to)) == sorted(["prepare.json", *splits])
     report, classes = report_of(to), {path.split("/")[1] for path in expected}
     assert (report["classes"], report["images"]) == (len(classes), len(expected))
