@@ -1,0 +1,106 @@
+"""An S3 server of moto, and a proxy in front of it that fails as networks and servers do."""
+
+import http.client
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+STALLS_SECONDS = 1000.0
+HOPS = {"connection", "transfer-encoding", "content-length", "keep-alive"}  # of one connection
+
+
+class Bucket(ThreadingHTTPServer):
+    """A bucket `photos`, by s3://photos and url/photos.
+
+    Attributes:
+        fault: of a number of a range request, from 0, returns "", "500", "cut" or "stall".
+        ranges: number of range requests for each path.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.behind = port
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.reset()
+
+    def reset(self) -> None:
+        self.fault: Callable[[int], str] = lambda number: ""
+        self.ranges: Counter[str] = Counter()
+
+    def put(self, folder: Path, name: str = "") -> None:
+        """Upload the files of a folder, as photos/<name>/<path in it>."""
+        for path in filter(Path.is_file, folder.rglob("*")):
+            key = f"/photos/{name}/{path.relative_to(folder)}"
+            public = {"x-amz-acl": "public-read"}
+            assert (
+                self.send("PUT", key.replace("//", "/"), path.read_bytes(), **public).status == 200
+            )
+
+    def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", self.behind)
+        # Moto asks for no signature, but takes the name of the service from one.
+        connection.request(method, path, body or None, {"Host": "s3.amazonaws.com", **headers})
+        return connection.getresponse()
+
+    def handle_error(self, *_: Any) -> None:
+        """Ignore clients that close a connection."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Bucket
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        headers = {key: value for key, value in self.headers.items() if key.lower() not in HOPS}
+        fault = ""
+        if "Range" in headers and not self.path.endswith(".json"):
+            fault = self.server.fault(self.server.ranges.total())
+            self.server.ranges[self.path.partition("?")[0]] += 1
+        if fault == "stall":
+            time.sleep(STALLS_SECONDS)
+        answer = self.server.send(self.command, self.path, body, **headers)
+        data = answer.read()
+        if fault == "500":
+            self.send_error(500)
+            return
+        self.send_response(answer.status)
+        for key, value in answer.getheaders():
+            if key.lower() not in HOPS:
+                self.send_header(key, value)
+        self.send_header("Content-Length", answer.getheader("Content-Length", str(len(data))))
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
+        self.close_connection = fault == "cut"
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *_: Any) -> None:
+        """Print no line for each request."""
+
+
+@contextmanager
+def serving() -> Iterator[Bucket]:
+    """Start moto's server and the proxy in this process."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    moto = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    moto.start()
+    bucket = Bucket(moto.get_host_and_port()[1])
+    Thread(target=bucket.serve_forever, daemon=True).start()
+    try:
+        assert bucket.send("PUT", "/photos").status == 200
+        yield bucket
+    finally:
+        bucket.shutdown()
+        moto.stop()

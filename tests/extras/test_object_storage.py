@@ -1,0 +1,215 @@
+"""data.root=s3://bucket/photos: the images of tar files behind URLs, of moto's S3 server."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conf.errors import UserError
+from pipeline import index
+from pipeline.index import Index, load_index
+from scripts import prepare
+from tests.extras.buckets import Bucket, serving
+from tests.helpers.limits import file_size_limit
+from tests.helpers.processes import run_command, wait_for
+from tests.helpers.ranks import Ranks
+from tests.helpers.results import logged_steps, summary_of
+from tests.helpers.small_run import command, run
+from tests.helpers.stored import as_tar, as_tars
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+S3 = "s3://photos"
+STORAGE = "extras.object_storage:tars"
+
+
+@pytest.fixture(scope="module")
+def tars(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """one/train.tar, one/val.tar; many/train/*.tar, many/val-*.tar; prepared/ with index files."""
+    root = tmp_path_factory.mktemp("tars")
+    for name in ("one", "many"):
+        (root / name).mkdir()
+    for split in ("train", "val"):
+        as_tar(image_root / split, root / "one" / f"{split}.tar")
+    as_tars(image_root / "train", root / "many" / "train")
+    as_tars(image_root / "val", root / "val")
+    for path in (root / "val").iterdir():
+        path.rename(root / "many" / f"val-{path.name}")
+    words = [str(image_root), "--to", str(root / "prepared"), "--format", "tar"]
+    assert prepare.prepare_images(prepare.arguments(words)) == 0
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(tars: Path) -> Iterator[Bucket]:
+    with serving() as bucket, pytest.MonkeyPatch.context() as patch:
+        bucket.put(tars)
+        patch.setenv("AWS_ENDPOINT_URL", bucket.url)
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "hidden-words")
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore's own pauses take seconds
+        yield bucket
+
+
+@pytest.fixture
+def bucket(server: Bucket, cache: Path) -> Bucket:
+    server.reset()
+    return server
+
+
+def content(found: Index) -> list[bytes]:
+    return list(map(found.read, range(len(found))))
+
+
+def load(url: str, **parameters: object) -> Index:
+    return load_index(url, key="data.train", storage={STORAGE: parameters})
+
+
+@pytest.mark.parametrize("name", ["one", "many", "prepared"])
+@pytest.mark.parametrize("protocol", ["s3", "http"])
+def test_the_images_are_those_of_local_files(
+    bucket: Bucket, tars: Path, protocol: str, name: str
+) -> None:
+    local = load_index(tars / name / "train", key="data.train")
+    root = f"{S3}/{name}"
+    if protocol == "http":
+        root = f"{bucket.url}/photos/{name}"
+    url = f"{root}/train"
+    if (protocol, name) == ("http", "many"):  # a web server lists no folder
+        url = f"{url}/0.tar"
+        local = load_index(tars / name / "train" / "0.tar", key="data.train")
+    found = load(url)
+    assert (found.digest, found.classes) == (local.digest, local.classes)
+    assert found.path(0).startswith(url)
+    files = len(found.sources)
+    assert bucket.ranges.total() == {"one": 1, "many": files, "prepared": 0}[name]
+    assert content(found) == content(local)
+    bucket.reset()
+    assert content(load(url)) == content(local)
+    assert bucket.ranges.total() == len(found)  # the list of members is cached
+    if protocol == "s3":
+        val = load_index(tars / "one" / "val", key="data.val")
+        # As data.val=s3://...; a URL is no path below data.root.
+        assert content(load(f"/data/{root}/val")) == content(val)
+
+
+def test_an_index_file_of_another_tar_file_is_not_used(bucket: Bucket, tars: Path) -> None:
+    bucket.put(tars / "prepared", "stale")
+    bucket.put(tars / "one", "stale")
+    local = load_index(tars / "one" / "val", key="data.val")
+    assert content(load(f"{S3}/stale/val")) == content(local)
+
+
+@pytest.mark.parametrize("protocol", [S3, "http"])
+@pytest.mark.parametrize("fault", ["500", "cut"])
+def test_a_failed_request_is_repeated(
+    bucket: Bucket, tars: Path, monkeypatch: pytest.MonkeyPatch, fault: str, protocol: str
+) -> None:
+    monkeypatch.setattr(index, "PAUSES", (0, 0, 0))
+    url = f"{protocol}/one/val".replace("http/", f"{bucket.url}/photos/")
+    found = load(url)
+    bucket.fault = lambda number: fault if number % 3 else ""
+    assert content(found) == content(load_index(tars / "one" / "val", key="data.val"))
+    bucket.fault = lambda number: fault
+    with pytest.raises(OSError, match=r"Errno 5"):
+        found.read(0)
+
+
+def test_an_object_that_is_replaced_is_not_read(
+    bucket: Bucket, tars: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "PAUSES", ())
+    for root in (S3, f"{bucket.url}/photos"):
+        bucket.put(tars / "one", "changing")
+        found = load(f"{root}/changing/val")
+        assert found.read(0)
+        bucket.put(tars / "prepared", "changing")
+        for row in (0, 1):
+            with pytest.raises(OSError, match=r"/changing/val\.tar has changed since the start"):
+                found.read(row)
+        assert content(load(f"{root}/changing/val"))
+
+
+def test_the_cache_keeps_what_was_read(bucket: Bucket, tars: Path, tmp_path: Path) -> None:
+    local = content(load_index(tars / "one" / "train", key="data.train"))
+    folder = tmp_path / "disk"
+    found = load(f"{S3}/one/train", cache=str(folder))
+    with file_size_limit(100):  # as a full disk
+        assert content(found) == local
+    assert bucket.ranges.total() == 1 + 36
+    half = (tars / "one" / "train.tar").stat().st_size / 2e9
+    for size, epochs in ((half, 2), (1, 2)):
+        found = load(f"{S3}/one/train", cache=str(folder), gigabytes=size)
+        for _ in range(epochs):
+            bucket.reset()
+            assert content(found) == local
+        stored = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        assert 0.6 * half * 1e9 < stored < max(size, half) * 1e9 * 2
+        assert (bucket.ranges.total() > 0) == (size == half)
+    damaged = next(path for path in folder.rglob("*") if path.is_file())
+    damaged.write_bytes(b"")
+    assert content(found) == local
+    assert bucket.ranges.total() == 1
+    assert damaged.stat().st_size > 0
+
+
+def test_what_is_wrong_is_said_without_a_password(bucket: Bucket, tmp_path: Path) -> None:
+    secret = bucket.url.replace("//", "//me:hidden@")
+    for root, says in (
+        (f"{secret}/photos/one", "/photos/one/val: has a password or a query"),
+        (f"{bucket.url}/photos/one?key=hidden", "/photos/one: has a password or a query"),
+        (f"{S3}/none", "data.val=s3://photos/none/val: there is no such folder, .tar or .csv file"),
+        ("s3://nothing/none", "; check the network, the credentials, and that the plugin"),
+        ("abc://photos", "Protocol not known: abc"),
+    ):
+        with pytest.raises(UserError, match=re.escape(says)) as caught:
+            run(root, tmp_path / "run", "loader.workers=0")
+        assert "hidden" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def start(root: object, folder: Path, *words: str) -> list[str]:
+    return command(root, folder, "train.ema_decay=0.9", "checkpoint.every_steps=2", *words)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_killed_run_resumes_with_equal_weights(
+    bucket: Bucket, tars: Path, tmp_path: Path, ranks: Ranks, size: int
+) -> None:
+    """From any storage, and the ranks share the cache on disk."""
+    local = ranks.run(start(tars / "one", tmp_path / "local"), size)
+    assert local.returncode == 0, local.stderr
+    folder, disk = tmp_path / "run", tmp_path / "disk"
+    words = [f"data.storage={{{STORAGE}: {{cache: {disk}, gigabytes: 1}}}}"]
+    with ranks.running(start(f"{S3}/many", folder, *words), size) as job:
+        wait_for("three steps", lambda: logged_steps(folder) >= 3)
+        os.killpg(job.pids[0], signal.SIGKILL)
+    bucket.reset()
+    done = ranks.run(start(f"{S3}/many", folder, *words), size)
+    assert done.returncode == 0, done.stderr
+    assert bucket.ranges.total() == 0  # the first start has read the sizes of all files
+    assert summary_of(folder)["params_sha256"] == summary_of(tmp_path / "local")["params_sha256"]
+    assert not list(disk.rglob("*.tmp"))
+    stored = "".join(path.read_text("utf-8", "replace") for path in folder.rglob("*.*"))
+    assert S3 in stored and "hidden" not in stored
+
+
+def test_a_stalled_connection_ends_the_run(bucket: Bucket, tmp_path: Path) -> None:
+    """In loader.timeout_seconds, and the message has a URL."""
+    bucket.fault = lambda number: "stall" if number > 100 else ""
+    words = ["loader.workers=1", "loader.timeout_seconds=2", "train.epochs=2000"]
+    done = run_command(start(f"{S3}/one", tmp_path / "run", *words))
+    assert done.returncode == 1, done.stderr
+    says = "loader.timeout_seconds=2: no image for that long; still reading s3://photos/one/train"
+    assert says in done.stderr
+
+
+def test_an_unreadable_image_is_named_by_its_url(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.fault = lambda number: "500" if number > 100 else ""
+    done = run_command(start(f"{bucket.url}/photos/one", tmp_path / "run", "train.epochs=2000"))
+    assert done.returncode == 1, done.stderr
+    assert f"{bucket.url}/photos/one/train.tar: " in done.stderr
+    assert "Internal Server Error" in done.stderr
