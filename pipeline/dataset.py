@@ -34,7 +34,7 @@ from pipeline.listing import THREADS
 
 T = TypeVar("T")
 
-READ_AHEAD = 8  # files of a worker that are read at a time, if it waits for storage
+READ_AHEAD = 16  # files of a worker that are read at a time, if it waits for storage
 READERS = ThreadPoolExecutor(READ_AHEAD)  # starts its threads when it is first used
 SAMPLED = 256  # files of a split whose sizes are part of its fingerprint
 NOTED = 32  # files at which `notes` looks

@@ -15,7 +15,7 @@ import torch
 from conf.errors import UnreadableError
 from pipeline.augment import Compose
 from pipeline.batch import Batch
-from pipeline.dataset import READ_AHEAD, FakeDataset, FolderDataset
+from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
 from pipeline.index import ImageFolder
 from pipeline.loader import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task
@@ -104,6 +104,7 @@ def test_a_worker_that_waits_for_storage_reads_ahead(image_root, monkeypatch):
             return {"label": len(self._ahead)}
 
     monkeypatch.setattr("pipeline.worker.WAIT_SECONDS", -1.0)  # every task waits longer
+    monkeypatch.setattr("pipeline.worker.READ_AHEAD", 8)
     plain = crops(image_root / "train")
     ring = Ring(Ahead(plain.index, plain.transform, seed=7), local_batch_size=8, slots=3)
     samples = np.array([(5, index) for index in range(24)])
@@ -111,7 +112,7 @@ def test_a_worker_that_waits_for_storage_reads_ahead(image_root, monkeypatch):
         pool.activate(1)
         pool.wait([pool.submit(Task(0, n, 0, samples[8 * n : 8 * n + 8])) for n in range(3)])
     ahead = ring.memory["label"].array.ravel().tolist()
-    assert ahead == 8 * [0] + 8 * [READ_AHEAD - 1] + [7, 6, 5, 4, 3, 2, 1, 0]
+    assert ahead == 8 * [0] + 8 * [7] + [7, 6, 5, 4, 3, 2, 1, 0]
     for index, image in enumerate(ring.memory["image"].array.reshape(24, SIZE, SIZE, 3)):
         assert np.array_equal(image, plain.load(5, index)["image"])
 
