@@ -220,7 +220,7 @@ def test_the_lock_of_extras():
     """It pins the packages of its groups, and none that `make env` installs anyway."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     extras = pins("requirements-extras.lock")
-    words = groups["timm"] + groups["onnx"]
+    words = groups["timm"] + groups["onnx"] + groups["s3"]
     assert {word.partition(">=")[0] for word in words} <= extras
     others = pins("requirements.lock") | pins("requirements-dev.lock")
     assert extras.isdisjoint(others | pins("requirements-cuda.lock"))

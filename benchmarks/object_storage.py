@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Measure loading from object storage: this program, webdataset and mosaicml-streaming.
+
+Hardware: not run on a GPU yet; 16 cores, or one GPU with them for the last command. Time: that of
+two epochs for each. Needs: .venv is active, with s3fs; for the peers webdataset and
+mosaicml-streaming. A machine without a network installs the wheels of these three packages and of
+what they depend on.
+
+    B=benchmarks/object_storage.py
+    python3 $B pack IMAGES BUCKETS --shards 64
+    python3 benchmarks/object_server.py BUCKETS --processes 4 &
+    python3 $B this IMAGES BUCKETS --workers 15
+    python3 $B this IMAGES BUCKETS --workers 15 --cache /nvme/cache
+    python3 $B webdataset IMAGES BUCKETS --workers 15
+    python3 $B streaming IMAGES BUCKETS --workers 15 --cache /nvme/streaming
+
+IMAGES has train/<class>/ and val/<class>/. Each prints images/s, and range requests for an image,
+in two epochs of crops of --size pixels without a model. The share of a step, on a GPU:
+
+    export AWS_ENDPOINT_URL=http://127.0.0.1:9000 AWS_ACCESS_KEY_ID=a AWS_SECRET_ACCESS_KEY=b
+    python train.py data.root=s3://images/tars train.epochs=2 train.validate_every_epochs=2
+"""
+
+import argparse
+import io
+import os
+import sys
+import tarfile
+import time
+import urllib.request
+from pathlib import Path
+
+SERVER = "http://127.0.0.1:9000"
+os.environ |= {"AWS_ENDPOINT_URL": SERVER, "S3_ENDPOINT_URL": SERVER, "AWS_REGION": "us-east-1"}
+os.environ |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def shuffled_files(folder):
+    import random
+
+    files = sorted(folder.glob("*/*"))
+    random.Random(0).shuffle(files)  # webdataset and streaming shuffle within a buffer only
+    return files
+
+
+def pack(options):
+    """Write images/tars/train-*.tar and val-00000.tar, and images/mds, from the same files."""
+    from pipeline.listing import tar_members
+    from scripts.lib.sources.files import index_of_tar
+
+    tars = options.buckets / "images" / "tars"
+    tars.mkdir(parents=True)
+    for split, shards in (("train", options.shards), ("val", 1)):
+        files = shuffled_files(options.images / split)
+        for number in range(shards):
+            path = tars / f"{split}-{number:05d}.tar"
+            with tarfile.open(path, "w") as tar:
+                for file in files[number::shards]:
+                    tar.add(file, f"{file.parent.name}/{file.name}")
+            text = index_of_tar(tar_members(str(path), str(path)), path.stat().st_size)
+            Path(f"{path}.json").write_text(text)
+    try:
+        from streaming import MDSWriter
+    except ImportError:
+        print("without mosaicml-streaming, nothing is written for it")
+        return
+    files = shuffled_files(options.images / "train")
+    classes = sorted({file.parent.name for file in files})
+    size = sum(file.stat().st_size for file in files) // options.shards
+    columns = {"image": "bytes", "label": "int"}
+    out = str(options.buckets / "images" / "mds")
+    with MDSWriter(out=out, columns=columns, size_limit=size) as writer:
+        for file in files:
+            writer.write({"image": file.read_bytes(), "label": classes.index(file.parent.name)})
+
+
+def this(options):
+    """Yield the number of images of each batch, of this program."""
+    from conf.compose import from_overrides
+    from engine.distributed import join_world
+    from pipeline.build import build_datasets
+    from pipeline.feed import open_feed
+
+    words = ["data.root=s3://images/tars", f"data.image_size={options.size}", "train.device=cpu"]
+    words += [f"loader.workers={options.workers}", f"loader.batch_size={options.batch}"]
+    words += ["optim.lr=0.1"]
+    if options.cache:
+        entry = f"{{cache: {options.cache}, gigabytes: 1000}}"
+        words.append(f"data.storage={{extras.object_storage:tars: {entry}}}")
+    config = from_overrides(words)
+    with join_world("cpu") as world, open_feed(config, build_datasets(config), world) as feed:
+        for batch in feed.train.loader.batches(0, 10**9):
+            yield len(batch.samples)
+
+
+def decode(data, size):
+    from torchvision.transforms import v2  # imported by each worker once
+
+    global transform
+    if "transform" not in globals():
+        transform = v2.Compose(
+            [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.ToImage()]
+        )
+    from PIL import Image
+
+    return transform(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def sizes_of(dataset, options):
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(
+        dataset, batch_size=options.batch, num_workers=options.workers, persistent_workers=True
+    )
+    while True:
+        for images, _ in loader:
+            yield len(images)
+
+
+def webdataset(options):
+    import webdataset as wds
+
+    urls = f"{SERVER}/images/tars/train-{{00000..{options.shards - 1:05d}}}.tar"
+    dataset = wds.WebDataset(
+        f"pipe:curl -s {urls}", shardshuffle=options.shards, nodesplitter=wds.split_by_node,
+        cache_dir=options.cache or None,
+    )  # fmt: skip
+    dataset = dataset.shuffle(1000).map(lambda sample: (decode(sample["jpg"], options.size), 0))
+    return sizes_of(dataset, options)
+
+
+def streaming(options):
+    from streaming import StreamingDataset
+
+    class Images(StreamingDataset):
+        def __getitem__(self, index):
+            return decode(super().__getitem__(index)["image"], options.size), 0
+
+    remote, local = "s3://images/mds", options.cache or "/tmp/streaming"
+    dataset = Images(remote=remote, local=local, shuffle=True, batch_size=options.batch)
+    return sizes_of(dataset, options)
+
+
+def measure(options):
+    """Print images/s and range requests for an image of two epochs; the start is not counted."""
+    count = sum(1 for _ in (options.images / "train").glob("*/*"))
+    began = time.perf_counter()
+    sizes = globals()[options.what](options)
+    done = next(sizes)
+    print(f"{options.what}: first batch after {time.perf_counter() - began:.1f} s", flush=True)
+    for epoch in (1, 2):
+        began, before = time.perf_counter(), requests()
+        first = done
+        while done < epoch * count:
+            done += next(sizes)
+        rate = (done - first) / (time.perf_counter() - began)
+        each = (requests() - before) / count
+        print(f"{options.what}: epoch {epoch} {rate:,.0f} images/s, {each:.3f} requests each")
+
+
+def requests():
+    return int(urllib.request.urlopen(f"{SERVER}/requests").read())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("what", choices=("pack", "this", "webdataset", "streaming"))
+    parser.add_argument("images", type=Path)
+    parser.add_argument("buckets", type=Path)
+    for name, value in (("shards", 64), ("workers", 2), ("batch", 256), ("size", 224)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--cache", default="")
+    given = parser.parse_args()
+    pack(given) if given.what == "pack" else measure(given)
+    os._exit(0)  # the loaders do not end by themselves
