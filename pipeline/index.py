@@ -49,9 +49,9 @@ class Storage(ABC):
 
     path: str  # for messages
 
-    @abstractmethod
     def where(self, name: str) -> str:
         """Return the path of an image, for messages."""
+        return f"{self.path}: {name}"
 
     @abstractmethod
     def read(self, name: str, start: int, length: int) -> bytes:
@@ -81,9 +81,6 @@ class TarFile(Storage):
 
     path: str
     stamp: tuple[int, int]  # mtime (ns) and size (bytes) when the members were listed
-
-    def where(self, name: str) -> str:
-        return f"{self.path}: {name}"
 
     def read(self, name: str, start: int, length: int) -> bytes:
         file = _opened(self)
