@@ -23,6 +23,7 @@ in two epochs of crops of --size pixels without a model. The share of a step, on
 
 import argparse
 import io
+import json
 import os
 import sys
 import tarfile
@@ -47,7 +48,6 @@ def shuffled_files(folder):
 def pack(options):
     """Write images/tars/train-*.tar and val-00000.tar, and images/mds, from the same files."""
     from pipeline.listing import tar_members
-    from scripts.lib.sources.files import index_of_tar
 
     tars = options.buckets / "images" / "tars"
     tars.mkdir(parents=True)
@@ -58,8 +58,10 @@ def pack(options):
             with tarfile.open(path, "w") as tar:
                 for file in files[number::shards]:
                     tar.add(file, f"{file.parent.name}/{file.name}")
-            text = index_of_tar(tar_members(str(path), str(path)), path.stat().st_size)
-            Path(f"{path}.json").write_text(text)
+            members = tar_members(str(path), str(path))
+            places = {name.decode(): place for name, place in members.items()}
+            listed = {"size": path.stat().st_size, "members": places}
+            Path(f"{path}.json").write_text(json.dumps(listed))
     try:
         from streaming import MDSWriter
     except ImportError:

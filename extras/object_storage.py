@@ -86,7 +86,7 @@ class RemoteTar(Storage):
 
 
 def tars(place: str, cache: str = "", gigabytes: float = 0) -> Callable[[str], Index] | None:
-    """Find a split. `cache`, `gigabytes`: a folder for images of it that were read, and its size."""
+    """Find a split. `cache`, `gigabytes`: folder for images of it that were read, and its size."""
     before, separator, rest = place.rpartition("://")  # of data.train, a URL behind data.root
     url = f"{before.rpartition('/')[2]}://{rest}"
     parts = urlsplit(url)

@@ -233,10 +233,9 @@ def find_split(place: str, storage: Any = None) -> Callable[[str], Index] | None
 
 
 def load_index(place: str | os.PathLike[str], *, key: str, storage: Any = None) -> Index:
-    """Return the table of a split, and warn of files that are left out.
+    """Return the table of a split, and warn of files that are left out; `key`: its config key.
 
-    `key`: its config key, for messages; `place`, `storage`: see `find_split`. Raises UserError if
-    the split is missing, damaged or cannot be read, or a class holds no images.
+    Raises UserError if it is missing, damaged or cannot be read, or a class holds no images.
     """
     load = find_split(os.fspath(place), storage)
     if load is None:
@@ -250,8 +249,7 @@ def load_index(place: str | os.PathLike[str], *, key: str, storage: Any = None) 
 def load_files(files: Sequence[str], root: str, key: str, tar_kind: Any = TarFile) -> Index:
     """Scan a split, or read its cached scan if nothing in it has changed since.
 
-    Links are followed; a class counts each folder once. `root`, `key`: for messages; `tar_kind`:
-    the storage of its tar files, with the methods of TarFile.
+    `root`, `key`: for messages; `tar_kind`: a class with the methods of TarFile.
     """
     origin = f"{key}={root}"
     try:

@@ -18,8 +18,7 @@ A test split is only used if there is no validation split. Unpack zip files firs
 
 In folders, images that are files of SOURCE are hard links if both folders are on the same file
 system. Otherwise, images are copied byte for byte; those of CIFAR become PPM files. --format tar
-writes train.tar and val.tar, with the members <class>/<name>, and train.tar.json and val.tar.json,
-which list them for training from object storage.
+writes train.tar and val.tar, with the members <class>/<name>, and lists of them for object storage.
 
 --side N: files named .jpg, .jpeg, .jpe or .jfif whose short side is longer than N pixels, or which
 are no baseline JPEGs in RGB or grey, become baseline RGB JPEGs of quality 90, 4:2:0, with the EXIF
@@ -75,7 +74,7 @@ from engine.files import replace_file, replacing, write_json
 from pipeline import decode, machine
 from pipeline.listing import tar_members
 from scripts.lib.progress import in_threads, with_progress
-from scripts.lib.sources.files import WHOLE, Place, Sample, index_of_tar
+from scripts.lib.sources.files import WHOLE, Place, Sample
 from scripts.lib.sources.layouts import read, recognise
 
 MARKER, UNREADABLE = "prepare.json", "unreadable.txt"
@@ -204,9 +203,10 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
             counts[result.outcome] += 1
             counts["bytes"] += result.size
     for split in archives:
-        tar = options.to / f"{split}.tar"
-        members = tar_members(str(tar), str(tar))
-        replace_file(Path(f"{tar}.json"), index_of_tar(members, tar.stat().st_size))
+        tar = str(options.to / f"{split}.tar")
+        places = {os.fsdecode(name): place for name, place in tar_members(tar, tar).items()}
+        listed = {"size": os.path.getsize(tar), "members": places}
+        replace_file(Path(f"{tar}.json"), json.dumps(listed))
     return counts, sorted(unreadable)
 
 

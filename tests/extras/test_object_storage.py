@@ -1,7 +1,6 @@
 """data.root=s3://bucket/photos: the images of tar files behind URLs, of moto's S3 server."""
 
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,9 +164,9 @@ def test_what_is_wrong_is_said_without_a_password(bucket: Bucket, tmp_path: Path
         ("s3://nothing/none", "; check the network, the credentials, and that the plugin"),
         ("abc://photos", "Protocol not known: abc"),
     ):
-        with pytest.raises(UserError, match=re.escape(says)) as caught:
+        with pytest.raises(UserError) as caught:
             run(root, tmp_path / "run", "loader.workers=0")
-        assert "hidden" not in str(caught.value)
+        assert says in str(caught.value) and "hidden" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 

@@ -1,7 +1,6 @@
 """Read files and ranges of files, and list the files in a tar file, for layouts.py."""
 
 import gzip
-import json
 import os
 import shutil
 import sys
@@ -14,7 +13,7 @@ import numpy as np
 
 from conf.errors import UserError
 from pipeline import listing
-from pipeline.listing import LeftOut, Members, is_hidden, tar_members, why_left_out
+from pipeline.listing import LeftOut, is_hidden, tar_members, why_left_out
 
 WHOLE = -1
 
@@ -80,12 +79,6 @@ def inflated(path: str) -> Any:
         raise damaged(path, error) from None
     file.flush()
     return file
-
-
-def index_of_tar(members: Members, size: int) -> str:
-    """Return the members of a tar file of `size` bytes as JSON, for those who read it by ranges."""
-    places = {os.fsdecode(name): place for name, place in members.items()}
-    return json.dumps({"size": size, "members": places})
 
 
 def read_place(place: Place) -> bytes:
