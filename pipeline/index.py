@@ -269,7 +269,7 @@ def _missing_split(folder: str | os.PathLike[str], key: str) -> UserError:
     path = Path(os.path.abspath(folder))
     names = sorted(other.name for other in path.parent.glob("[!.]*"))
     content = ", ".join([f"{len(names):,} files and folders", *names[:5]])
-    wrong = f"there is no such folder, .tar or .csv file; on this disk, {path.parent} holds {content}"
+    wrong = f"there is no such folder, .tar or .csv file; locally, {path.parent} holds {content}"
     cure = "give the splits with data.train and data.val, or hold out data.val_fraction=0.2"
     return UserError(f"{key}={folder}", wrong, cure + did_you_mean(path.name, names))
 
