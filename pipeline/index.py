@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from conf.errors import UserError, did_you_mean, with_advice
-from conf.named import import_object, split_entry
+from conf.named import import_object, require_call, split_entry
 from conf.start import default_cache_dir
 from pipeline import listing
 from pipeline.shared import SharedArray
@@ -225,7 +225,9 @@ def find_split(place: str, storage: Any = None) -> Callable[[str], Index] | None
     """
     if storage is not None:
         name, parameters = split_entry(storage, "data.storage")
-        found = import_object(name, "data.storage")(place, **parameters)
+        find = import_object(name, "data.storage")
+        require_call(find, f"data.storage: {name}", place, **parameters)
+        found = find(place, **parameters)
         if found is not None:
             return found
     files = find_storage(place)
