@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.resnet import BasicBlock, init_convolutions, stem
+from models.resnet import init_convolutions, mean_classifier, residual_stage, stem
 
 
 def resnet18(
@@ -26,13 +26,9 @@ def resnet18(
     for stage, (width, depth) in enumerate(zip(widths, depths, strict=True), start=1):
         if stage > 1:
             layers[f"pool{stage}"] = MaxBlurPool()
-        blocks = [BasicBlock(width_in, width, 1)]
-        blocks += [BasicBlock(width, width, 1) for _ in range(depth - 1)]
-        layers[f"layer{stage}"] = nn.Sequential(*blocks)
+        layers[f"layer{stage}"] = residual_stage(width_in, width, depth, stride=1)
         width_in = width
-    layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
-    layers["flatten"] = nn.Flatten()
-    layers["fc"] = nn.Linear(width_in, num_classes)
+    layers |= mean_classifier(width_in, num_classes)
     model = init_convolutions(nn.Sequential(layers))
     for module in model.modules():
         if hasattr(module, "relu"):

@@ -53,14 +53,10 @@ def small_resnet(
     layers = stem(in_channels, width_in, stem_stride)
     stride = 1
     for stage, (width, depth) in enumerate(zip(widths, depths, strict=True), start=1):
-        blocks = [BasicBlock(width_in, width, stride)]
-        blocks += [BasicBlock(width, width, 1) for _ in range(depth - 1)]
-        layers[f"layer{stage}"] = nn.Sequential(*blocks)
+        layers[f"layer{stage}"] = residual_stage(width_in, width, depth, stride)
         width_in = width
         stride = 2
-    layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
-    layers["flatten"] = nn.Flatten()
-    layers["fc"] = nn.Linear(width_in, num_classes)
+    layers |= mean_classifier(width_in, num_classes)
     model = init_convolutions(nn.Sequential(layers))
     for module in model.modules():
         if isinstance(module, BasicBlock) and zero_init_residual:
@@ -74,6 +70,22 @@ def stem(in_channels: int, width: int, stride: int) -> OrderedDict[str, nn.Modul
         conv1=nn.Conv2d(in_channels, width, 3, stride, 1, bias=False),
         bn1=nn.BatchNorm2d(width),
         relu=nn.ReLU(inplace=True),
+    )
+
+
+def residual_stage(width_in: int, width: int, depth: int, stride: int) -> nn.Sequential:
+    """`depth` residual blocks; the first one has the stride."""
+    blocks = [BasicBlock(width_in, width, stride)]
+    blocks += [BasicBlock(width, width, 1) for _ in range(depth - 1)]
+    return nn.Sequential(*blocks)
+
+
+def mean_classifier(width: int, num_classes: int) -> OrderedDict[str, nn.Module]:
+    """The last layers of a ResNet, by name: the mean over the image, and a linear layer."""
+    return OrderedDict(
+        avgpool=nn.AdaptiveAvgPool2d(1),
+        flatten=nn.Flatten(),
+        fc=nn.Linear(width, num_classes),
     )
 
 

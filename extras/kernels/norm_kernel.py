@@ -31,10 +31,22 @@ def norm_gradients(
     programs = triton.cdiv(count, rounds)
     grad_stream, grad_branch = torch.empty_like(total), torch.empty_like(grad_normed)
     sums = torch.empty(2, programs, width, dtype=torch.float32, device=total.device)
-    inputs = grad_total, grad_normed, total, mean, inverse, weight
-    outputs = grad_stream, grad_branch, sums
-    numbers = count, width, rounds, triton.next_power_of_2(width)
-    _norm_gradients[(programs,)](*inputs, *outputs, *numbers, num_warps=WARPS)
+    _norm_gradients[(programs,)](
+        grad_total,
+        grad_normed,
+        total,
+        mean,
+        inverse,
+        weight,
+        grad_stream,
+        grad_branch,
+        sums,
+        count,
+        width,
+        rounds,
+        triton.next_power_of_2(width),
+        num_warps=WARPS,
+    )
     grad_weight, grad_bias = sums.sum(1)
     return grad_stream.view(shape), grad_branch.view(shape), grad_weight, grad_bias
 
