@@ -134,12 +134,13 @@ def opened(
 
 def training(feed: Feed) -> list[Batch]:
     """Nine training batches, on the host."""
-    return [on_device(batch, "cpu") for batch in feed.train.batches(0, 9)]
+    return [on_device(batch, "cpu").clone() for batch in feed.train.batches(0, 9)]
 
 
 def validation(feed: Feed) -> list[Batch]:
     """All validation batches, on the host."""
-    return [on_device(batch, "cpu") for batch in feed.val.batches(0, feed.num_val_batches)]
+    batches = feed.val.batches(0, feed.num_val_batches)
+    return [on_device(batch, "cpu").clone() for batch in batches]
 
 
 def same(one: Batch, other: Batch) -> bool:
