@@ -6,6 +6,8 @@ It trains the weights of linear and convolution layers, except those of the firs
 and of depthwise convolutions. SGD with the keys of `optim` trains the other parameters.
 """
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,8 +50,13 @@ def muon(
 
     @torch.no_grad()
     def before_step(*_: Any) -> None:
+        by_shape = defaultdict(list)
         for weight in hidden:
-            replace_gradient(weight, optimizer.state[weight]["average"], beta)
+            if weight.grad is not None:  # at least one output depends on it
+                pair = (weight.grad, optimizer.state[weight]["average"])
+                by_shape[weight.shape].append(pair)
+        for pairs in by_shape.values():
+            replace_gradients(pairs, beta)
 
     @torch.no_grad()
     def after_step(*_: Any) -> None:
@@ -72,28 +79,33 @@ def hidden_weights(model: nn.Module) -> dict[Tensor, None]:
     return {w: None for w in matrices[1:-1] if w in weights and w.shape[1] > 1}
 
 
-def replace_gradient(weight: Tensor, average: Tensor, beta: float) -> None:
-    """Update the average; make the gradient the update of the weight for a learning rate of 1."""
-    gradient = weight.grad
-    if gradient is None:  # no output depends on this weight
-        return
-    average.lerp_(gradient, 1 - beta)
-    with_momentum = gradient.lerp(average, beta)  # of Nesterov
-    rows = with_momentum.flatten(1)
-    scale = RMS * max(rows.shape) ** 0.5
-    gradient.copy_(scale * orthogonal(rows).reshape(gradient.shape))
+def replace_gradients(pairs: Sequence[tuple[Tensor, Tensor]], beta: float) -> None:
+    """Update the averages; make the gradients the updates of the weights for a learning rate of 1.
+
+    The pairs of gradient and average have the same shape [N, ...], and are stacked: a GPU then
+    takes as many kernels for all of them as for one.
+    """
+    for gradient, average in pairs:
+        average.lerp_(gradient, 1 - beta)
+    with_momentum = torch.stack([gradient.lerp(average, beta) for gradient, average in pairs])
+    matrices = with_momentum.flatten(2)
+    scale = RMS * max(matrices.shape[1:]) ** 0.5
+    updates = scale * orthogonal(matrices)
+    for (gradient, _), update in zip(pairs, updates, strict=True):
+        gradient.copy_(update.reshape(gradient.shape))
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Bring the singular values of a matrix to 0.7 to 1.2, in five iterations."""
-    if matrix.shape[0] > matrix.shape[1]:
-        return orthogonal(matrix.T).T
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Bring the singular values of matrices [B, N, M] to 0.7 to 1.2, in five iterations."""
+    if matrices.shape[1] > matrices.shape[2]:
+        return orthogonal(matrices.mT).mT
     a, b, c = COEFFICIENTS
-    x = matrix.float()
-    if matrix.is_cuda:
+    x = matrices.float()
+    if matrices.is_cuda:
         x = x.bfloat16()  # a CPU took nearly 50 times as long in bf16
-    x = x / x.norm().clamp(min=1e-7)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        gram = x @ x.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b * gram + c * gram @ gram
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return x

@@ -11,13 +11,14 @@ from extras.muon import hidden_weights
 
 OPTIONS = ["data=fake", "optim.name=extras.muon:muon", "optim.lr=0.1", "optim.weight_decay=0.01"]
 RATES = (0.1, 0.2, 0.05)
-HIDDEN = ("1.weight", "2.weight")
+HIDDEN = ("1.weight", "2.weight", "3.weight")
 
 
 def build() -> nn.Sequential:
     torch.manual_seed(0)
     depthwise = nn.Conv2d(20, 20, 3, groups=20)
-    layers = [nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 3), nn.Conv2d(4, 20, (2, 1)), nn.BatchNorm2d(20)]
+    alike = [nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)]
+    layers = [nn.Conv2d(3, 4, 3), *alike, nn.Conv2d(4, 20, (2, 1)), nn.BatchNorm2d(20)]
     return nn.Sequential(*layers, depthwise, nn.Flatten(), nn.Linear(20, 2))
 
 
@@ -54,7 +55,7 @@ def muon_step(weight: np.ndarray, average: np.ndarray, gradient: np.ndarray) -> 
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_by_its_formula(fixed):
-    """The second and third convolution are the hidden layers; the others are trained by SGD."""
+    """The second to fourth convolution are the hidden layers; the others are trained by SGD."""
     model, twin = build(), build()
     args = f"optim.args={{rate: 0.05, fixed_norm: {str(fixed).lower()}}}"
     optimizer = build_optimizer(model, from_overrides([*OPTIONS, args]).optim)
