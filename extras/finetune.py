@@ -98,6 +98,9 @@ def of_weights(config: Config, typed: set[str]) -> KeyValues:
         values["data.image_size"] = config.data.image_size
         values["data.val_size"] = "${data.image_size}"
     if "augment.val" in stated:
+        if "data.image_size" in typed:
+            transforms = _with_crop_ratio(stated["augment.val"], stated["data.val_size"])
+            stated = {**stated, "augment.val": transforms}
         values["augment.val"] = _val_transforms(stated)
     if "bicubic" in str(values.get("augment.val")):
         size = values["data.image_size"]
@@ -147,6 +150,19 @@ def _val_transforms(stated: KeyValues) -> list[Any]:
         resize = {"resize": {"size": size, "interpolation": interpolation}}
         transforms = [resize, *transforms]
     return list(with_size(transforms, size, "${data.val_size}"))
+
+
+def _with_crop_ratio(transforms: list[Any], size: int) -> list[Any]:
+    """Return augment.val of images of `size` pixels in a form that suits other sizes."""
+    changed: list[Any] = []
+    for entry in transforms:
+        name, parameters = split_entry(entry, "augment.val")
+        short_side = parameters.get("size", size)
+        if name == "resize" and short_side > size:
+            ratio = size / short_side
+            entry = {name: {**parameters, "size": size, "crop_ratio": ratio}}
+        changed.append(entry)
+    return changed
 
 
 def _with_bicubic_crops(transforms: list[Any], size: int) -> list[Any]:

@@ -12,6 +12,7 @@ from conf.compose import from_overrides
 from conf.errors import UserError
 from conf.schema import config_values
 from extras.finetune import complete
+from scripts import export
 from tests.helpers import small_run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
@@ -85,6 +86,20 @@ def test_files_of_other_projects(tmp_path, file, content, name, resize):
         crop = values["augment.train"][0]["random_resized_crop"]
         assert crop.get("interpolation") == resize.get("interpolation")
     assert decided(36, weights, "model=resnet18")["model.name"] == "resnet18"
+
+
+def test_another_size_keeps_the_share_of_the_image_that_an_exported_file_states(
+    image_root, tmp_path
+):
+    crops = ["augment=imagenet", "data.image_size=28", "train.max_steps=1", *FAST]
+    small_run.run(image_root, tmp_path / "run", *crops)
+    out = tmp_path / "exported.safetensors"
+    words = [str(tmp_path / "run"), "--to", "safetensors", "--out", str(out)]
+    assert export.export_model(export.arguments(words)) == 0
+    for size, short_side in ((28, 32), (56, 64)):
+        resize, crop = decided(36, f"model.weights={out}", f"data.image_size={size}")["augment.val"]
+        assert export.explicit(resize)["resize"]["size"] == short_side
+        assert crop == {"center_crop": {"size": size}}
 
 
 def test_what_is_decided_is_the_same_at_the_next_start(pretrained, image_root, tmp_path):
