@@ -2,19 +2,18 @@
 
     python train.py data.root=s3://bucket/imagenet
 
-By default, conf/config.yaml names it. A split is train.tar, train-*.tar or train/*.tar; an image is
-a range request, in any order. fsspec and its plugins do that, with credentials of the environment.
-train.tar.json (`prepare.py --format tar`) lists train.tar; without it, all headers are read once.
+A split is train.tar, train-*.tar or train/*.tar; an image is a range request of fsspec, in any
+order. train.tar.json (`prepare.py --format tar`) lists train.tar; else, all headers are read once.
 """
 
 import errno
 import json
 import os
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from tarfile import TarInfo
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,23 +32,22 @@ _file_system = cache(partial(url_to_fs, use_listings_cache=False))
 class RemoteTar(Storage):
     path: str  # the URL
     stamp: tuple[int, int]  # what changes with its ETag, and its size in bytes
-    cache: str = ""
-    kept: float = 0  # bytes at its beginning, whose images are kept in the folder `cache`
+    copy: str = ""  # sparse file, which keeps the images that were read
+    kept: float = 0  # bytes at the beginning of the tar file whose images it keeps
 
     def read(self, name: str, start: int, length: int) -> bytes:
         if start + length > self.kept:
             return self._fetch(start, length)
-        file = Path(self.cache, "{:x}-{}".format(*self.stamp), str(start))
-        with suppress(OSError):
-            data = file.read_bytes()
-            if len(data) == length:  # a power failure can leave a file of 0 bytes
+        with suppress(OSError), open(self.copy, "rb", buffering=0) as copy:
+            block = os.pread(copy.fileno(), BLOCK + length, start - BLOCK)
+            data = block[BLOCK:]
+            if zlib.crc32(data, length) == int.from_bytes(block[:BLOCK], "big"):
                 return data
         data = self._fetch(start, length)
+        checksum = zlib.crc32(data, length).to_bytes(BLOCK, "big")  # a kill leaves parts of images
         with suppress(OSError):  # a full disk: the next epoch reads the image again
-            file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_suffix(".tmp")  # a kill leaves no part of an image
-            temporary.write_bytes(data)
-            temporary.replace(file)
+            with open(os.open(self.copy, os.O_RDWR | os.O_CREAT, 0o666), "wb", buffering=0) as copy:
+                os.pwrite(copy.fileno(), checksum + data, start - BLOCK)
         return data
 
     def _fetch(self, start: int, length: int) -> bytes:
@@ -71,7 +69,6 @@ class RemoteTar(Storage):
     @staticmethod
     def stamp_of(url: str | bytes) -> tuple[int, int]:
         """Return a negative number, as it is no time at which a file has changed, and the size."""
-        url = os.fsdecode(url)
         return -1 - _ask(url, "checksum") % (1 << 62), _ask(url, "size")
 
     @staticmethod
@@ -100,27 +97,30 @@ def tars(place: str, cache: str = "", gigabytes: float = 0) -> Callable[[str], I
         found = _ask(url.removesuffix(".tar") + ending, "glob")
         if found:
             files = list(map(_file_system(url)[0].unstrip_protocol, sorted(found)))
-            return partial(_load, files, url, os.path.expanduser(cache), gigabytes * 1e9)
+            folder = os.path.abspath(os.path.expanduser(cache))
+            return partial(_load, files, url, folder, gigabytes * 1e9)
     return None
 
 
 def _load(files: list[str], url: str, cache: str, limit: float, key: str) -> Index:
     index: Any = load_files(files, url, key, RemoteTar)
-    folder = os.path.abspath(cache)
-    os.makedirs(folder, exist_ok=True)  # now, because an error of a worker is not seen
     share = limit / sum(tar.stamp[1] for tar in index.sources)
-    kept = [replace(tar, cache=folder, kept=share * tar.stamp[1]) for tar in index.sources]
-    return replace(index, sources=kept)
+    os.makedirs(cache, exist_ok=True)  # now, because an error of a worker is not seen
+    copies = []
+    for tar in index.sources:
+        copy = os.path.join(cache, "{:x}-{}.tar".format(*tar.stamp))
+        copies.append(replace(tar, copy=copy, kept=share * tar.stamp[1]))
+    return replace(index, sources=copies)
 
 
-def _ask(url: str, method: str) -> Any:
+def _ask(url: str | bytes, method: str) -> Any:
     """Call a method of fsspec's object for a URL. Raises UserError whatever that raises."""
     try:
-        file_system, path = _file_system(url)
+        file_system, path = _file_system(os.fsdecode(url))
         return getattr(file_system, method)(path)
     except Exception as error:
         cure = "check the network, the credentials, and that the plugin of fsspec is installed"
-        raise UserError(url, describe(error), cure) from None
+        raise UserError(os.fsdecode(url), describe(error), cure) from None
 
 
 @cache

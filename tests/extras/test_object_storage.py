@@ -140,19 +140,20 @@ def test_the_cache_keeps_what_was_read(bucket: Bucket, tars: Path, tmp_path: Pat
         assert content(found) == local
     assert bucket.ranges.total() == 1 + 36
     half = (tars / "one" / "train.tar").stat().st_size / 2e9
-    for size, epochs in ((half, 2), (1, 2)):
+    for size, fewest, most in ((half, 10, 26), (1, 0, 0)):
         found = load(f"{S3}/one/train", cache=str(folder), gigabytes=size)
-        for _ in range(epochs):
+        for _ in range(2):
             bucket.reset()
             assert content(found) == local
-        stored = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        assert 0.6 * half * 1e9 < stored < max(size, half) * 1e9 * 2
-        assert (bucket.ranges.total() > 0) == (size == half)
-    damaged = next(path for path in folder.rglob("*") if path.is_file())
-    damaged.write_bytes(b"")
-    assert content(found) == local
-    assert bucket.ranges.total() == 1
-    assert damaged.stat().st_size > 0
+        assert fewest <= bucket.ranges.total() <= most
+    (copy,) = folder.iterdir()
+    with copy.open("r+b") as file:  # as a kill or a power failure leaves an image
+        file.seek(int(found.places.array[3, 1]) + 100)
+        file.write(bytes(100))
+    for requests in (1, 0):
+        bucket.reset()
+        assert content(found) == local
+        assert bucket.ranges.total() == requests
 
 
 def test_what_is_wrong_is_said_without_a_password(bucket: Bucket, tmp_path: Path) -> None:
@@ -191,7 +192,6 @@ def test_a_killed_run_resumes_with_equal_weights(
     assert done.returncode == 0, done.stderr
     assert bucket.ranges.total() == 0  # the first start has read the sizes of all files
     assert summary_of(folder)["params_sha256"] == summary_of(tmp_path / "local")["params_sha256"]
-    assert not list(disk.rglob("*.tmp"))
     stored = "".join(path.read_text("utf-8", "replace") for path in folder.rglob("*.*"))
     assert S3 in stored and "hidden" not in stored
 
