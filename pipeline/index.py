@@ -235,13 +235,22 @@ def find_split(place: str, storage: Any = None) -> Callable[[str], Index] | None
 
 
 def load_index(place: str | os.PathLike[str], *, key: str, storage: Any = None) -> Index:
+    """Find a split, and return its table as `load_found` does."""
+    return load_found(find_split(os.fspath(place), storage), place, key)
+
+
+def load_found(load: Any, place: str | os.PathLike[str], key: str) -> Index:
     """Return the table of a split, and warn of files that are left out; `key`: its config key.
 
     Raises UserError if it is missing, damaged or cannot be read, or a class holds no images.
     """
-    load = find_split(os.fspath(place), storage)
     if load is None:
-        raise _missing_split(place, key)
+        path = Path(os.path.abspath(place))
+        names = sorted(other.name for other in path.parent.glob("[!.]*"))
+        held = ", ".join([f"{len(names):,} files and folders", *names[:5]])
+        wrong = f"there is no such folder, .tar or .csv file; locally, {path.parent} holds {held}"
+        cure = "give the splits with data.train and data.val, or hold out data.val_fraction=0.2"
+        raise UserError(f"{key}={place}", wrong, cure + did_you_mean(path.name, names))
     index = load(key)
     if index.left_out:
         logger.warning("%s=%s: %s", key, index.root, index.left_out)
@@ -265,15 +274,6 @@ def load_files(files: Sequence[str], root: str, key: str, tar_kind: Any = TarFil
     classes = tuple(map(os.fsdecode, scan.classes.tolist()))
     arrays = map(SharedArray.copy_of, (scan.paths, scan.labels, scan.places))
     return Index(root, classes, sources, os.fsdecode(scan.left_out.item()), *arrays)
-
-
-def _missing_split(folder: str | os.PathLike[str], key: str) -> UserError:
-    path = Path(os.path.abspath(folder))
-    names = sorted(other.name for other in path.parent.glob("[!.]*"))
-    content = ", ".join([f"{len(names):,} files and folders", *names[:5]])
-    wrong = f"there is no such folder, .tar or .csv file; locally, {path.parent} holds {content}"
-    cure = "give the splits with data.train and data.val, or hold out data.val_fraction=0.2"
-    return UserError(f"{key}={folder}", wrong, cure + did_you_mean(path.name, names))
 
 
 def _cached_scan(files: Sequence[str], origin: str, tar_kind: Any) -> Scan:
