@@ -5,8 +5,8 @@
 
 FOLDER/bucket/key is s3://bucket/key with AWS_ENDPOINT_URL=http://127.0.0.1:9000, and
 http://127.0.0.1:9000/bucket/key. It knows HEAD, GET with a range and If-Match, and lists of keys;
-it checks no signature. GET /requests returns the number of range requests so far. Only the standard
-library is needed.
+it checks no signature. GET /requests returns the number of reads of objects so far. Only the
+standard library is needed.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from hashlib import md5
-from multiprocessing import Process, Value
+from multiprocessing import Process, RawArray
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
@@ -26,8 +26,8 @@ HEADER = re.compile(rb"\r\n([\w-]+):[ ]*([^\r\n]*)")
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, root, delay, count):
-        self.root, self.delay, self.count = root, delay, count
+    def __init__(self, root, delay, counts, number):
+        self.root, self.delay, self.counts, self.number = root, delay, counts, number
         self.received = b""
         self.files = {}
 
@@ -49,7 +49,7 @@ class Connection(asyncio.Protocol):
         url = urlsplit(target)
         query = parse_qs(url.query, keep_blank_values=True)
         if url.path == "/requests":
-            return self.send(200, str(self.count.value).encode())
+            return self.send(200, str(sum(self.counts)).encode())
         if "list-type" in query or "prefix" in query:
             return self.send(200, self.keys(url.path.strip("/"), query))
         path = self.root / unquote(url.path).lstrip("/")
@@ -67,7 +67,6 @@ class Connection(asyncio.Protocol):
         )
         lines += "Last-Modified: Wed, 01 Jan 2025 00:00:00 GMT\r\n"
         if b"range" in headers:
-            self.count.value += 1
             start, _, stop = headers[b"range"].removeprefix("bytes=").partition("-")
             first, last, status = int(start), min(int(stop or last), last), 206
             lines += f"Content-Range: bytes {first}-{last}/{info.st_size}\r\n"
@@ -76,6 +75,7 @@ class Connection(asyncio.Protocol):
             return self.transport.write(f"HTTP/1.1 200 OK\r\n{lines}".encode())
         if path not in self.files:
             self.files[path] = os.open(path, os.O_RDONLY)
+        self.counts[self.number] += 1
         body = os.pread(self.files[path], last - first + 1, first)
         return self.send(status, body, lines)
 
@@ -102,11 +102,11 @@ class Connection(asyncio.Protocol):
             os.close(file)
 
 
-def serve(options, count):
+def serve(options, counts, number):
     async def run():
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
-            lambda: Connection(options.folder.resolve(), options.delay, count),
+            lambda: Connection(options.folder.resolve(), options.delay, counts, number),
             "127.0.0.1", options.port, reuse_port=True, backlog=4096,
         )  # fmt: skip
         await server.serve_forever()
@@ -123,9 +123,9 @@ if __name__ == "__main__":
     parser.add_argument("--delay", type=float, default=0.03, help="seconds before each answer")
     parser.add_argument("--processes", type=int, default=4)
     given = parser.parse_args()
-    counter = Value("q", 0)
-    for _ in range(given.processes):
-        Process(target=serve, args=(given, counter), daemon=True).start()
+    counters = RawArray("q", given.processes)  # one for each process, as += is two steps
+    for position in range(given.processes):
+        Process(target=serve, args=(given, counters, position), daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # which ends the other processes
     print(f"serves {given.folder} at http://127.0.0.1:{given.port}", flush=True)
     try:

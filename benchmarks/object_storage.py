@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measure loading from object storage: this program, webdataset and mosaicml-streaming.
+"""Measure loading from object storage: this program, webdataset, mosaicml-streaming and litdata.
 
 Hardware: not run on a GPU yet; 16 cores, or one GPU with them for the last command. Time: that of
-two epochs for each. Needs: .venv is active, with s3fs; for the peers webdataset and
-mosaicml-streaming. A machine without a network installs the wheels of these three packages and of
-what they depend on.
+two epochs for each. Needs: .venv is active, with s3fs; for the peers webdataset, mosaicml-streaming
+and litdata. A machine without a network installs the wheels of these packages and of what they
+depend on.
 
     B=benchmarks/object_storage.py
     python3 $B pack IMAGES BUCKETS --shards 64
@@ -13,8 +13,9 @@ what they depend on.
     python3 $B this IMAGES BUCKETS --workers 15 --cache /nvme/cache
     python3 $B webdataset IMAGES BUCKETS --workers 15
     python3 $B streaming IMAGES BUCKETS --workers 15 --cache /nvme/streaming
+    python3 $B litdata IMAGES BUCKETS --workers 15 --cache /nvme/litdata
 
-IMAGES has train/<class>/ and val/<class>/. Each prints images/s, and range requests for an image,
+IMAGES has train/<class>/ and val/<class>/. Each prints images/s, and requests for an image,
 in two epochs of crops of --size pixels without a model. The share of a step, on a GPU:
 
     export AWS_ENDPOINT_URL=http://127.0.0.1:9000 AWS_ACCESS_KEY_ID=a AWS_SECRET_ACCESS_KEY=b
@@ -25,10 +26,13 @@ import argparse
 import io
 import json
 import os
+import random
 import sys
 import tarfile
 import time
 import urllib.request
+from functools import cache
+from multiprocessing import Pool
 from pathlib import Path
 
 SERVER = "http://127.0.0.1:9000"
@@ -38,43 +42,58 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def shuffled_files(folder):
-    import random
-
     files = sorted(folder.glob("*/*"))
     random.Random(0).shuffle(files)  # webdataset and streaming shuffle within a buffer only
     return files
 
 
 def pack(options):
-    """Write images/tars/train-*.tar and val-00000.tar, and images/mds, from the same files."""
+    """Write images/tars/train-*.tar and val-00000.tar, images/mds and images/litdata."""
+    files = shuffled_files(options.images / "train")
+    size = sum(file.stat().st_size for file in files) // options.shards
+    for name in options.formats.split(","):
+        folder = options.buckets / "images" / name
+        folder.mkdir(parents=True)
+        globals()[f"write_{name}"](files, size, folder)
+
+
+def write_tars(files, size, folder):
+    tars = {"val-00000.tar": shuffled_files(given.images / "val")}
+    for number in range(given.shards):
+        tars[f"train-{number:05d}.tar"] = files[number :: given.shards]
+    with Pool() as pool:
+        pool.starmap(write_tar, [(folder / name, content) for name, content in tars.items()])
+
+
+def write_tar(path, files):
     from pipeline.listing import tar_members
 
-    tars = options.buckets / "images" / "tars"
-    tars.mkdir(parents=True)
-    for split, shards in (("train", options.shards), ("val", 1)):
-        files = shuffled_files(options.images / split)
-        for number in range(shards):
-            path = tars / f"{split}-{number:05d}.tar"
-            with tarfile.open(path, "w") as tar:
-                for file in files[number::shards]:
-                    tar.add(file, f"{file.parent.name}/{file.name}")
-            members = tar_members(str(path), str(path))
-            places = {name.decode(): place for name, place in members.items()}
-            listed = {"size": path.stat().st_size, "members": places}
-            Path(f"{path}.json").write_text(json.dumps(listed))
-    try:
-        from streaming import MDSWriter
-    except ImportError:
-        print("without mosaicml-streaming, nothing is written for it")
-        return
-    files = shuffled_files(options.images / "train")
-    classes = sorted({file.parent.name for file in files})
-    size = sum(file.stat().st_size for file in files) // options.shards
-    columns = {"image": "bytes", "label": "int"}
-    out = str(options.buckets / "images" / "mds")
-    with MDSWriter(out=out, columns=columns, size_limit=size) as writer:
+    with tarfile.open(path, "w", dereference=True) as tar:  # no hard links
         for file in files:
-            writer.write({"image": file.read_bytes(), "label": classes.index(file.parent.name)})
+            tar.add(file, f"{file.parent.name}/{file.stem}.jpg")  # which webdataset asks for
+    members = tar_members(str(path), str(path))
+    places = {name.decode(): place for name, place in members.items()}
+    listed = {"size": path.stat().st_size, "members": places}
+    Path(f"{path}.json").write_text(json.dumps(listed))
+
+
+def write_mds(files, size, folder):
+    from streaming import MDSWriter
+
+    columns = {"image": "bytes", "label": "int"}
+    with MDSWriter(out=str(folder), columns=columns, size_limit=size) as writer:
+        for file in files:
+            writer.write({"image": file.read_bytes(), "label": 0})
+
+
+def write_litdata(files, size, folder):
+    from litdata.streaming.writer import BinaryWriter
+
+    writer = BinaryWriter(str(folder), chunk_bytes=size)
+    for number, file in enumerate(files):
+        writer[number] = {"image": file.read_bytes(), "label": 0}
+    writer.done()
+    writer.merge()
 
 
 def this(options):
@@ -97,16 +116,31 @@ def this(options):
 
 
 def decode(data, size):
-    from torchvision.transforms import v2  # imported by each worker once
+    """Decode, crop and flip as this program does, to compare the loaders, or with torchvision."""
+    if given.torchvision:
+        from PIL import Image
 
-    global transform
-    if "transform" not in globals():
-        transform = v2.Compose(
-            [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.ToImage()]
-        )
-    from PIL import Image
+        return torchvision_transforms(size)(Image.open(io.BytesIO(data)).convert("RGB"))
+    import torch
 
-    return transform(Image.open(io.BytesIO(data)).convert("RGB"))
+    from pipeline.decode import open_picture
+
+    picture = own_transforms(size)(open_picture(data, "region"), random)
+    return torch.tensor(picture.pixels())
+
+
+@cache
+def torchvision_transforms(size):
+    from torchvision.transforms import v2
+
+    return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.ToImage()])
+
+
+@cache
+def own_transforms(size):
+    from pipeline.augment import Compose, HorizontalFlip, RandomResizedCrop
+
+    return Compose([RandomResizedCrop(size=size), HorizontalFlip()])
 
 
 def sizes_of(dataset, options):
@@ -123,6 +157,8 @@ def sizes_of(dataset, options):
 def webdataset(options):
     import webdataset as wds
 
+    if options.cache:
+        Path(options.cache).mkdir(parents=True)
     urls = f"{SERVER}/images/tars/train-{{00000..{options.shards - 1:05d}}}.tar"
     dataset = wds.WebDataset(
         f"pipe:curl -s {urls}", shardshuffle=options.shards, nodesplitter=wds.split_by_node,
@@ -140,18 +176,39 @@ def streaming(options):
             return decode(super().__getitem__(index)["image"], options.size), 0
 
     remote, local = "s3://images/mds", options.cache or "/tmp/streaming"
+    # Otherwise, it creates a client now, and the workers, which are forks, share its connection.
+    Path(local).mkdir(parents=True)
+    urllib.request.urlretrieve(f"{SERVER}/images/mds/index.json", f"{local}/index.json")
     dataset = Images(remote=remote, local=local, shuffle=True, batch_size=options.batch)
     return sizes_of(dataset, options)
 
 
+def litdata(options):
+    from litdata import StreamingDataset
+    from litdata.streaming.downloader import _OBSTORE_CLIENT_OPTIONS as OPTIONS
+
+    OPTIONS["allow_http"] = True  # which storage_options do not reach; the workers are forks
+
+    class Images(StreamingDataset):
+        def __getitem__(self, index):
+            return decode(bytes(super().__getitem__(index)["image"]), options.size), 0
+
+    client = {"endpoint_url": SERVER, "region_name": "us-east-1"}
+    dataset = Images(
+        "s3://images/litdata", cache_dir=options.cache or "/tmp/litdata", shuffle=True,
+        drop_last=False, max_cache_size="1000GB", storage_options=client,
+    )  # fmt: skip
+    return sizes_of(dataset, options)
+
+
 def measure(options):
-    """Print images/s and range requests for an image of two epochs; the start is not counted."""
+    """Print images/s and requests for an image of two epochs; the start is not counted."""
     count = sum(1 for _ in (options.images / "train").glob("*/*"))
     began = time.perf_counter()
     sizes = globals()[options.what](options)
     done = next(sizes)
     print(f"{options.what}: first batch after {time.perf_counter() - began:.1f} s", flush=True)
-    for epoch in (1, 2):
+    for epoch in range(1, options.epochs + 1):
         began, before = time.perf_counter(), requests()
         first = done
         while done < epoch * count:
@@ -167,12 +224,20 @@ def requests():
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("what", choices=("pack", "this", "webdataset", "streaming"))
+    parser.add_argument("what", choices=("pack", "this", "webdataset", "streaming", "litdata"))
     parser.add_argument("images", type=Path)
     parser.add_argument("buckets", type=Path)
-    for name, value in (("shards", 64), ("workers", 2), ("batch", 256), ("size", 224)):
+    for name, value in (
+        ("shards", 64),
+        ("workers", 2),
+        ("batch", 256),
+        ("size", 224),
+        ("epochs", 2),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--cache", default="")
+    parser.add_argument("--formats", default="tars,mds,litdata", help="what pack writes")
+    parser.add_argument("--torchvision", action="store_true", help="decode as the peers do")
     given = parser.parse_args()
     pack(given) if given.what == "pack" else measure(given)
     os._exit(0)  # the loaders do not end by themselves
