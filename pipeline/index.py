@@ -201,8 +201,7 @@ class Scan(NamedTuple):
 def find_storage(place: str | os.PathLike[str]) -> list[str]:
     """Return the folder or the files that hold a split; an empty list if there is no such split.
 
-    `/data/train` is a folder of class folders or of tar files, else train.tar, else train.csv; or
-    `place` is the path of such a file.
+    `place` is a folder of class folders or tar files, a .tar or .csv file, or one without ending.
     """
     path = os.path.abspath(place)
     if os.path.isdir(path):
