@@ -24,6 +24,10 @@ if __name__ == "__main__":
     CONFIG = parse(sys.argv[1:], script=SCRIPT, purpose=__doc__)
     announce()
     keep_compiled_kernels()
+    from pipeline.start import start_forkserver
+
+    if CONFIG.loader.workers != 0:
+        start_forkserver()  # it imports what workers need, while this process imports and builds
 
 import gc
 import time
@@ -69,7 +73,6 @@ from engine.validation import evaluate, validation_batches
 from pipeline.batch import TARGET, Batch
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import open_feed
-from pipeline.loader import start_forkserver
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -332,8 +335,6 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
     every mistake of the user, before the run directory is created.
     """
     identity = stored.get("identity", {})
-    if config.loader.workers != 0:
-        start_forkserver()  # it imports what workers need, while this process builds
     with world.shared_errors():
         metrics = Metrics.of(config)
         datasets = build_datasets(config, world.device, identity.get("decode_mode"))

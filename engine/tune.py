@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
-from conf.errors import describe
+from conf.errors import LoaderError, describe
 from engine.distributed import World
 from engine.run import Run
 from engine.state import TrainState, restored_on_exit
@@ -21,7 +21,6 @@ from engine.step_graph import FIRST_STEPS, StepGraph
 from pipeline.batch import Batch
 from pipeline.clock import StepTimes, TimedRow, mean_of
 from pipeline.feed import Feed, is_measured
-from pipeline.loader import LoaderError
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from conf.errors import RunError, UnreadableError, describe
+from conf.errors import LoaderError, UnreadableError, describe
 from pipeline.clock import waited_for_core
 from pipeline.dataset import READ_AHEAD, Dataset
 from pipeline.shared import SharedArray
+from pipeline.start import IGNORED_SIGNALS
 
 EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
 CHECK = "run `python scripts/doctor.py --all` with the same overrides to check every file"
@@ -34,15 +35,9 @@ MAX_TRIED = 100  # samples in place of an unreadable one
 # A worker reads ahead if, per sample, it waits this much longer for storage than for a core, as a
 # mean of about ten tasks. Reading in other threads costs 0.1 to 0.2 ms of a core per sample.
 WAIT_SECONDS = 5e-4
-# Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 SlotArrays = dict[str, np.ndarray]  # name of a field -> [B, *shape] of one batch
 Skipped = tuple[int, str]  # index and message of an unreadable sample
-
-
-class LoaderError(RunError):
-    """An unreadable image, a failed transform, or a worker that died, hangs or cannot start."""
 
 
 @dataclass(eq=False)

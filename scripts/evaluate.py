@@ -64,9 +64,9 @@ from pipeline.class_names import imagenet_names
 from pipeline.dataset import Dataset
 from pipeline.feed import Feed, open_feed
 from pipeline.index import find_storage
-from pipeline.loader import start_forkserver
 from pipeline.machine import cores_for_workers
 from pipeline.splits import HeldOut, held_out, refuse_inside
+from pipeline.start import start_forkserver
 from scripts.lib.progress import with_progress
 from scripts.lib.trained import Trained, build_val, open_trained, run_main, sorted_as_text
 

@@ -19,7 +19,15 @@ from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
 from pipeline.index import ImageFolder
 from pipeline.loader import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task
-from tests.helpers.processes import Started, descendants, is_running, needs_linux, wait_for
+from tests.helpers.processes import (
+    ROOT,
+    Started,
+    descendants,
+    is_running,
+    needs_linux,
+    run_python,
+    wait_for,
+)
 from tests.pipeline.loaders import SIZE, Stuck, crops, loaded, open_loader
 
 START_METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
@@ -35,6 +43,22 @@ def check(batch: Batch, dataset: FolderDataset, samples: np.ndarray) -> None:
 def begun(loader: Loader) -> list[Task]:
     """The tasks of all batches that have not been taken."""
     return [task for tasks in loader._queue for task in tasks]
+
+
+def test_the_forkserver_imports_torch_before_the_program_does_and_in_any_folder(tmp_path):
+    """Python 3.11 does not tell it where the modules of the program are."""
+    needs_linux()
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pipeline.start import start_forkserver
+start_forkserver()
+from multiprocessing import get_context
+with get_context("forkserver").Pool(1) as pool:
+    print("torch" in sys.modules, pool.apply(eval, ["'torch' in __import__('sys').modules"]))
+"""
+    result = run_python("-c", program, ROOT, cwd=tmp_path)
+    assert result.stdout == "False True\n", result.stderr
 
 
 @pytest.mark.parametrize(

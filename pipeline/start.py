@@ -1,0 +1,58 @@
+"""The start of worker processes, with nothing but the standard library.
+
+train.py calls `start_forkserver` before it imports torch, so that both processes import it at once.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+from conf.errors import LoaderError
+from pipeline import machine
+
+# On macOS, the import of a library may start threads, and a process with threads must not fork.
+# Elsewhere, a worker that forks from a server with the imports done starts faster.
+START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
+# Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+def start_forkserver() -> None:
+    """Start the forkserver, if workers use one; its imports (2 s) continue in the background."""
+    if START_METHOD == "forkserver":
+        given = os.environ.get("PYTHONPATH", "")
+        # Python 3.11 does not tell the server where the program's modules are.
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        with starting_children():
+            forkserver.ensure_running()
+        os.environ["PYTHONPATH"] = given  # empty: as if it were not set
+
+
+@contextmanager
+def starting_children() -> Iterator[None]:
+    """Block the signals that workers ignore while child processes start.
+
+    The forkserver and the resource tracker keep them blocked. The children do not import the main
+    script, and with it torchvision and Hydra. Raises a LoaderError if the system refuses.
+    """
+    multiprocessing.set_forkserver_preload(["pipeline.worker"])  # once for all workers
+    main: Any = sys.modules["__main__"]
+    hidden = {"__file__": None, "__spec__": None} | vars(main)
+    vars(main).pop("__file__", None)
+    main.__spec__ = None
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # the tracker unblocks some
+        yield
+    except (OSError, EOFError) as error:
+        reason = machine.reached_limit(error) or f"{type(error).__name__}: {error}"
+        raise LoaderError(f"the loader cannot start a worker process: {reason}") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        main.__file__, main.__spec__ = hidden["__file__"], hidden["__spec__"]
