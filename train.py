@@ -11,6 +11,7 @@ call what is marked "Collective.", at the same step.
 
 if __name__ == "__main__":
     # Before torch is imported, so that --help and a typo are answered in a fraction of a second.
+    import gc
     import os
     import sys
 
@@ -23,6 +24,7 @@ if __name__ == "__main__":
 
     CONFIG = parse(sys.argv[1:], script=SCRIPT, purpose=__doc__)
     announce()
+    gc.disable()  # until `garbage_collection_paused`: imports and torch.compile are faster
     keep_compiled_kernels()
     from pipeline.start import start_forkserver
 

@@ -1,5 +1,6 @@
 """Out of GPU memory: retry the first step with smaller micro-batches; explain a later error."""
 
+import gc
 import logging
 import re
 from collections.abc import Iterable
@@ -71,6 +72,7 @@ def _fits(train_on_batch: StepGraph, state: TrainState, batch: Batch, count: int
         train_on_batch.before_step(batch.step)
         train_on_batch.step_function(batch, num_micro_batches=count)
         return True
+    gc.collect()  # the error may be part of a cycle that keeps tensors
     torch.cuda.empty_cache()  # blocks of the sizes that were too large
     return False
 
