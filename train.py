@@ -139,6 +139,8 @@ def build_step(
     """Return what runs `train_step` on a batch; on a GPU, it replays a CUDA graph. Collective."""
     config = schedule.config
     network = world.wrap(state.model, compute.image_shape)
+    # From here on: a search takes seconds, and there were only examples before.
+    torch.backends.cudnn.benchmark = not config.train.deterministic
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
     lr = torch.zeros((), dtype=dtype, device=world.device)

@@ -204,13 +204,12 @@ def resolve_compile(config: Config, device: torch.device, steps: int, operations
 def set_up_kernels(deterministic: bool, precision: str) -> None:
     """Set torch's global options for precision, cuDNN and determinism.
 
-    TF32 is allowed unless `precision` is fp32. cuDNN uses its fastest algorithms, or reproducible
-    ones if `deterministic`. Other threads yield to kernel launches after SWITCH_SECONDS.
+    TF32 is allowed unless `precision` is fp32. Other threads yield to kernel launches after
+    SWITCH_SECONDS.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = precision != "fp32"
-    torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with this
     torch.use_deterministic_algorithms(deterministic)
