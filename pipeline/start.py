@@ -1,7 +1,4 @@
-"""The start of worker processes, with nothing but the standard library.
-
-train.py calls `start_forkserver` before it imports torch, so that both processes import it at once.
-"""
+"""The start of worker processes, with nothing but the standard library: torch comes later."""
 
 import multiprocessing
 import os

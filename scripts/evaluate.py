@@ -445,8 +445,7 @@ def evaluate_one(options: argparse.Namespace) -> int:
             print_result(result, folder)
             write(result, folder)
             if others is not None:
-                compared = compare(hits_of(result), others)
-                say(f"against   {compared}")
+                say(f"against   {compare(hits_of(result), others)}")
     return 0
 
 
