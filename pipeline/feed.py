@@ -155,7 +155,7 @@ def open_feed(
     local_batch_size = loader.batch_size // world.size
     # The batch of the step and 4 ready ones (8 were not faster), or 2 of more than 2,048 images.
     in_use = 5 if local_batch_size <= 2048 else 3
-    slots = slots_needed(local_batch_size, workers=max_workers, in_use=in_use)
+    slots = slots_needed(datasets.train, local_batch_size, workers=max_workers, in_use=in_use)
     limit = data.max_bad_fraction if data.on_error == "skip" else None
     train_ring = Ring(datasets.train, local_batch_size, slots, limit, REPLACE_OR_SKIP)
     rings = train_ring, Ring(datasets.val, local_batch_size, slots)
