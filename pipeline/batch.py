@@ -1,6 +1,5 @@
 """Named arrays: the fields of a sample, and batches of them on the host and on the device."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,8 +142,6 @@ class DeviceSlot:
     """Memory on the device for one batch, allocated once and reused."""
 
     format: ImageFormat
-    # Whether batch transforms follow `Dataset.on_device`: they need float32 images of their own
-    mixed: bool = False
 
     def __post_init__(self) -> None:
         self.events = BatchEvents()  # events of the batch; after `end`, the step no longer reads it
@@ -156,12 +153,11 @@ class DeviceSlot:
 
     def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the tensor of a field in this shape and dtype; at first, it is uninitialised."""
-        count = math.prod(shape)
         tensor = self._memory.get((name, dtype), NO_MEMORY)
-        if tensor.numel() != count:
-            tensor = torch.empty(count, dtype=dtype, device=self.format.device)
+        if tensor.shape != tuple(shape):
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=self.format.device)
             self._memory[name, dtype] = tensor
-        return tensor.view(tuple(shape))
+        return tensor
 
     def images(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return the tensor of images [B, ..., C, H, W] that the step reads."""
@@ -172,16 +168,22 @@ class DeviceSlot:
         return channels_first(memory)
 
     def output(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Return the tensor for images that `Dataset.on_device` returns: see `mixed`."""
-        images = self.images(name, shape)
-        return torch.empty_like(images, dtype=torch.float32) if self.mixed else images
+        """Return the tensor for images that `Dataset.on_device` returns."""
+        return self.images(name, shape)
+
+    def mixed(self, fields: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+        """Return the fields of a batch after batch transforms; here, there are none."""
+        return fields
+
+    def capture(self, batch: Batch, pool: Any) -> None:
+        """Prepare `mixed` for the batches after the first one of this slot."""
 
     def normalise(self, name: str, levels: Tensor) -> Tensor:
         """Normalise images [B, ..., H, W, C] on the host, in float32, into `output`."""
-        out = self.output(name, channels_first(levels).shape)
+        *rows, height, width, channels = levels.shape
+        out = self.output(name, (*rows, channels, height, width))
         if self.format.device.type == "cpu":
             # Rows of W * C values: loops over C values take a CPU ten times as long.
-            *_, width, channels = levels.shape
             scale, shift = self.format.affine(channels).repeat(1, width)
             floats = self.memory(name + ROWS, levels.shape, torch.float32)  # perhaps that of `out`
             floats.flatten(-2).copy_(levels.flatten(-2)).mul_(scale).add_(shift)

@@ -4,6 +4,9 @@ Journey of a batch, 5: on the prefetcher's side stream, after normalisation. A t
 function of (images, targets, share): float32 [B, C, S, S], float32 [B, classes], and which part of
 the global batch they are. The prefetcher rounds to the training dtype once, after the last one.
 
+Transforms whose method `draw_numbers` draws all their parameters become a CUDA graph: the rest of
+them may not depend on the host, nor wait for the device.
+
 Parameters are drawn on the host, one set per image or group of images, from a generator that is a
 pure function of (seed, step). Every rank draws for the global batch and takes its own, so the draws
 of an image, and the image it is mixed with, do not depend on the number of ranks. For random
@@ -12,8 +15,9 @@ torch's global generator would give different numbers after a restart.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,10 +40,26 @@ class BatchShare:
     total: int  # rows of the global batch: draw this many of everything
     first: int  # this rank's first row
     count: int  # its number of rows
+    drawn: Iterator[Tensor] | None = None  # what `numbers` returns, if it is on the device already
 
     def of_rank(self, values: np.ndarray) -> np.ndarray:
         """Return this rank's rows of values [total, ...]."""
         return values[self.first : self.first + self.count]
+
+    def draw(self, transform: Any, size: int) -> np.ndarray:
+        """Return this rank's part, float [n, B], of what `draw_numbers` of a transform draws.
+
+        It gets this share and the size of the images, and returns float [n, total].
+        """
+        numbers: np.ndarray = transform.draw_numbers(self, size)
+        return numbers[:, self.first : self.first + self.count]
+
+    def numbers(self, transform: Any, images: Tensor) -> Tensor:
+        """Return what `draw` returns as float32 on the device of the images."""
+        if self.drawn is not None:
+            return next(self.drawn)
+        values = self.draw(transform, images.shape[-1])
+        return to_device(values, images.new_empty(values.shape))
 
     def draw_weights(self, alpha: float, p: float) -> np.ndarray:
         """Draw float [total]: with probability p from Beta(alpha, alpha), else 1."""
@@ -76,10 +96,12 @@ class Mixup:
     p: float = parameter(FRACTION, 1.0)  # probability for an image to be blended
 
     def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
-        weights = share.draw_weights(self.alpha, self.p)
-        own = to_device(share.of_rank(weights), images)[:, None]
+        own = share.numbers(self, images)[0, :, None]
         images = share.blend(images, own[:, :, None, None])
         return images, share.blend(targets, own)
+
+    def draw_numbers(self, share: BatchShare, size: int) -> np.ndarray:
+        return share.draw_weights(self.alpha, self.p)[None]
 
 
 @dataclass(kw_only=True)
@@ -93,11 +115,14 @@ class Cutmix:
     p: float = parameter(FRACTION, 1.0)  # probability for an image to get a box
 
     def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
+        own, boxes = share.numbers(self, images).split([1, 4])
+        images = share.blend(images, _outside(boxes, images))
+        return images, share.blend(targets, own.T)
+
+    def draw_numbers(self, share: BatchShare, size: int) -> np.ndarray:
         areas = 1 - share.draw_weights(self.alpha, self.p)
-        boxes, areas = _pasted_boxes(areas, images.shape[-1], share.rng)
-        own = to_device(1 - share.of_rank(areas), images)
-        outside = _outside(share.of_rank(boxes), images)
-        return share.blend(images, outside), share.blend(targets, own[:, None])
+        boxes, areas = _pasted_boxes(areas, size, share.rng)
+        return np.vstack([1 - areas, boxes])
 
 
 @dataclass(kw_only=True)
@@ -118,6 +143,11 @@ class MixupOrCutmix:
     group: int = parameter(whole(1, 10**6), 128)
 
     def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
+        of_pixels, of_targets, boxes = share.numbers(self, images).split([1, 1, 4])
+        own = of_pixels.T[:, :, None, None] * _outside(boxes, images)
+        return share.blend(images, own), share.blend(targets, of_targets.T)
+
+    def draw_numbers(self, share: BatchShare, size: int) -> np.ndarray:
         rng = share.rng
         num_groups = math.ceil(share.total / self.group)
         changed = rng.random(num_groups) < self.p
@@ -125,14 +155,11 @@ class MixupOrCutmix:
         alpha = np.where(is_cutmix, self.cutmix_alpha, self.mixup_alpha)
         weights = np.where(changed, rng.beta(alpha, alpha), 1.0)
         areas = np.where(is_cutmix, 1 - weights, 0.0)
-        boxes, areas = _pasted_boxes(areas, images.shape[-1], rng)
+        boxes, areas = _pasted_boxes(areas, size, rng)
         of_pixels = np.where(is_cutmix, 1.0, weights)  # outside the box
         of_targets = np.where(is_cutmix, 1 - areas, weights)
-        groups = share.of_rank(np.arange(share.total) // self.group)  # [B]
-        own = to_device(of_pixels[groups], images)[:, None, None, None]
-        own_targets = to_device(of_targets[groups], images)[:, None]
-        own = own * _outside(boxes[groups], images)
-        return share.blend(images, own), share.blend(targets, own_targets)
+        groups = np.arange(share.total) // self.group
+        return np.vstack([of_pixels, of_targets, boxes])[:, groups]
 
 
 @dataclass(kw_only=True)
@@ -145,28 +172,28 @@ class RandomErasing:
     ratio: Sequence[float] = parameter(span(1000), (0.3, 3.3))  # of its height / width
 
     def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
-        boxes = self.boxes(share.total, images.shape[-1], share.rng)
-        outside = _outside(share.of_rank(boxes), images)
+        outside = _outside(share.numbers(self, images), images)
         return images * outside, targets  # normalised: the mean is 0
 
-    def boxes(self, count: int, image_size: int, rng: np.random.Generator) -> np.ndarray:
+    def draw_numbers(self, share: BatchShare, size: int) -> np.ndarray:
         """Draw boxes as torchvision does: up to ten tries for a box smaller than the image.
 
-        Returns float [count, 4], left, top, right, bottom; empty if nothing is erased.
+        Returns left, top, right, bottom; an empty box if nothing is erased.
         """
+        rng, count = share.rng, share.total
         erased = rng.random(count) < self.p
         smallest, largest = self.scale
         narrowest, widest = map(math.log, self.ratio)
-        area = image_size**2 * rng.uniform(smallest, largest, (10, count))
+        area = size**2 * rng.uniform(smallest, largest, (10, count))
         aspect = np.exp(rng.uniform(narrowest, widest, (10, count)))
         squares = np.stack([area / aspect, area * aspect])
         sizes = np.round(np.sqrt(squares))  # [width or height, try, image]
-        fits = (sizes < image_size).all(axis=0)
+        fits = (sizes < size).all(axis=0)
         first = fits.argmax(axis=0)
         erased &= fits.any(axis=0)
-        size = sizes[:, first, np.arange(count)] * erased
-        low = np.floor(rng.random((2, count)) * (image_size - size + 1))
-        return np.concatenate([low, low + size]).T
+        sides = sizes[:, first, np.arange(count)] * erased
+        low = np.floor(rng.random((2, count)) * (size - sides + 1))
+        return np.concatenate([low, low + sides])
 
 
 BATCH_TRANSFORMS: dict[str, Callable[..., BatchTransform]] = {
@@ -199,17 +226,26 @@ class BatchTransforms:
         targets = torch.zeros(len(label), self.num_classes, device=label.device)
         return targets.scatter_(1, label[:, None], 1)  # one_hot writes int64
 
-    def apply(self, images: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def apply(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
         """Transform float32 [B, ..., C, H, W], and targets if there are any.
 
         All image fields of a batch, and all frames of a sample, get the same draws.
         """
-        share = self.share(step, len(images))
         pixels = images.flatten(1, -3)  # [B, C, H, W]
         mixed = targets[:, None].flatten(1)  # [B, n]
         for transform in self.transforms:
             pixels, mixed = transform(pixels, mixed, share)
         return pixels.reshape(images.shape), mixed.view(targets.shape)
+
+    @property
+    def draw_first(self) -> bool:
+        """Whether each transform has `draw_numbers`."""
+        return all(hasattr(transform, "draw_numbers") for transform in self.transforms)
+
+    def draw(self, images: Tensor, step: int) -> list[np.ndarray]:
+        """Return `BatchShare.draw` of each transform, if they `draw_first`."""
+        share = self.share(step, len(images))
+        return [share.draw(transform, images.shape[-1]) for transform in self.transforms]
 
     def share(self, step: int, count: int) -> BatchShare:
         """Return the part of this rank, `count` rows, of the global batch of a step."""
@@ -218,10 +254,10 @@ class BatchTransforms:
         return BatchShare(rng, count * self.world_size, self.rank * count, count)
 
 
-def to_device(values: np.ndarray, like: Tensor) -> Tensor:
-    """Copy a few host numbers to the device of `like` as float32, without synchronising."""
-    host = torch.empty(values.shape, pin_memory=like.is_cuda).copy_(torch.from_numpy(values))
-    return host.to(like.device, non_blocking=True)
+def to_device(values: np.ndarray, out: Tensor) -> Tensor:
+    """Copy a few host numbers into a float32 tensor on a device, without synchronising."""
+    host = torch.empty(values.shape, pin_memory=out.is_cuda).copy_(torch.from_numpy(values))
+    return out.copy_(host, non_blocking=True)
 
 
 def _pasted_boxes(
@@ -229,19 +265,25 @@ def _pasted_boxes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw boxes of cutmix; a part may lie outside the image.
 
-    `areas`: float [B], fractions of the image's area. Returns float [B, 4], left, top, right,
+    `areas`: float [B], fractions of the image's area. Returns float [4, B], left, top, right,
     bottom inside the image; and float [B], the fractions that lie inside.
     """
     half = np.floor(np.sqrt(areas) * size / 2)
     centre = np.floor(rng.random((2, len(areas))) * size)
-    low, high = np.clip(centre - half, 0, size), np.clip(centre + half, 0, size)
-    return np.concatenate([low, high]).T, (high - low).prod(0) / size**2
+    low = (centre - half).clip(0, size)
+    high = (centre + half).clip(0, size)
+    width, height = high - low
+    return np.concatenate([low, high]), width * height / size**2
 
 
-def _outside(boxes: np.ndarray, images: Tensor) -> Tensor:
-    """Return float32 [B, 1, S, S]: 0 in each image's (left, top, right, bottom), 1 outside."""
-    low, high = boxes.T.reshape(2, 2, -1, 1)  # each [x or y, B, 1]
-    pixel = np.arange(images.shape[-1])  # on the host: a kernel takes longer to launch than to run
-    across, down = to_device((low <= pixel) & (pixel < high), images)
-    inside = across[:, None, :] * down[:, :, None]
-    return (1 - inside)[:, None]
+def _outside(boxes: Tensor, images: Tensor) -> Tensor:
+    """Return float32 [B, 1, S, S]: 0 in each image's (left, top, right, bottom), 1 outside.
+
+    `boxes`: these coordinates, float32 [4, B].
+    """
+    left, top, right, bottom = boxes[:, :, None]
+    pixel = torch.arange(images.shape[-1], device=images.device)
+    across = (left <= pixel) & (pixel < right)
+    down = (top <= pixel) & (pixel < bottom)
+    inside = across[:, None, :] & down[:, :, None]
+    return (~inside)[:, None].float()

@@ -118,8 +118,13 @@ class HostEvent:
     def synchronize(self) -> None:
         """Nothing has to be waited for."""
 
+    wait = synchronize
+
     def elapsed_time(self, end: "HostEvent") -> float:
         return 1000 * (end.seconds - self.seconds)
+
+
+ENDED = HostEvent()
 
 
 @dataclass
@@ -131,7 +136,7 @@ class BatchEvents:
     idle: Any = None  # the previous step or pause has ended
     begin: Any = None  # the step begins: its batch is ready
     ready: Any = None  # all ranks have their batches
-    end: Any = None  # the step has ended
+    end: Any = ENDED  # the step has ended
     drained: bool = False  # before the step began, the GPU had finished all its work
 
 

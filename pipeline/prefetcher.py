@@ -9,18 +9,18 @@ that batch. The memory is owned here and reused, so no allocator is involved.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.batch import TARGET, Batch, DeviceSlot, ImageFormat
-from pipeline.batch_augment import BatchTransforms
+from pipeline.batch_augment import BatchTransforms, to_device
 from pipeline.clock import BatchEvents, StepClock
 from pipeline.dataset import RefusedError
 from pipeline.loader import Loader
@@ -36,6 +36,93 @@ class AtOnce(Executor):
 
 
 @dataclass(eq=False)
+class MixingSlot(DeviceSlot):
+    """Memory on the device for one batch of the training, and its batch transforms.
+
+    On a GPU, they become a CUDA graph after the first batch, if each has `draw_numbers`. A call of
+    torch gives up the interpreter's lock, which this thread has to win back from the training loop:
+    cutmix takes fifty calls, a graph of the same kernels takes one.
+    """
+
+    transforms: BatchTransforms
+    image_names: Sequence[str]  # of the image fields
+    unmixed: DeviceSlot  # has the float32 images of all slots, of one batch after another
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        on_gpu = self.format.device.type == "cuda"
+        self.uncaptured = on_gpu and self.transforms.draw_first
+        self._graph: Any = None
+        self._addresses: list[int] = []  # of the fields that it reads
+        self._numbers: list[Tensor] = []  # what it reads of `BatchShare.numbers`
+        self._mixed: dict[str, Tensor] = {}  # what it writes
+
+    def output(self, name: str, shape: Sequence[int]) -> Tensor:
+        return self.unmixed.images(name, shape)
+
+    def mixed(self, fields: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+        if _addresses(fields) != self._addresses:
+            return fields | self._mix(fields, step)
+        for values, numbers in zip(self._draw(fields, step), self._numbers, strict=True):
+            to_device(values, numbers)
+        self._graph.replay()
+        return fields | self._mixed
+
+    def capture(self, batch: Batch, pool: Any) -> None:
+        """Capture the graph after a batch that was mixed without one.
+
+        In the thread that captures the step: two captures at a time disturb each other.
+
+        Args:
+            pool: memory for intermediate results, of graphs that run one after another.
+        """
+        if not self.uncaptured:
+            return
+        self.uncaptured = False
+        fields = batch.fields.copy()
+        fields.pop(TARGET, None)
+        for name in self.image_names:
+            fields[name] = self.output(name, fields[name].shape)
+        drawn = self._draw(fields, batch.step)
+        self._numbers = [torch.empty(values.shape, device=self.format.device) for values in drawn]
+        graph = torch.cuda.CUDAGraph()
+        # A replay writes the seed of its generator to the device, where the step may be reading it
+        # for dropout: this graph, which draws nothing there, gets a generator of its own.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.graphsafe_get_state()
+        generator.graphsafe_set_state(generator.clone_state())
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self._mixed = self._mix(fields, batch.step, iter(self._numbers))
+        generator.graphsafe_set_state(state)
+        self._graph, self._addresses = graph, _addresses(fields)
+
+    def _mix(
+        self, fields: Mapping[str, Tensor], step: int, drawn: Iterator[Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Return the mixed images and TARGET in this memory; `drawn`: see `BatchShare`."""
+        transforms, mixed = self.transforms, dict[str, Tensor]()
+        targets = unmixed = transforms.targets(fields)
+        for name in self.image_names:
+            share = replace(transforms.share(step, len(fields[name])), drawn=drawn)
+            images, targets = transforms.apply(fields[name], unmixed, share)
+            mixed[name] = self.images(name, images.shape).copy_(images)
+        if transforms.label is not None:
+            mixed[TARGET] = self.copy(TARGET, targets)
+        return mixed
+
+    def _draw(self, fields: Mapping[str, Tensor], step: int) -> list[np.ndarray]:
+        """Return all numbers that are drawn for a batch, in the order in which they are used."""
+        drawn: list[np.ndarray] = []
+        for name in self.image_names:
+            drawn += self.transforms.draw(fields[name], step)
+        return drawn
+
+
+def _addresses(fields: Mapping[str, Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in fields.values()]
+
+
+@dataclass(eq=False)
 class Prefetcher:
     """Moves a loader's batches to a device: a GPU gets up to `depth` ahead, a CPU one at a time."""
 
@@ -48,25 +135,27 @@ class Prefetcher:
         self.cuda = device.type == "cuda"
         self.depth = 1  # batches kept ready; one more is the consumer's
         self.side: torch.cuda.Stream | None = None
-        self._on_side: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._thread: Executor = AtOnce()
+        self._pool: Any = None
         if self.cuda:
             self.depth = self.loader.in_use - 1
             # High priority: its kernels are small, and the step waits for their result.
             self.side = torch.cuda.Stream(device, priority=-1)
-            self._on_side = partial(torch.cuda.stream, self.side)
             # `Dataset.on_device` may block the host for as long as a step takes.
-            self._thread = ThreadPoolExecutor(1, "upload")
-        mixed = self.batch_transforms is not None
-        self.slots = [DeviceSlot(self.format, mixed) for _ in range(self.depth + 1)]
+            self._thread = ThreadPoolExecutor(1, "upload", torch.cuda.set_stream, (self.side,))
+            self._pool = torch.cuda.graph_pool_handle()
+        new_slot: Callable[[], DeviceSlot] = partial(DeviceSlot, self.format)
+        if self.batch_transforms is not None:
+            names = [name for name, field in self.loader.dataset.fields.items() if field.image]
+            unmixed = DeviceSlot(replace(self.format, dtype=torch.float32))
+            new_slot = partial(MixingSlot, self.format, self.batch_transforms, names, unmixed)
+        self.slots = [new_slot() for _ in range(self.depth + 1)]
         self.clock = StepClock(self.cuda)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1."""
         # The thread may still fill a slot for an iteration that ended early, and kernels read it.
-        self._thread.submit(lambda: None).result()
-        if self.side is not None:
-            self.side.wait_stream(torch.cuda.current_stream(self.format.device))
+        self._thread.submit(self.clock.now().wait).result()
         uploads = map(self._begin, self.loader.batches(start, stop))
         begun: deque[Future[Batch]] = deque()  # done when their kernels are launched
         self.clock.start()
@@ -76,10 +165,10 @@ class Prefetcher:
                 self.loader.pool.receive()  # meanwhile, workers get tasks
                 self._fill(begun, uploads)
             batch = begun.popleft().result()
-            events = self._slot(batch).events
-            if self.cuda:
-                torch.cuda.current_stream(self.format.device).wait_event(events.copy_end)
-            self.clock.begin_step(events)
+            slot = self._slot(batch)
+            slot.events.copy_end.wait()
+            slot.capture(batch, self._pool)
+            self.clock.begin_step(slot.events)
             yield batch
             self.clock.end_step()
 
@@ -102,18 +191,14 @@ class Prefetcher:
 
     def _enqueue(self, host: Batch, slot: DeviceSlot) -> Batch:
         """Launch upload and transforms of one batch into a slot, once its reader is done."""
-        reader = slot.events
+        slot.events.end.wait()
         slot.events = BatchEvents()
-        with self._on_side():
-            if self.side is not None and reader.end is not None:
-                self.side.wait_event(reader.end)
-            slot.events.copy_begin = self.clock.now()
-            fields = self._upload(host, slot)
-            samples = slot.copy("", host.samples)  # no field has this name
-            self.loader.keep_until(self.clock.now(), host)
-            if self.batch_transforms is not None:
-                self._transform(self.batch_transforms, fields, host.step, slot)
-            slot.events.copy_end = self.clock.now()
+        slot.events.copy_begin = self.clock.now()
+        fields = self._upload(host, slot)
+        samples = slot.copy("", host.samples)  # no field has this name
+        self.loader.keep_until(self.clock.now(), host)
+        fields = slot.mixed(fields, host.step)
+        slot.events.copy_end = self.clock.now()
         return Batch(fields, samples, host.step)
 
     def _upload(self, host: Batch, slot: DeviceSlot) -> dict[str, Tensor]:
@@ -123,14 +208,3 @@ class Prefetcher:
         except RefusedError:
             self.loader.load_in_process(host)
             return self.loader.dataset.on_device(host.fields, slot)
-
-    def _transform(
-        self, transforms: BatchTransforms, fields: dict[str, Tensor], step: int, slot: DeviceSlot
-    ) -> None:
-        targets = unmixed = transforms.targets(fields)
-        for name, field in self.loader.dataset.fields.items():
-            if field.image:
-                mixed, targets = transforms.apply(fields[name], unmixed, step)
-                fields[name] = slot.images(name, mixed.shape).copy_(mixed)
-        if transforms.label is not None:
-            fields[TARGET] = slot.copy(TARGET, targets)

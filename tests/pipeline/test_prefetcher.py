@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +17,13 @@ from torch import Tensor
 
 from pipeline.augment import build_by_name
 from pipeline.batch import Batch, DeviceSlot, Field, ImageFormat, channels_first
-from pipeline.batch_augment import BATCH_TRANSFORMS, BatchTransforms
+from pipeline.batch_augment import BATCH_TRANSFORMS, BatchShare, BatchTransforms
 from pipeline.clock import StepClock
 from pipeline.dataset import Dataset, FakeDataset
 from pipeline.loader import slots_needed
-from pipeline.prefetcher import Prefetcher
+from pipeline.prefetcher import AtOnce, Prefetcher
 from tests.helpers.batches import without_waiting
-from tests.pipeline.loaders import SIZE, open_loader, same
+from tests.pipeline.loaders import SIZE, assert_equal, open_loader, same
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LEVELS = (0.0,) * 3, (1 / 255,) * 3  # images are the integer pixels, exact in bf16
@@ -35,6 +34,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DEVICES = [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)]
 ON_CPU = ImageFormat(CPU, MEAN, STD)
 FAKE = FakeDataset(num_samples=512, num_classes=CLASSES, size=SIZE)
+
+
+def build(names: Sequence[Any]) -> list[Any]:
+    return list(build_by_name(names, BATCH_TRANSFORMS, key="augment.batch"))
 
 
 @contextmanager
@@ -48,12 +51,12 @@ def open_prefetcher(
     **options: Any,
 ) -> Iterator[Prefetcher]:
     """On the first of two ranks; `mixed_by` is augment.batch, `options` are of `open_loader`."""
-    transforms = build_by_name(mixed_by, BATCH_TRANSFORMS, key="augment.batch")
-    batch_transforms = BatchTransforms(list(transforms), CLASSES, seed=11, rank=0, world_size=2)
+    batch_transforms = BatchTransforms(build(mixed_by), CLASSES, seed=11, rank=0, world_size=2)
     on_gpu = format.device.type == "cuda"
     start_method = "forkserver" if on_gpu else "fork"
     options = {"workers": 0, "local_batch_size": BATCH, "start_method": start_method} | options
-    slots = slots_needed(options["local_batch_size"], workers=options["workers"], in_use=depth + 1)
+    size, workers = options["local_batch_size"], options["workers"]
+    slots = slots_needed(dataset, size, workers=workers, in_use=depth + 1)
     options = {"slots": slots, "pinned": on_gpu, "in_use": depth + 1} | options
     with open_loader(dataset, **options) as loader:
         prefetcher = kind(loader, format, batch_transforms if mixed_by else None)
@@ -100,6 +103,35 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock):
     assert (found.data_wait, found.late) == pytest.approx((0.5, 0), abs=1e-9)
 
 
+@dataclass
+class Roll:
+    """A transform as a fork may have: it draws while it computes."""
+
+    def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
+        columns = share.of_rank(share.rng.integers(1, SIZE, share.total)).tolist()
+        rolled = [image.roll(column, -1) for image, column in zip(images, columns, strict=True)]
+        return torch.stack(rolled), targets.roll(1, 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_transforms_that_draw_while_they_compute_follow_each_other(device):
+    names = ["cutmix", f"{__name__}:Roll", {"random_erasing": {"p": 0.5}}]
+    transforms = BatchTransforms(build(names), CLASSES, seed=11, rank=0, world_size=2)
+    format = ImageFormat(device, *LEVELS)
+    with (
+        open_prefetcher(NOISE) as plain,
+        open_prefetcher(NOISE, format, mixed_by=names) as prefetcher,
+    ):
+        for batch in prefetcher.batches(0, 9):
+            host = next(plain.loader.batches(batch.step, batch.step + 1))
+            images = channels_first(host["image"]).float()
+            share, targets = transforms.share(batch.step, BATCH), transforms.targets(host.fields)
+            for transform in transforms.transforms:
+                images, targets = transform(images, targets, share)
+            assert torch.equal(batch["image"].cpu(), images)
+            assert torch.equal(batch["target"].cpu(), targets)
+
+
 class Stream:
     """A CUDA stream as a clock: its work starts after the events it waited for."""
 
@@ -108,9 +140,6 @@ class Stream:
 
     def wait_event(self, event: Any) -> None:
         self.now = max(self.now, event.time)
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.now = max(self.now, other.now)
 
     def synchronize(self) -> None:
         pass
@@ -128,6 +157,9 @@ class Event:
     def record(self) -> None:
         self.time = Stream.current.now
 
+    def wait(self) -> None:
+        Stream.current.wait_event(self)
+
     def synchronize(self) -> None:
         pass
 
@@ -141,6 +173,17 @@ def on_stream(stream: Stream) -> Iterator[None]:
     before, Stream.current = Stream.current, stream
     yield
     Stream.current = before
+
+
+class OnStream(AtOnce):
+    """The thread of a stream, without a thread."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def submit(self, *call: Any, **_: Any) -> Any:
+        with on_stream(self.stream):
+            return super().submit(*call)
 
 
 @dataclass(frozen=True)
@@ -166,13 +209,11 @@ def unsafe_steps(monkeypatch: pytest.MonkeyPatch, depth: int) -> list[int]:
     main, side = Stream(), Stream()
     Stream.current = main
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: main)
     written, read, early = list[Access](), list[Access](), list[int]()
     filled: dict[int, int] = {}  # address -> end of the newest copy to it
     with open_prefetcher(FAKE, depth=depth, workers=2) as prefetcher:
-        prefetcher.cuda, prefetcher.side = True, side
         prefetcher.clock = StepClock(cuda=True)
-        prefetcher.depth, prefetcher._on_side = depth, partial(on_stream, side)
+        prefetcher.depth, prefetcher._thread = depth, OnStream(side)
         monkeypatch.setattr(prefetcher.loader, "ready", lambda: True)
         prefetcher.slots = [DeviceSlot(ON_CPU) for _ in range(depth + 1)]  # as on a GPU
         memory_of = DeviceSlot.memory
@@ -257,7 +298,10 @@ class LateCopies(Prefetcher):
         (100, 1, LateCopies, torch.float32, dict(workers=2)),
     ],
 )
-def test_consumer_three_steps_behind_reads_the_right_batches(steps, lag, kind, dtype, options):
+def test_consumer_three_steps_behind_reads_the_right_batches(
+    steps, lag, kind, dtype, options, monkeypatch
+):
+    monkeypatch.setattr("pipeline.loader.MAX_BYTES", 0)
     copies = []
     unread = deque()
     ahead = []  # by how many steps the host is ahead
@@ -332,3 +376,43 @@ def test_loop_never_waits_for_the_device():
             for batch in prefetcher.batches(3, 60):
                 total += used(batch)
         assert total.isfinite().item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "last"), [(torch.bfloat16, True), (torch.float32, False)])
+@pytest.mark.parametrize(
+    "names", [["mixup"], ["cutmix"], ["mixup_or_cutmix"], ["mixup", *SELECTING]]
+)
+def test_graphs_mix_with_the_same_bits(names, dtype, last):
+    """Also those of a run that resumes: its first batches have no graph."""
+    format = ImageFormat(CUDA, MEAN, STD, dtype, channels_last=last)
+
+    def batches(begin: int, *, captured: bool) -> list[Batch]:
+        with open_prefetcher(NOISE, format, mixed_by=names) as prefetcher:
+            for slot in prefetcher.slots:
+                slot.uncaptured = captured
+            found = [batch.clone() for batch in prefetcher.batches(begin, 14)]
+            assert all((slot._graph is not None) == captured for slot in prefetcher.slots)
+        return found
+
+    expected = batches(0, captured=False)
+    assert_equal(batches(0, captured=True), expected)
+    assert_equal(batches(5, captured=True), expected[5:])
+
+
+@pytest.mark.gpu
+def test_the_graph_of_a_step_draws_its_own_numbers():
+    """Each replay of a graph writes a seed to the device, which this step reads late."""
+    drawn, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.cuda._sleep(LAG_CYCLES)
+        drawn.uniform_()
+
+    def draw(step: int) -> Tensor:
+        torch.cuda.manual_seed(step)
+        graph.replay()
+        return drawn.clone()
+
+    with open_prefetcher(NOISE, ImageFormat(CUDA, MEAN, STD), mixed_by=["mixup"]) as prefetcher:
+        found = [draw(batch.step) for batch in prefetcher.batches(0, 100)]
+    assert all(torch.equal(values, draw(step)) for step, values in enumerate(found))
