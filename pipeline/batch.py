@@ -175,7 +175,7 @@ class DeviceSlot:
         """Return the fields of a batch after batch transforms; here, there are none."""
         return fields
 
-    def capture(self, batch: Batch, pool: Any) -> None:
+    def capture(self, pool: Any) -> None:
         """Prepare `mixed` for the batches after the first one of this slot."""
 
     def normalise(self, name: str, levels: Tensor) -> Tensor:

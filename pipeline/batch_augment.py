@@ -4,8 +4,8 @@ Journey of a batch, 5: on the prefetcher's side stream, after normalisation. A t
 function of (images, targets, share): float32 [B, C, S, S], float32 [B, classes], and which part of
 the global batch they are. The prefetcher rounds to the training dtype once, after the last one.
 
-Transforms whose method `draw_numbers` draws all their parameters become a CUDA graph: the rest of
-them may not depend on the host, nor wait for the device.
+If each transform draws its parameters in `draw_numbers` and gets them from `share.numbers`, the
+rest becomes a CUDA graph: it may not depend on the host or wait for the device.
 
 Parameters are drawn on the host, one set per image or group of images, from a generator that is a
 pure function of (seed, step). Every rank draws for the global batch and takes its own, so the draws
@@ -16,7 +16,7 @@ torch's global generator would give different numbers after a restart.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ class BatchShare:
     first: int  # this rank's first row
     count: int  # its number of rows
     drawn: Iterator[Tensor] | None = None  # what `numbers` returns, if it is on the device already
+    used: list[Tensor] = field(default_factory=list)  # what it has returned, if it was not
 
     def of_rank(self, values: np.ndarray) -> np.ndarray:
         """Return this rank's rows of values [total, ...]."""
@@ -58,8 +59,9 @@ class BatchShare:
         """Return what `draw` returns as float32 on the device of the images."""
         if self.drawn is not None:
             return next(self.drawn)
-        values = self.draw(transform, images.shape[-1])
-        return to_device(values, images.new_empty(values.shape))
+        numbers = to_device(self.draw(transform, images.shape[-1]), images)
+        self.used.append(numbers)
+        return numbers
 
     def draw_weights(self, alpha: float, p: float) -> np.ndarray:
         """Draw float [total]: with probability p from Beta(alpha, alpha), else 1."""
@@ -237,16 +239,6 @@ class BatchTransforms:
             pixels, mixed = transform(pixels, mixed, share)
         return pixels.reshape(images.shape), mixed.view(targets.shape)
 
-    @property
-    def draw_first(self) -> bool:
-        """Whether each transform has `draw_numbers`."""
-        return all(hasattr(transform, "draw_numbers") for transform in self.transforms)
-
-    def draw(self, images: Tensor, step: int) -> list[np.ndarray]:
-        """Return `BatchShare.draw` of each transform, if they `draw_first`."""
-        share = self.share(step, len(images))
-        return [share.draw(transform, images.shape[-1]) for transform in self.transforms]
-
     def share(self, step: int, count: int) -> BatchShare:
         """Return the part of this rank, `count` rows, of the global batch of a step."""
         # The 1 distinguishes it from the sampler's generator.
@@ -254,10 +246,15 @@ class BatchTransforms:
         return BatchShare(rng, count * self.world_size, self.rank * count, count)
 
 
-def to_device(values: np.ndarray, out: Tensor) -> Tensor:
-    """Copy a few host numbers into a float32 tensor on a device, without synchronising."""
-    host = torch.empty(values.shape, pin_memory=out.is_cuda).copy_(torch.from_numpy(values))
-    return out.copy_(host, non_blocking=True)
+def to_device(values: np.ndarray, like: Tensor) -> Tensor:
+    """Copy a few host numbers to the device of `like` as float32, without synchronising."""
+    return replace_numbers(torch.empty(values.shape, device=like.device), values)
+
+
+def replace_numbers(numbers: Tensor, values: np.ndarray) -> Tensor:
+    """Overwrite what `to_device` has returned, without synchronising."""
+    host = torch.empty(values.shape, pin_memory=numbers.is_cuda).copy_(torch.from_numpy(values))
+    return numbers.copy_(host, non_blocking=True)
 
 
 def _pasted_boxes(

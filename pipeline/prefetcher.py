@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.batch import TARGET, Batch, DeviceSlot, ImageFormat
-from pipeline.batch_augment import BatchTransforms, to_device
+from pipeline.batch_augment import BatchTransforms, replace_numbers
 from pipeline.clock import BatchEvents, StepClock
 from pipeline.dataset import RefusedError
 from pipeline.loader import Loader
@@ -39,9 +39,9 @@ class AtOnce(Executor):
 class MixingSlot(DeviceSlot):
     """Memory on the device for one batch of the training, and its batch transforms.
 
-    On a GPU, they become a CUDA graph after the first batch, if each has `draw_numbers`. A call of
-    torch gives up the interpreter's lock, which this thread has to win back from the training loop:
-    cutmix takes fifty calls, a graph of the same kernels takes one.
+    On a GPU, they become a CUDA graph after the first batch, if each gets its numbers from
+    `BatchShare.numbers`. A call of torch gives up the interpreter's lock, which this thread has to
+    win back from the training loop: cutmix takes fifty calls, a graph of its kernels takes one.
     """
 
     transforms: BatchTransforms
@@ -50,41 +50,37 @@ class MixingSlot(DeviceSlot):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        on_gpu = self.format.device.type == "cuda"
-        self.uncaptured = on_gpu and self.transforms.draw_first
+        # So many numbers are used for a batch that can be captured; -1 once one has been.
+        self.numbers_needed = len(self.image_names) * len(self.transforms.transforms)
         self._graph: Any = None
-        self._addresses: list[int] = []  # of the fields that it reads
-        self._numbers: list[Tensor] = []  # what it reads of `BatchShare.numbers`
+        self._unmixed: dict[str, Tensor] = {}  # fields of the newest batch without a graph
+        self._used: list[Tensor] = []  # the numbers of that batch
+        self._addresses: list[int] = []  # of the fields that the graph reads
+        self._numbers: list[Tensor] = []  # the numbers that it reads
         self._mixed: dict[str, Tensor] = {}  # what it writes
 
     def output(self, name: str, shape: Sequence[int]) -> Tensor:
         return self.unmixed.images(name, shape)
 
     def mixed(self, fields: dict[str, Tensor], step: int) -> dict[str, Tensor]:
-        if _addresses(fields) != self._addresses:
+        if self._addresses != [*map(Tensor.data_ptr, fields.values())]:
+            self._unmixed = fields
             return fields | self._mix(fields, step)
-        for values, numbers in zip(self._draw(fields, step), self._numbers, strict=True):
-            to_device(values, numbers)
+        for numbers, values in zip(self._numbers, self._draw(fields, step), strict=True):
+            replace_numbers(numbers, values)
         self._graph.replay()
         return fields | self._mixed
 
-    def capture(self, batch: Batch, pool: Any) -> None:
+    def capture(self, pool: Any) -> None:
         """Capture the graph after a batch that was mixed without one.
 
-        In the thread that captures the step: two captures at a time disturb each other.
-
-        Args:
-            pool: memory for intermediate results, of graphs that run one after another.
+        In the thread that captures the step: two captures at a time disturb each other. `pool`:
+        memory for intermediate results, of graphs that run one after another.
         """
-        if not self.uncaptured:
+        if len(self._used) != self.numbers_needed:
             return
-        self.uncaptured = False
-        fields = batch.fields.copy()
-        fields.pop(TARGET, None)
-        for name in self.image_names:
-            fields[name] = self.output(name, fields[name].shape)
-        drawn = self._draw(fields, batch.step)
-        self._numbers = [torch.empty(values.shape, device=self.format.device) for values in drawn]
+        self.numbers_needed = -1
+        fields, self._numbers = self._unmixed, self._used
         graph = torch.cuda.CUDAGraph()
         # A replay writes the seed of its generator to the device, where the step may be reading it
         # for dropout: this graph, which draws nothing there, gets a generator of its own.
@@ -92,18 +88,20 @@ class MixingSlot(DeviceSlot):
         state = generator.graphsafe_get_state()
         generator.graphsafe_set_state(generator.clone_state())
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self._mixed = self._mix(fields, batch.step, iter(self._numbers))
+            self._mixed = self._mix(fields, 0, iter(self._numbers))
         generator.graphsafe_set_state(state)
-        self._graph, self._addresses = graph, _addresses(fields)
+        self._graph = graph
+        self._addresses = [*map(Tensor.data_ptr, fields.values())]
 
     def _mix(
         self, fields: Mapping[str, Tensor], step: int, drawn: Iterator[Tensor] | None = None
     ) -> dict[str, Tensor]:
         """Return the mixed images and TARGET in this memory; `drawn`: see `BatchShare`."""
-        transforms, mixed = self.transforms, dict[str, Tensor]()
+        transforms, mixed, self._used = self.transforms, dict[str, Tensor](), []
         targets = unmixed = transforms.targets(fields)
         for name in self.image_names:
-            share = replace(transforms.share(step, len(fields[name])), drawn=drawn)
+            share = transforms.share(step, len(fields[name]))
+            share = replace(share, drawn=drawn, used=self._used)
             images, targets = transforms.apply(fields[name], unmixed, share)
             mixed[name] = self.images(name, images.shape).copy_(images)
         if transforms.label is not None:
@@ -114,12 +112,9 @@ class MixingSlot(DeviceSlot):
         """Return all numbers that are drawn for a batch, in the order in which they are used."""
         drawn: list[np.ndarray] = []
         for name in self.image_names:
-            drawn += self.transforms.draw(fields[name], step)
+            share, size = self.transforms.share(step, len(fields[name])), fields[name].shape[-1]
+            drawn += [share.draw(transform, size) for transform in self.transforms.transforms]
         return drawn
-
-
-def _addresses(fields: Mapping[str, Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in fields.values()]
 
 
 @dataclass(eq=False)
@@ -136,7 +131,6 @@ class Prefetcher:
         self.depth = 1  # batches kept ready; one more is the consumer's
         self.side: torch.cuda.Stream | None = None
         self._thread: Executor = AtOnce()
-        self._pool: Any = None
         if self.cuda:
             self.depth = self.loader.in_use - 1
             # High priority: its kernels are small, and the step waits for their result.
@@ -167,7 +161,8 @@ class Prefetcher:
             batch = begun.popleft().result()
             slot = self._slot(batch)
             slot.events.copy_end.wait()
-            slot.capture(batch, self._pool)
+            if self.cuda:
+                slot.capture(self._pool)
             self.clock.begin_step(slot.events)
             yield batch
             self.clock.end_step()

@@ -18,7 +18,7 @@ from pipeline.batch import Batch
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
 from pipeline.index import ImageFolder
-from pipeline.loader import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task
+from pipeline.loader import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task, task_rows
 from tests.helpers.processes import (
     ROOT,
     Started,
@@ -89,6 +89,11 @@ def test_batches_are_equal_for_any_number_of_workers_and_start_method(
         assert len(seen := pool.pids) == (4 if workers else 0)
         assert all(map(is_running, seen))
     assert not any(map(is_running, seen))
+
+
+@pytest.mark.parametrize(("size", "rows"), [(8, 128), (64, 42), (224, 32)])
+def test_a_task_has_more_samples_if_they_are_small(size, rows):
+    assert task_rows(FakeDataset(num_samples=1, num_classes=1, size=size)) == rows
 
 
 def test_iteration_waits_for_tasks_of_the_one_before(image_root):

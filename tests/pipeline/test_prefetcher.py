@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.augment import build_by_name
 from pipeline.batch import Batch, DeviceSlot, Field, ImageFormat, channels_first
-from pipeline.batch_augment import BATCH_TRANSFORMS, BatchShare, BatchTransforms
+from pipeline.batch_augment import BATCH_TRANSFORMS, BatchShare, BatchTransforms, Mixup
 from pipeline.clock import StepClock
 from pipeline.dataset import Dataset, FakeDataset
 from pipeline.loader import slots_needed
@@ -104,8 +104,8 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock):
 
 
 @dataclass
-class Roll:
-    """A transform as a fork may have: it draws while it computes."""
+class Roll(Mixup):
+    """A transform as a fork may have: it draws while it computes, unlike what it inherits."""
 
     def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
         columns = share.of_rank(share.rng.integers(1, SIZE, share.total)).tolist()
@@ -389,8 +389,7 @@ def test_graphs_mix_with_the_same_bits(names, dtype, last):
 
     def batches(begin: int, *, captured: bool) -> list[Batch]:
         with open_prefetcher(NOISE, format, mixed_by=names) as prefetcher:
-            for slot in prefetcher.slots:
-                slot.uncaptured = captured
+            prefetcher.cuda = captured
             found = [batch.clone() for batch in prefetcher.batches(begin, 14)]
             assert all((slot._graph is not None) == captured for slot in prefetcher.slots)
         return found
