@@ -9,13 +9,12 @@ that batch. The memory is owned here and reused, so no allocator is involved.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,8 +65,12 @@ class MixingSlot(DeviceSlot):
         if self._addresses != [*map(Tensor.data_ptr, fields.values())]:
             self._unmixed = fields
             return fields | self._mix(fields, step)
-        for numbers, values in zip(self._numbers, self._draw(fields, step), strict=True):
-            replace_numbers(numbers, values)
+        numbers = iter(self._numbers)
+        for name in self.image_names:
+            share = self.transforms.share(step, len(fields[name]))
+            for transform in self.transforms.transforms:
+                values = share.draw(transform, fields[name].shape[-1])
+                replace_numbers(next(numbers), values)
         self._graph.replay()
         return fields | self._mixed
 
@@ -93,11 +96,11 @@ class MixingSlot(DeviceSlot):
         self._graph = graph
         self._addresses = [*map(Tensor.data_ptr, fields.values())]
 
-    def _mix(
-        self, fields: Mapping[str, Tensor], step: int, drawn: Iterator[Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def _mix(self, fields: dict[str, Tensor], step: int, drawn: Any = None) -> dict[str, Tensor]:
         """Return the mixed images and TARGET in this memory; `drawn`: see `BatchShare`."""
-        transforms, mixed, self._used = self.transforms, dict[str, Tensor](), []
+        transforms = self.transforms
+        mixed: dict[str, Tensor] = {}
+        self._used = []
         targets = unmixed = transforms.targets(fields)
         for name in self.image_names:
             share = transforms.share(step, len(fields[name]))
@@ -107,14 +110,6 @@ class MixingSlot(DeviceSlot):
         if transforms.label is not None:
             mixed[TARGET] = self.copy(TARGET, targets)
         return mixed
-
-    def _draw(self, fields: Mapping[str, Tensor], step: int) -> list[np.ndarray]:
-        """Return all numbers that are drawn for a batch, in the order in which they are used."""
-        drawn: list[np.ndarray] = []
-        for name in self.image_names:
-            share, size = self.transforms.share(step, len(fields[name])), fields[name].shape[-1]
-            drawn += [share.draw(transform, size) for transform in self.transforms.transforms]
-        return drawn
 
 
 @dataclass(eq=False)
