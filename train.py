@@ -14,11 +14,10 @@ if __name__ == "__main__":
     import gc
     import os
     import sys
-    import threading
 
     FOLDER, SCRIPT = os.path.split(os.path.abspath(__file__))
     sys.path.insert(0, FOLDER)  # missing with PYTHONSAFEPATH=1
-    from conf.start import create_cuda_context, keep_compiled_kernels, set_up_process
+    from conf.start import keep_compiled_kernels, set_up_process
 
     set_up_process()
     from conf.cli import announce, parse
@@ -31,8 +30,6 @@ if __name__ == "__main__":
 
     if CONFIG.loader.workers != 0:
         start_forkserver()  # it imports what workers need, while this process imports and builds
-    if CONFIG.train.device != "cpu":
-        threading.Thread(target=create_cuda_context).start()
 
 import gc
 import time
