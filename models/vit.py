@@ -87,7 +87,6 @@ class Block(nn.Module):
         self.norm2 = AddNorm(width, eps=1e-6)
         self.mlp = Mlp(width, hidden)
 
-    @torch.compiler.nested_compile_region  # the blocks are compiled once, not one by one
     def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """Add `branch` to the residual stream; return the stream and the output of the MLP.
 
