@@ -1,4 +1,7 @@
-"""The start of worker processes, with nothing but the standard library: torch comes later."""
+"""The start of worker processes, with nothing but the standard library.
+
+train.py calls `start_forkserver` before it imports torch, so that both processes import it at once.
+"""
 
 import multiprocessing
 import os

@@ -445,7 +445,8 @@ def evaluate_one(options: argparse.Namespace) -> int:
             print_result(result, folder)
             write(result, folder)
             if others is not None:
-                say(f"against   {compare(hits_of(result), others)}")
+                compared = compare(hits_of(result), others)
+                say(f"against   {compared}")
     return 0
 
 
