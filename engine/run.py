@@ -66,7 +66,6 @@ class Run(AbstractContextManager["Run"]):
         self.last_saved_step = 0
         self._stored: dict[str, Any] = {}  # content of `resumed`, until it is loaded
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
-        self.made_by = self._thread.submit(checkpoint.provenance)  # for the reader; git takes time
         self._writing: futures.Future[None] = futures.Future()  # the last checkpoint
         self._writing.set_result(None)
         self._lock: int | None = None  # on rank 0, once this start owns the folder
@@ -182,7 +181,6 @@ class Run(AbstractContextManager["Run"]):
         if self.world.is_main:
             copied = checkpoint.host_copy(state.state_dict())
             content = {"step": state.step, "state": copied, **self.checkpoint_metadata}
-            content["made_by"] = self.made_by.result()
             # timm, among others, looks for weights under this key. The file holds them only once.
             content["state_dict"] = copied["ema"] or copied["model"]
             self._writing = self._thread.submit(self._write, content)
@@ -209,7 +207,7 @@ def checkpoint_metadata(datasets: Datasets, schedule: Schedule, compute: Compute
     """Return what each checkpoint of a run stores in addition to its step and its state.
 
     `identity` is compared when the run resumes; `config` and `model_input` are for programs that
-    use the model.
+    use the model; `made_by` is for the reader.
     """
     image = datasets.train.fields[IMAGE]
     return {
@@ -223,6 +221,7 @@ def checkpoint_metadata(datasets: Datasets, schedule: Schedule, compute: Compute
             "channels_last": compute.channels_last,
             "rewrites_layers": compute.rewrite is not None,
         },
+        "made_by": checkpoint.provenance(),
     }
 
 

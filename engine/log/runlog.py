@@ -215,7 +215,7 @@ class RunLog:
             "seconds_to_first_step": self._began - started,
             **self._speed(),
             "device": self.compute.name,
-            "made_by": self.run.made_by.result(),
+            "made_by": self.run.checkpoint_metadata["made_by"],
             "workers": self.feed.pool.active,
             "unreadable_images": len(unreadable),  # training images replaced on any rank
         }
