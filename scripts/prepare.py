@@ -50,6 +50,8 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(words)
     if options.side is not None and not 8 <= options.side <= 8192:
         parser.error(f"--side {options.side}: give 8 to 8192")
+    if ":/" in str(options.to):
+        parser.error(f"--to {options.to}: give a folder, and copy it, as by `aws s3 sync`")
     return options
 
 
