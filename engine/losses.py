@@ -65,15 +65,10 @@ def class_weights(
         counts = datasets.train.class_counts(len(classes))  # also if sampled: it may refuse
         if chosen == "sampled":
             return None
-        return balanced_weights(counts).to(device)
+        images = torch.tensor(counts, dtype=torch.float64)
+        weights = images.sum() / (len(counts) * images.clamp(min=1))  # as scikit-learn balances
+        return weights.float().to(device)
     return named_weights(chosen, classes).to(device)
-
-
-def balanced_weights(counts: Sequence[int]) -> Tensor:
-    """Return scikit-learn's images / (classes * images of the class), float32 [classes]."""
-    images = torch.tensor(counts, dtype=torch.float64)
-    weights = images.sum() / (len(counts) * images.clamp(min=1))
-    return weights.float()
 
 
 def named_weights(weights: Mapping[Any, float], classes: Sequence[str]) -> Tensor:

@@ -26,7 +26,8 @@ class StopSignal(ExitStack):
 
     def __init__(self, world: World, pool: Pool) -> None:
         super().__init__()
-        pool.stop_requested = self.requested  # it gives up its wait for stalled workers
+        # After a signal, the pool gives up its wait for stalled workers.
+        pool.stop_requested = lambda: self.received != 0
         self.world = world
         self.received = 0  # number of the signal that this process received
         self.number = 0  # number of the signal that stops all ranks; set by `poll`
@@ -38,10 +39,6 @@ class StopSignal(ExitStack):
     def __bool__(self) -> bool:
         """Whether training stops now: the same on every rank."""
         return self.number != 0
-
-    def requested(self) -> bool:
-        """Whether this process has received a signal."""
-        return self.received != 0
 
     def _receive(self, number: int, _: object) -> None:
         if number == signal.SIGINT == self.received and self.world.size == 1:

@@ -59,7 +59,8 @@ class BatchShare:
         """Return what `draw` returns as float32 on the device of the images."""
         if self.drawn is not None:
             return next(self.drawn)
-        numbers = to_device(self.draw(transform, images.shape[-1]), images)
+        values = self.draw(transform, images.shape[-1])
+        numbers = replace_numbers(torch.empty(values.shape, device=images.device), values)
         self.used.append(numbers)
         return numbers
 
@@ -246,13 +247,8 @@ class BatchTransforms:
         return BatchShare(rng, count * self.world_size, self.rank * count, count)
 
 
-def to_device(values: np.ndarray, like: Tensor) -> Tensor:
-    """Copy a few host numbers to the device of `like` as float32, without synchronising."""
-    return replace_numbers(torch.empty(values.shape, device=like.device), values)
-
-
 def replace_numbers(numbers: Tensor, values: np.ndarray) -> Tensor:
-    """Overwrite what `to_device` has returned, without synchronising."""
+    """Overwrite float32 numbers with a few of the host, without synchronising; return them."""
     host = torch.empty(values.shape, pin_memory=numbers.is_cuda).copy_(torch.from_numpy(values))
     return numbers.copy_(host, non_blocking=True)
 

@@ -124,9 +124,6 @@ class HostEvent:
         return 1000 * (end.seconds - self.seconds)
 
 
-ENDED = HostEvent()
-
-
 @dataclass
 class BatchEvents:
     """The events of one batch."""
@@ -136,7 +133,7 @@ class BatchEvents:
     idle: Any = None  # the previous step or pause has ended
     begin: Any = None  # the step begins: its batch is ready
     ready: Any = None  # all ranks have their batches
-    end: Any = ENDED  # the step has ended
+    end: Any = HostEvent()  # the step has ended; at first, there is none to wait for
     drained: bool = False  # before the step began, the GPU had finished all its work
 
 

@@ -96,7 +96,7 @@ class Feed:
         loader = self.train.loader
         batches = self.train.batches(first_step, sys.maxsize)
         next(batches)  # not counted: all workers begin with it, and the device may compile
-        loader.ring.forget_replies()
+        loader.ring.replies.clear()
         began, images, seconds = time.perf_counter(), 0, 0.0
         while seconds < MEASURE_SECONDS:
             images += len(next(batches).samples)

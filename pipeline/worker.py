@@ -99,10 +99,6 @@ class Ring:
         storage = max(0.0, storage)  # the clocks of the thread and of the kernel differ slightly
         return {"cpu_ms": cpu * scale, "storage_ms": storage * scale, "core_ms": core * scale}
 
-    def forget_replies(self) -> None:
-        """Begin `worker_ms` anew."""
-        self.replies.clear()
-
     def candidates(self, index: int) -> Iterable[int]:
         """Return a sample and, if unreadable ones are skipped, those that may replace it."""
         if self.max_bad_fraction is None:
