@@ -156,11 +156,9 @@ def _with_crop_ratio(transforms: list[Any], size: int) -> list[Any]:
     """Return augment.val of images of `size` pixels in a form that suits other sizes."""
     changed: list[Any] = []
     for entry in transforms:
-        name, parameters = split_entry(entry, "augment.val")
-        short_side = parameters.get("size", size)
-        if name == "resize" and short_side > size:
-            ratio = size / short_side
-            entry = {name: {**parameters, "size": size, "crop_ratio": ratio}}
+        match entry:
+            case {"resize": {"size": int(side), **others}} if side > size:
+                entry = {"resize": {"size": size, "crop_ratio": size / side, **others}}
         changed.append(entry)
     return changed
 

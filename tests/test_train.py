@@ -235,13 +235,7 @@ def test_signal_while_saving(call_main, folder, nine_steps, monkeypatch):
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], 2 * [signal.SIGINT]])
-def test_a_stop_before_the_first_step(
-    numbers,
-    call_main,
-    train_run,
-    nine_steps,
-    monkeypatch,
-):
+def test_a_stop_before_the_first_step(numbers, call_main, train_run, nine_steps, monkeypatch):
     """There is no result; the same command then trains from the beginning."""
     with monkeypatch.context() as patch:
         patch.setattr(train, "tune_loader", lambda *_, **__: [*map(signal.raise_signal, numbers)])

@@ -22,23 +22,19 @@ def state_of(step: int = 0, weight: float = 0.5) -> TrainState:
     return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=step)
 
 
-def content_of(
-    step: int, state: dict[str, Any], identity: dict[str, Any] = IDENTITY
-) -> dict[str, Any]:
+def content_of(step: int, state: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a checkpoint."""
-    return {"step": step, "state": state, "identity": identity, "config": {}, "model_input": {}}
+    return {"step": step, "state": state, "identity": IDENTITY, "config": {}, "model_input": {}}
 
 
-def add_checkpoint(
-    path: Path, step: int, identity: dict[str, Any] = IDENTITY, **changes: Any
-) -> Path:
+def add_checkpoint(path: Path, step: int, **changes: Any) -> Path:
     """Save a checkpoint with changes of the state."""
-    content = content_of(step, {**state_of(step).state_dict(), **changes}, identity)
+    content = content_of(step, {**state_of(step).state_dict(), **changes})
     return checkpoint.save(path / "checkpoints", content, keep=9)
 
 
-def directory(path: Path, resume: str = "auto", accept_changes: bool = False) -> Run:
-    checkpoints = CheckpointConfig(resume=resume, accept_changes=accept_changes)
+def directory(path: Path, resume: str = "auto") -> Run:
+    checkpoints = CheckpointConfig(resume=resume)
     return Run(Config(run=schema.RunConfig(dir=str(path)), checkpoint=checkpoints), ALONE)
 
 

@@ -76,7 +76,6 @@ def weights(state: TrainState) -> list[str]:
 @pytest.mark.parametrize(
     ("mixed", "overrides"),
     [
-        (False, ["model=resnet_tiny"]),
         (True, ["model=resnet_tiny", "train.ema_decay=0.9", "optim.clip_norm=0.5"]),
         *((False, ["model=resnet_tiny", f"optim={n}", "train.ema_decay=0.9"]) for n in OPTIMIZERS),
         (False, ["model=resnet_tiny", "optim.name=nadam"]),

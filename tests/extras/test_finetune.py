@@ -89,17 +89,20 @@ def test_files_of_other_projects(tmp_path, file, content, name, resize):
 
 
 def test_another_size_keeps_the_share_of_the_image_that_an_exported_file_states(
-    image_root, tmp_path
+    pretrained, tmp_path
 ):
-    crops = ["augment=imagenet", "data.image_size=28", "train.max_steps=1", *FAST]
-    small_run.run(image_root, tmp_path / "run", *crops)
     out = tmp_path / "exported.safetensors"
-    words = [str(tmp_path / "run"), "--to", "safetensors", "--out", str(out)]
+    words = [str(pretrained), "--to", "safetensors", "--out", str(out), "train.device=cpu"]
+    words += ["augment=imagenet", "data.val_size=28"]
     assert export.export_model(export.arguments(words)) == 0
     for size, short_side in ((28, 32), (56, 64)):
         resize, crop = decided(36, f"model.weights={out}", f"data.image_size={size}")["augment.val"]
         assert export.explicit(resize)["resize"]["size"] == short_side
         assert crop == {"center_crop": {"size": size}}
+    squeezed = [*words, "augment.val=[{resize: {size: [28, 28]}}]"]
+    assert export.export_model(export.arguments(squeezed)) == 0
+    (entry,) = decided(36, f"model.weights={out}", "data.image_size=56")["augment.val"]
+    assert entry["resize"]["size"] == [56, 56]
 
 
 def test_what_is_decided_is_the_same_at_the_next_start(pretrained, image_root, tmp_path):

@@ -67,14 +67,13 @@ def run_command(
     arguments: Sequence[object],
     variables: Mapping[str, str] = NONE,
     *,
-    input: str | None = None,
     seconds: float = HANGS_SECONDS,
     **options: Any,
 ) -> CompletedProcess[str]:
     """Run a command to its end; the arguments are those of `Started`."""
-    pipes = {"stdin": DEVNULL if input is None else PIPE, "stdout": PIPE, "stderr": PIPE}
+    pipes = {"stdin": DEVNULL, "stdout": PIPE, "stderr": PIPE}
     with Started(arguments, variables, **pipes | options) as process:
-        out, err = process.communicate(input, seconds)
+        out, err = process.communicate(timeout=seconds)
     return CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -115,21 +114,17 @@ def kill_while(running: Callable[[], set[int]]) -> None:
 
 
 def wait_for(
-    what: str,
-    condition: Callable[[], object],
-    process: subprocess.Popen[Any] | None = None,
-    *,
-    seconds: float = HANGS_SECONDS,
+    what: str, condition: Callable[[], object], process: subprocess.Popen[Any] | None = None
 ) -> None:
-    """Wait for a condition. Fail after `seconds`, or if `process` ends before."""
+    """Wait for a condition. Fail after HANGS_SECONDS, or if `process` ends before."""
     __tracebackhide__ = True
-    deadline = monotonic() + seconds
+    deadline = monotonic() + HANGS_SECONDS
     while True:
         ended = process is not None and process.poll() is not None
         if condition():
             return
         assert not ended, f"ended with status {process.returncode} before: {what}"
-        assert monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        assert monotonic() < deadline, f"not within {HANGS_SECONDS} s: {what}"
         sleep(0.01)
 
 

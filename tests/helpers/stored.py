@@ -11,11 +11,11 @@ def images_of(split: Path) -> list[Path]:
     return sorted(split.rglob("*.jpg"))
 
 
-def as_tar(split: Path, target: Path, prefix: str = "") -> None:
+def as_tar(split: Path, target: Path) -> None:
     """Pack in an order that is not that of the names, with the folders that tar adds."""
     with tarfile.open(target, "w") as tar:
         for path in [split, *sorted(split.iterdir()), *reversed(images_of(split))]:
-            tar.add(path, prefix + str(path.relative_to(split)), recursive=False)
+            tar.add(path, str(path.relative_to(split)), recursive=False)
 
 
 def as_tars(split: Path, target: Path) -> None:

@@ -20,7 +20,7 @@ from pipeline.dataset import Dataset, FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.index import ImageFolder, Index, load_index
 from pipeline.loader import Loader, Pool, Ring
-from pipeline.sampler import TrainSampler, val_batches
+from pipeline.sampler import TrainSampler
 from pipeline.shared import SharedArray, page_locked
 from tests.helpers import results
 from tests.helpers.batches import on_device
@@ -56,13 +56,12 @@ class Stuck(FolderDataset):
 class Files(FolderDataset):
     """A list without its files, which are as large as those of ImageNet."""
 
-    def __init__(self, count: int, kilobytes: float = 110) -> None:
+    def __init__(self, count: int) -> None:
         index = Index.of_files(ImageFolder("/none"), {"a": [b"a/1.jpg"] * count})
         super().__init__(index, Compose([], 224))
-        self.kilobytes = kilobytes
 
     def mean_bytes(self) -> float:
-        return 1e3 * self.kilobytes
+        return 110e3
 
 
 def crops(split: Path, kind: type[FolderDataset] = FolderDataset) -> FolderDataset:
@@ -89,15 +88,12 @@ def open_loader(
     slots: int = 4,
     in_use: int = 1,
     pinned: bool = False,
-    validation: bool = False,
     **shape: Any,
 ) -> Iterator[Loader]:
     """Open a loader of one rank; `shape` has further arguments of `Ring`."""
     ring = Ring(dataset, **{"local_batch_size": 8, "slots": slots} | shape)
     batch_size = ring.local_batch_size
     samples: Any = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3).samples
-    if validation:
-        samples = val_batches(num_samples=len(dataset), batch_size=batch_size).__getitem__
     with ExitStack() as stack:
         if pinned:
             stack.enter_context(page_locked(ring.buffers))
@@ -112,21 +108,15 @@ def opened(
     root: Path,
     *overrides: str,
     device: torch.device = CPU,
-    kind: type[FolderDataset] | None = None,
     workers: int = 1,
     modes: tuple[str, ...] = ("cpu",),
     **options: Any,
 ) -> Iterator[Feed]:
-    """Open a feed of small batches that Pillow decodes; `kind`: class of the training split."""
+    """Open a feed of small batches that Pillow decodes."""
     fixed = [f"data.root={root}", "loader.batch_size=6"]
     usual = ["augment=demo", "loader.decoder=pillow", "data.on_device=[]"]
     config = from_overrides([*fixed, *usual, f"loader.workers={workers}", *overrides])
-    datasets = build_datasets(config, device)
-    if kind is not None:
-        plain: Any = datasets.train
-        train = kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed)
-        datasets = replace(datasets, train=train)
-    datasets = replace(datasets, decode_modes=modes)
+    datasets = replace(build_datasets(config, device), decode_modes=modes)
     world = World(rank=0, size=1, local_size=1, device=device)
     with open_feed(config, datasets, world, **options) as feed:
         yield feed

@@ -108,9 +108,7 @@ def drawn(step: int, count: int, size: int) -> tuple[np.ndarray, ...]:
     return cut, rng.beta(alpha, alpha), np.floor(rng.random((2, count)) * size).astype(int)
 
 
-def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(
-    monkeypatch,
-):
+def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(monkeypatch):
     """One choice, one weight and one box for the group, which is one block; 64 steps."""
     from torchvision.transforms import v2
 

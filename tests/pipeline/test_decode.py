@@ -33,17 +33,14 @@ def test_a_truncated_file_is_refused_also_for_a_region_of_it(decoder, kind):
         opened(KINDS[kind][0](), decoder).cropped((0, 0, 30, 8)).pixels()
 
 
-def photo(width: int, height: int) -> Image.Image:
-    """Draw an image of a given size; odd sizes end in the middle of a block."""
-    return draw_image("plaid", np.random.default_rng(3)).resize(
-        (width, height), Image.Resampling.BICUBIC
-    )
+# Odd sizes end in the middle of a block.
+PHOTO = draw_image("plaid", np.random.default_rng(3)).resize((333, 251), Image.Resampling.BICUBIC)
 
 
 @pytest.mark.parametrize("orientation", range(10))  # 0 and 9 have no meaning
 def test_a_photo_is_turned_upright_if_this_is_asked_for(orientation):
     """As Pillow turns the whole image."""
-    image, options = photo(333, 251), {"exif": exif(orientation)}
+    image, options = PHOTO, {"exif": exif(orientation)}
     for data in [
         *(encoded(image.convert(mode), **options) for mode in ("RGB", "L", "CMYK")),
         encoded(image, "MPO", save_all=True, append_images=[image], **options),
@@ -69,7 +66,7 @@ def test_resize_equals_torchvisions(decoder, interpolation):
     """Exactly torchvision's crop and resize of uint8 tensors: no pixel outside the box is used."""
     from torchvision.transforms.v2 import InterpolationMode, functional
 
-    data = encoded(photo(333, 251), quality=95)
+    data = encoded(PHOTO, quality=95)
     whole = torch.from_numpy(np.array(Image.open(io.BytesIO(data)))).permute(2, 0, 1)
     picture = opened(data, decoder)
     mode = InterpolationMode(interpolation)

@@ -45,10 +45,6 @@ def place(data: bytes, *markers: int) -> int:
     return next(start for marker, start, _ in decode.segments(data) if marker in markers)
 
 
-def ended_before(marker: int) -> bytes:
-    return jpeg()[: place(jpeg(), marker)]
-
-
 def png(mode: str = "RGB", **options: Any) -> bytes:
     return encoded(drawn(mode), "PNG", **options)
 
@@ -84,7 +80,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
     "jpeg corrupt EXIF": (lambda: jpeg()[:2] + CORRUPT_EXIF + jpeg()[2:], SIZE),
     "jpeg trailing garbage": (lambda: jpeg() + random.Random(0).randbytes(5000), SIZE),
     "jpeg without bytes": (lambda: b"", "empty, 0 bytes"),
-    "jpeg ends before its scan": (lambda: ended_before(0xDA), ""),
+    "jpeg ends before its scan": (lambda: jpeg()[: place(jpeg(), 0xDA)], ""),
     "jpeg ends in its scan": (lambda: jpeg()[:-300], "truncated"),
     "jpeg lacks its end marker": (lambda: jpeg()[:-2], "truncated"),
     "png": (png, SIZE),

@@ -62,12 +62,8 @@ def trained(folder: Path) -> dict[str, Any]:
     return {**state, "optimizer": state["optimizer"]["state"]}
 
 
-def is_whole(folder: Path, whole: Path) -> bool:
-    """Whether a run ended in the state of an unkilled run, with each row of it once."""
-    return same(outcome(folder), outcome(whole))
-
-
 def outcome(folder: Path) -> list[Any]:
+    """Return the state at the end, and the rows: an unkilled run has each of them once."""
     steps, losses = column(folder, "train", "step"), column(folder, "train", "loss")
     return [trained(folder), rows(folder, "val"), steps, losses]
 
@@ -96,7 +92,7 @@ def check(seeds: range, size: int, roots: list[Path], tmp_path: Path, ranks: Ran
     for seed in seeds:
         folder = tmp_path / str(seed)
         done = run(seed, size, roots, folder, ranks, seconds)
-        if done.returncode != 0 or not is_whole(folder, whole):
+        if done.returncode != 0 or not same(outcome(folder), outcome(whole)):
             wrong.append(f"seed {seed} of {size} ranks, {folder}: {done.returncode} {done.stderr}")
     wait_for("no process is left", lambda: ranks.members() == {ranks.pid})
     return wrong

@@ -155,13 +155,7 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_operations_on_the_device_make_the_batches_of_the_workers(
-    image_root,
-    tmp_path,
-    request,
-    entries,
-    batch,
-    workers,
-    device,
+    image_root, tmp_path, request, entries, batch, workers, device
 ):
     """Bit for bit, also of images that replace unreadable ones, and after mixup and rounding."""
     if device == CPU:
