@@ -158,7 +158,7 @@ def _with_crop_ratio(transforms: list[Any], size: int) -> list[Any]:
     for entry in transforms:
         match entry:
             case {"resize": {"size": int(side), **others}} if side > size:
-                entry = {"resize": {"size": size, "crop_ratio": size / side, **others}}
+                entry = {"resize": {**others, "size": size, "crop_ratio": size / side}}
         changed.append(entry)
     return changed
 
