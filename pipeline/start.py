@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
@@ -25,12 +25,9 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 def start_forkserver() -> None:
     """Start the forkserver, if workers use one; its imports (2 s) continue in the background."""
     if START_METHOD == "forkserver":
-        given = os.environ.get("PYTHONPATH", "")
-        # Python 3.11 does not tell the server where the program's modules are.
-        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-        with starting_children():
+        # If it cannot start, the first worker starts it again, and raises the error.
+        with suppress(LoaderError), starting_children():
             forkserver.ensure_running()
-        os.environ["PYTHONPATH"] = given  # empty: as if it were not set
 
 
 @contextmanager
@@ -45,6 +42,9 @@ def starting_children() -> Iterator[None]:
     hidden = {"__file__": None, "__spec__": None} | vars(main)
     vars(main).pop("__file__", None)
     main.__spec__ = None
+    # Python 3.11 does not tell the forkserver where the program's modules are.
+    given = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         resource_tracker.ensure_running()
@@ -55,4 +55,5 @@ def starting_children() -> Iterator[None]:
         raise LoaderError(f"the loader cannot start a worker process: {reason}") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.environ["PYTHONPATH"] = given  # empty: as if it were not set
         main.__file__, main.__spec__ = hidden["__file__"], hidden["__spec__"]

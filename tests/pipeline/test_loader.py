@@ -25,6 +25,7 @@ from tests.helpers.processes import (
     descendants,
     is_running,
     needs_linux,
+    run_command,
     run_python,
     wait_for,
 )
@@ -59,6 +60,12 @@ with get_context("forkserver").Pool(1) as pool:
 """
     result = run_python("-c", program, ROOT, cwd=tmp_path)
     assert result.stdout == "False True\n", result.stderr
+
+
+def test_a_forkserver_that_cannot_start_is_one_line(tmp_path):
+    limited = ["sh", "-c", 'ulimit -n 8; exec "$@"', "sh", sys.executable, ROOT / "train.py"]
+    result = run_command([*limited, "data=fake", "train.max_steps=1", f"run.dir={tmp_path}"])
+    assert result.stderr.splitlines()[-1].startswith("train.py: ")
 
 
 @pytest.mark.parametrize(
