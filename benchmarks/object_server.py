@@ -54,21 +54,24 @@ class Connection(asyncio.Protocol):
             return self.send(200, self.keys(url.path.strip("/"), query))
         path = self.root / unquote(url.path).lstrip("/")
         if not path.is_file():
-            return self.send(404, b"<Error><Code>NoSuchKey</Code></Error>" * (method == "GET"))
+            body = b""
+            if method == "GET":
+                body = b"<Error><Code>NoSuchKey</Code></Error>"
+            return self.send(404, body)
         info = path.stat()
         tag = f'"{md5(f"{info.st_mtime_ns} {info.st_size}".encode()).hexdigest()}"'
         if headers.get(b"if-match", tag) != tag:
             return self.send(412, b"<Error><Code>PreconditionFailed</Code></Error>")
-        first, last, status, lines = (
-            0,
-            info.st_size - 1,
-            200,
-            f"ETag: {tag}\r\nAccept-Ranges: bytes\r\n",
-        )
+        first = 0
+        last = info.st_size - 1
+        status = 200
+        lines = f"ETag: {tag}\r\nAccept-Ranges: bytes\r\n"
         lines += "Last-Modified: Wed, 01 Jan 2025 00:00:00 GMT\r\n"
         if b"range" in headers:
             start, _, stop = headers[b"range"].removeprefix("bytes=").partition("-")
-            first, last, status = int(start), min(int(stop or last), last), 206
+            first = int(start)
+            last = min(int(stop or last), last)
+            status = 206
             lines += f"Content-Range: bytes {first}-{last}/{info.st_size}\r\n"
         if method == "HEAD":
             lines += f"Content-Length: {info.st_size}\r\n\r\n"

@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
 """Measure loading from object storage: this program, webdataset, mosaicml-streaming and litdata.
 
-Hardware: not run on a GPU yet; 16 cores, or one GPU with them for the last command. Time: that of
-two epochs for each. Needs: .venv is active, with s3fs; for the peers webdataset, mosaicml-streaming
-and litdata. A machine without a network installs the wheels of these packages and of what they
-depend on.
+Hardware: 16 cores; for the last command, one H200 with them. Time: that of two epochs for each.
+Needs: .venv is active, with s3fs; for the peers webdataset, mosaicml-streaming and litdata. A
+machine without a network installs the wheels of these packages and of what they depend on.
 
     B=benchmarks/object_storage.py
     python3 $B pack IMAGES BUCKETS --shards 64
