@@ -44,16 +44,15 @@ class BatchShare:
     used: list[Tensor] = field(default_factory=list)  # what it has returned, if it was not
 
     def of_rank(self, values: np.ndarray) -> np.ndarray:
-        """Return this rank's rows of values [total, ...]."""
-        return values[self.first : self.first + self.count]
+        """Return this rank's part of values [..., total]."""
+        return values[..., self.first : self.first + self.count]
 
     def draw(self, transform: Any, size: int) -> np.ndarray:
         """Return this rank's part, float [n, B], of what `draw_numbers` of a transform draws.
 
         It gets this share and the size of the images, and returns float [n, total].
         """
-        numbers: np.ndarray = transform.draw_numbers(self, size)
-        return numbers[:, self.first : self.first + self.count]
+        return self.of_rank(transform.draw_numbers(self, size))
 
     def numbers(self, transform: Any, images: Tensor) -> Tensor:
         """Return what `draw` returns as float32 on the device of the images."""

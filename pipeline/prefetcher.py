@@ -98,16 +98,15 @@ class MixingSlot(DeviceSlot):
 
     def _mix(self, fields: dict[str, Tensor], step: int, drawn: Any = None) -> dict[str, Tensor]:
         """Return the mixed images and TARGET in this memory; `drawn`: see `BatchShare`."""
-        transforms = self.transforms
         mixed: dict[str, Tensor] = {}
         self._used = []
-        targets = unmixed = transforms.targets(fields)
+        targets = unmixed = self.transforms.targets(fields)
         for name in self.image_names:
-            share = transforms.share(step, len(fields[name]))
+            share = self.transforms.share(step, len(fields[name]))
             share = replace(share, drawn=drawn, used=self._used)
-            images, targets = transforms.apply(fields[name], unmixed, share)
+            images, targets = self.transforms.apply(fields[name], unmixed, share)
             mixed[name] = self.images(name, images.shape).copy_(images)
-        if transforms.label is not None:
+        if self.transforms.label is not None:
             mixed[TARGET] = self.copy(TARGET, targets)
         return mixed
 

@@ -118,11 +118,8 @@ def test_transforms_that_draw_while_they_compute_follow_each_other(device):
     names = ["cutmix", f"{__name__}:Roll", {"random_erasing": {"p": 0.5}}]
     transforms = BatchTransforms(build(names), CLASSES, seed=11, rank=0, world_size=2)
     format = ImageFormat(device, *LEVELS)
-    with (
-        open_prefetcher(NOISE) as plain,
-        open_prefetcher(NOISE, format, mixed_by=names) as prefetcher,
-    ):
-        for batch in prefetcher.batches(0, 9):
+    with open_prefetcher(NOISE) as plain, open_prefetcher(NOISE, format, mixed_by=names) as mixed:
+        for batch in mixed.batches(0, 9):
             host = next(plain.loader.batches(batch.step, batch.step + 1))
             images = channels_first(host["image"]).float()
             share, targets = transforms.share(batch.step, BATCH), transforms.targets(host.fields)
