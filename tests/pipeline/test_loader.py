@@ -55,11 +55,14 @@ sys.path.insert(0, sys.argv[1])
 from pipeline.start import start_forkserver
 start_forkserver()
 from multiprocessing import get_context
-with get_context("forkserver").Pool(1) as pool:
-    print("torch" in sys.modules, pool.apply(eval, ["'torch' in __import__('sys').modules"]))
+imported = "print('torch' in __import__('sys').modules, flush=True)"
+exec(imported)
+worker = get_context("forkserver").Process(target=exec, args=[imported])
+worker.start()
+worker.join()
 """
     result = run_python("-c", program, ROOT, cwd=tmp_path)
-    assert result.stdout == "False True\n", result.stderr
+    assert result.stdout == "False\nTrue\n", result.stderr
 
 
 def test_a_forkserver_that_cannot_start_is_one_line(tmp_path):
