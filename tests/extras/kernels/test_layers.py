@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import models
 from engine.optim import linear_weights
-from extras.kernels.layers import (
+from extras.kernels import (
     BlockConv,
     OnePassAddNorm,
     OnePassBatchNorm,
