@@ -1,18 +1,17 @@
 """Work through many items: in threads, in order, with the progress on stderr."""
 
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+from tqdm import tqdm
 
-from conf.terminal import duration
 from pipeline import machine
 
-SECONDS = 5.0  # between two lines of progress
+SECONDS = 5.0  # between two states of the progress bar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -44,15 +43,7 @@ def in_threads(
 
 
 def with_progress(items: Iterable[Item], total: int, unit: str) -> Iterator[Item]:
-    """Pass the items on, and print their number, speed and the time left every few seconds."""
-    began = shown = time.monotonic()
-    for done, item in enumerate(items, 1):
-        yield item
-        now = time.monotonic()
-        if now - shown < SECONDS:
-            continue
-        shown = now
-        rate = done / (now - began)
-        left = duration((total - done) / rate)
-        text = f"{done:,} of {total:,} {unit}, {rate:,.0f} {unit}/s, {left} left"
-        print(text, file=sys.stderr, flush=True)
+    """Pass the items on, with a progress bar on stderr if they take longer than SECONDS."""
+    yield from tqdm(
+        items, total=total, unit=f" {unit}", delay=SECONDS, mininterval=SECONDS, smoothing=0
+    )
