@@ -23,7 +23,6 @@ in two epochs of crops of --size pixels without a model. The share of a step, on
 
 import argparse
 import io
-import json
 import os
 import random
 import sys
@@ -65,15 +64,12 @@ def write_tars(files, size, folder):
 
 
 def write_tar(path, files):
-    from pipeline.listing import tar_members
+    from scripts.prepare import list_members
 
     with tarfile.open(path, "w", dereference=True) as tar:  # no hard links
         for file in files:
             tar.add(file, f"{file.parent.name}/{file.stem}.jpg")  # which webdataset asks for
-    members = tar_members(str(path), str(path))
-    places = {name.decode(): place for name, place in members.items()}
-    listed = {"size": path.stat().st_size, "members": places}
-    Path(f"{path}.json").write_text(json.dumps(listed))
+    list_members(path)
 
 
 def write_mds(files, size, folder):

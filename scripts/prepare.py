@@ -205,10 +205,7 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
             counts[result.outcome] += 1
             counts["bytes"] += result.size
     for split in archives:
-        tar = str(options.to / f"{split}.tar")
-        places = {os.fsdecode(name): place for name, place in tar_members(tar, tar).items()}
-        listed = {"size": os.path.getsize(tar), "members": places}
-        replace_file(Path(f"{tar}.json"), json.dumps(listed))
+        list_members(options.to / f"{split}.tar")
     return counts, sorted(unreadable)
 
 
@@ -218,6 +215,13 @@ def add_member(archive: tarfile.TarFile, name: str, data: bytes) -> None:
     member.size = len(data)
     archive.addfile(member, io.BytesIO(data))
     archive.members.clear()  # type: ignore[attr-defined]  # 1 kB each
+
+
+def list_members(tar: Path) -> None:
+    """List the members of a tar file beside it, for object storage: offset and length in bytes."""
+    places = {os.fsdecode(name): at for name, at in tar_members(str(tar), str(tar)).items()}
+    content = {"size": tar.stat().st_size, "members": places}
+    replace_file(Path(f"{tar}.json"), json.dumps(content))
 
 
 def start(to: Path, settings: dict[str, Any]) -> None:
