@@ -98,7 +98,8 @@ def find_files(paths: Iterable[str]) -> Iterator[str]:
     """Yield the images at all paths; those in a folder as in training, and say what is not read."""
     for path in paths:
         if path == "-":
-            yield from find_files(map(path_in_line, sys.stdin.buffer))
+            for line in sys.stdin.buffer:
+                yield from find_files([os.fsdecode(line.rstrip(b"\r\n"))])
         elif os.path.isdir(path):
             others: LeftOut = {}
             yield from map(os.fsdecode, images_below(os.fsencode(path), others, []))
@@ -106,10 +107,6 @@ def find_files(paths: Iterable[str]) -> Iterator[str]:
                 cli.complain(f"{path}: {count_left_out(others)}")
         else:
             yield path
-
-
-def path_in_line(line: bytes) -> str:
-    return os.fsdecode(line.rstrip(b"\r\n"))
 
 
 class Files:
@@ -299,15 +296,12 @@ class Output:
             if self.form == "csv":
                 self.write_cells(result.path, values)
             elif self.form == "jsonl":
-                self.write_line(json_text({"path": result.path, **values}))
+                print(json_text({"path": result.path, **values}), file=self.file)
             else:
                 path = f"{result.path:<{self.width}}"
                 texts = map(self.text, values.keys(), values.values())
-                self.write_line("  ".join([path, *texts]))
+                print(path, *texts, sep="  ", file=self.file)
         self.file.flush()
-
-    def write_line(self, text: str) -> None:
-        self.file.write(f"{text}\n")
 
     def with_files(self, result: Result) -> dict[str, Any]:
         """Return the values of an image, with the paths of files in place of the masks."""

@@ -1,5 +1,6 @@
 """Train, evaluate and predict from Python, as in a notebook (README.md shows how)."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,4 @@ def predict(checkpoint: str, *paths: str, top: int = 5) -> list[Result]:
     """Predict the `top` most probable classes of images, given as files or folders."""
     trained = open_trained(Path(checkpoint))
     predictor = Predictor(trained, resolve_device(trained.config.train.device), top=top)
-    results = list[Result]()
-    for batch in predictor.predict_files(find_files(paths)):
-        results += batch
-    return results
+    return list(chain.from_iterable(predictor.predict_files(find_files(paths))))
