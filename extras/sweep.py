@@ -10,13 +10,12 @@ import argparse
 import hashlib
 import itertools
 import json
-import math
 import os
 import shlex
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean, stdev
@@ -41,8 +40,6 @@ from conf.start import handle_stops, stop_with_parent
 if TYPE_CHECKING:
     from engine.metrics import Metrics  # imports torch
 
-MOST = 20  # jobs that are composed before the first one starts; each takes 0.1 s
-MAX_JOBS = 10_000
 REPEATS = ("data.val_fold", "train.seed")  # the table ends with the mean over their values
 WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
 OPTUNA = "hydra/sweeper=optuna"  # minimises by default
@@ -62,8 +59,6 @@ def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:
         return sweep.run_jobs()
     for job in sweep.jobs:
         print(f"---\n{to_yaml(sweep.config(job), options.package)}", end="")
-    if sweep.num_jobs > len(sweep.jobs):
-        print(f"# and {sweep.num_jobs - len(sweep.jobs)} more jobs")
     return 0
 
 
@@ -78,8 +73,8 @@ class Result(NamedTuple):
 class Sweep:
     """The jobs of a command line. Raises UserError for a mistake in a value or a composed job.
 
-    `columns`: key that varies -> its overrides. `jobs`: the overrides of the first MOST jobs; only
-    of the first job if a plugin is the sweeper.
+    `columns`: key that varies -> its overrides. `jobs`: the overrides of each job; only of the
+    first one if a plugin is the sweeper.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -99,12 +94,9 @@ class Sweep:
         self.fixed = tuple(fixed)
         self.settings = [*settings, *swept.values()]  # of Hydra
         self.has_plugin = any(word.startswith("hydra/sweeper=") for word in settings)
-        self.num_jobs = math.prod(map(len, self.columns.values()))
-        if self.num_jobs > MAX_JOBS:
-            raise UserError("-m", f"more than {MAX_JOBS:,} jobs", "give fewer values")
         read_overrides(itertools.chain(*self.columns.values()))
-        composed = 1 if self.has_plugin else MOST
-        self.jobs = [*itertools.islice(self.all_jobs(), composed)]
+        jobs = itertools.product(*self.columns.values())
+        self.jobs: list[Overrides] = [next(jobs)] if self.has_plugin else list(jobs)
         folders = {self.config(job).run.dir for job in self.jobs}
         if len(folders) < len(self.jobs):
             cure = "leave out run.dir and run.name, or write each key that varies into run.name, "
@@ -114,9 +106,6 @@ class Sweep:
         digest = hashlib.sha256(" ".join([*self.fixed, *self.settings]).encode()).hexdigest()[:8]
         self.folder = Path(self.config(self.jobs[0]).run.dir).parent / f"{name},{digest}"
 
-    def all_jobs(self) -> Iterator[Overrides]:
-        return itertools.product(*self.columns.values())
-
     def config(self, job: Overrides) -> Config:
         return _config(self.fixed, job)
 
@@ -125,7 +114,7 @@ class Sweep:
 
         A job that fails does not stop the sweep: a learning rate that diverges is a result.
         """
-        total = "" if self.has_plugin else f" of {self.num_jobs:,}"
+        total = "" if self.has_plugin else f" of {len(self.jobs):,}"
         run_job = partial(_run_job, os.path.abspath(sys.argv[0]), self.fixed, total)
         quiet = [{"override hydra/job_logging": "disabled"}]
         quiet += [{"override hydra/hydra_logging": "disabled"}]
@@ -152,7 +141,7 @@ class Sweep:
         metrics = Metrics.of(self.config(self.jobs[0]))
         by = metrics.best_by
         form, unit = metrics[by.name].form, metrics[by.name].unit
-        results = {job: _result(self.config(job)) for job in self.all_jobs()}
+        results = {job: _result(self.config(job)) for job in self.jobs}
         best_first = sorted(results, key=lambda job: results[job].score, reverse=True)
         widths = [max(map(len, column)) for column in self.columns.values()]
         print(f"best {by.name}{unit.replace(' ', ', ')}, the best job first:")
@@ -212,7 +201,7 @@ def _values(text: str) -> list[str]:
         if override.is_interval_sweep():
             interval: Any = override.value()
             return [str(interval.start)]
-        return [*itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1)]
+        return list(override.sweep_string_iterator())
     except HydraException:
         return []  # composing says what is wrong
 
