@@ -47,10 +47,7 @@ def cifar_samples(source: str, tree: Tree) -> list[Sample]:
     if len(metas) > 1:
         names = ", ".join(metas)
         raise UserError(source, f"holds CIFAR more than once ({names})", "give one of them")
-    samples: list[Sample] = []
-    for meta in metas:  # one, or none
-        samples += read_version(meta, tree)
-    return samples
+    return read_version(metas[0], tree) if metas else []
 
 
 def is_meta(path: str, tree: Tree) -> bool:

@@ -45,10 +45,7 @@ def val_samples(source: str, tree: Tree, images: Tree) -> list[Sample]:
         problem = "has no label" if different[0] in images else "is missing"
         wrong = f"validation image {different[0]} {problem} ({len(different):,} in all)"
         raise UserError(source, wrong, f"give all images and their file of labels ({LABELS})")
-    samples = []
-    for name, place in images.items():
-        samples.append(Sample("val", labels[name], name, place))
-    return samples
+    return [Sample("val", labels[name], name, place) for name, place in images.items()]
 
 
 def val_labels(source: str, tree: Tree) -> dict[str, str]:
@@ -116,7 +113,4 @@ def parse_devkit(place: Place) -> dict[str, str]:
     counts = Counter(numbers)
     if len(set(counts.values())) > 1:
         raise ValueError("the classes do not have the same number of validation images")
-    labels: dict[str, str] = {}
-    for i, number in enumerate(numbers, 1):
-        labels[val_name(i)] = wnids[number - 1]
-    return labels
+    return {val_name(i): wnids[number - 1] for i, number in enumerate(numbers, 1)}

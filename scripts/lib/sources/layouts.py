@@ -276,10 +276,7 @@ def below_common_folder(tree: Tree) -> Tree:
     common = os.path.commonpath(folders)
     if common in folders:  # a class
         common = os.path.dirname(common)
-    below: Tree = {}
-    for path, place in images.items():
-        below[path.removeprefix(common).lstrip("/")] = place
-    return below
+    return {path.removeprefix(common).lstrip("/"): place for path, place in images.items()}
 
 
 def with_record_names(samples: list[Sample]) -> list[Sample]:
