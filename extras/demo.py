@@ -236,10 +236,8 @@ def is_drawn(root: Path) -> bool:
     marker = root / MARKER
     if marker.is_file() and marker.read_text("utf-8") == json.dumps(MARKED):
         return True
-    raise UserError(
-        f"data.root={root}: holds files that the demo did not draw; to train on your own images "
-        "write data=folder, or pass another data.root"
-    )
+    cure = "to train on your own images write data=folder, or pass another data.root"
+    raise UserError(f"data.root={root}", "holds files that the demo did not draw", cure)
 
 
 def draw_dataset(root: Path) -> None:

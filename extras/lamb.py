@@ -1,7 +1,6 @@
 """LAMB (arXiv 1904.00962) with timm's numbers, for a step that is part of a CUDA graph.
 
 torch has no LAMB. timm's counts the steps on the host: a CUDA graph would repeat the first number.
-conf/optim/lamb.yaml names it.
 """
 
 from typing import Any
@@ -29,9 +28,7 @@ class Lamb(torch.optim.Optimizer):
     Groups without weight decay (norms and biases) are not scaled.
     """
 
-    def __init__(
-        self, groups: Groups, *, lr: float = 1e-3, betas: Betas = (0.9, 0.999), eps: float = 1e-6
-    ) -> None:
+    def __init__(self, groups: Groups, *, lr: float, betas: Betas, eps: float) -> None:
         # With `capturable`, load_state_dict moves the numbers of steps to the device.
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "capturable": True})
 

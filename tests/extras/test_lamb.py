@@ -19,7 +19,8 @@ def test_by_its_formula(zeros):
     model = nn.Linear(3, 2, bias=False)
     if zeros:
         nn.init.zeros_(model.weight)
-    optimizer = Lamb([{"params": [model.weight], "weight_decay": DECAY}], betas=BETAS, eps=EPS)
+    group = {"params": [model.weight], "weight_decay": DECAY}
+    optimizer = Lamb([group], lr=0.01, betas=BETAS, eps=EPS)
     weights = model.weight.detach().double().numpy().copy()
     mean = square = np.zeros_like(weights)
     for step, rate in enumerate(RATES, start=1):
