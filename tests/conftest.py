@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -143,18 +144,13 @@ def own_logging() -> Iterator[None]:
     root.setLevel(level)
 
 
-class Clock:
-    """Replaces time.perf_counter and time.monotonic; `now` is their value."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        for name in ("perf_counter", "monotonic"):
-            monkeypatch.setattr(time, name, lambda: self.now)
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Replaces time.perf_counter and time.monotonic; `now` is their value."""
+    clock = SimpleNamespace(now=100.0)
+    for name in ("perf_counter", "monotonic"):
+        monkeypatch.setattr(time, name, lambda: clock.now)
+    return clock
 
 
 @pytest.fixture

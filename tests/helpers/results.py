@@ -42,15 +42,6 @@ def logged_steps(folder: Path) -> int:
     return path.read_text().count('"split": "train"') if path.exists() else 0
 
 
-def strictly_parsed(text: str) -> Any:
-    """Parse JSON as the standard requires: NaN and Infinity are errors."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
 def newest(folder: Path) -> Path:
     """Return the newest intact checkpoint of a run."""
     return checkpoint.load_newest(checkpoint.files(folder / "checkpoints")[::-1])[0]
@@ -71,10 +62,3 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)
-
-
-def check_not_trained(folder: Path) -> None:
-    """Check that the 1000 seconds of `jump` count neither in images/s nor as waiting."""
-    found = rows(folder, "train")
-    assert sum(8 / row["images_per_second"] for row in found) < 1000
-    assert all(row["data_wait_fraction"] < 0.999 and row["step_worst_ms"] < 1e6 for row in found)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from subprocess import PIPE
 from threading import Timer
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -169,17 +170,6 @@ def test_what_is_read_ahead_is_read_once(changeable, monkeypatch):
     assert len(places) == 3
 
 
-class Event:
-    """Stands in for the CUDA event of a copy; counts the waits."""
-
-    def __init__(self) -> None:
-        self.waited = 0
-
-    def query(self) -> bool:
-        self.waited += 1
-        return True
-
-
 @pytest.mark.parametrize(("workers", "in_use"), [(0, 1), (2, 3)])
 def test_slot_is_reused_only_after_the_copy_out_of_it(image_root, workers, in_use):
     """The consumer reads each batch as late as allowed, after taking `in_use` others."""
@@ -191,7 +181,7 @@ def test_slot_is_reused_only_after_the_copy_out_of_it(image_root, workers, in_us
         for batch in loader.batches(0, 20):
             # Of all slots that have been filled again: each event was waited for, once.
             begun_again = min(batch.step + 5 - in_use, 20) - 5
-            assert [each.waited for each in events] == [
+            assert [each.query.call_count for each in events] == [
                 int(step < begun_again) for step in range(len(events))
             ]
             places.add(tuple(rows.data_ptr() for rows in batch.fields.values()))
@@ -200,7 +190,7 @@ def test_slot_is_reused_only_after_the_copy_out_of_it(image_root, workers, in_us
                 # The workers are as far ahead as possible; without workers, nothing runs ahead.
                 wait_for("all tasks", lambda: not workers or loader.pool.done(begun(loader)))
                 check(unread[0], dataset, loader.samples(unread[0].step))
-                events.append(Event())
+                events.append(Mock(spec=["query"]))  # of the copy: it has ended
                 loader.keep_until(events[-1], unread.pop(0))
         assert len(places) == 5
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,48 +21,28 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 UUIDS = ["12-34", "56-78"]  # of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order
 
 
-class NvmlError(Exception):
-    pass
-
-
-class Nvml:
-    """Replaces NVML and the driver. An answer may be an error, or a function of the arguments."""
-
-    NVMLError = NvmlError
-
-    def __init__(self, **answers: Any) -> None:
-        self.calls: list[str] = []
-        self.answers = {"nvmlInit": None} | answers
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def ask(*arguments: Any) -> Any:
-            self.calls.append(name)
-            answer = self.answers[name]
-            answer = answer(*arguments) if callable(answer) else answer
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        return ask
-
-
 ANSWERS: dict[str, Any] = {
+    "nvmlInit": None,
     "nvmlDeviceGetHandleByUUID": "gpu",
     "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=90, memory=30),
     "nvmlDeviceGetPowerUsage": 650_000,
     "nvmlDeviceGetTemperature": 61,
-    "nvmlDeviceGetClockInfo": lambda handle, clock: {1: 1980, 2: 3201}[clock],
+    "nvmlDeviceGetClockInfo": 1980,
     "nvmlDeviceGetCurrentClocksThrottleReasons": 0,
 }
 
 
-def nvml_with(**answers: Any) -> Nvml:
-    return Nvml(**ANSWERS | answers)
+def nvml_with(**effects: Any) -> Mock:
+    """Replace NVML and the driver. An effect is an error, or a function of the arguments."""
+    nvml = Mock(spec=[*ANSWERS])
+    for name, answer in ANSWERS.items():
+        nvml.attach_mock(Mock(return_value=answer, side_effect=effects.get(name)), name)
+    return nvml
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml], Nvml]:
-    def install(nvml: Nvml) -> Nvml:
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mock], Mock]:
+    def install(nvml: Mock) -> Mock:
         monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 0.001)
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
         monkeypatch.setattr(
@@ -78,8 +59,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml], Nvml]:
     ("nvml", "warning"),
     [
         (None, "pip install nvidia-ml-py"),  # like a missing package
-        (nvml_with(nvmlInit=NvmlError("Driver Not Loaded")), "Driver Not Loaded"),
-        (nvml_with(nvmlDeviceGetHandleByUUID=NvmlError("Not Found")), "Not Found"),
+        (nvml_with(nvmlInit=OSError("Driver Not Loaded")), "Driver Not Loaded"),
+        (nvml_with(nvmlDeviceGetHandleByUUID=OSError("Not Found")), "Not Found"),
     ],
 )
 def test_without_nvml(nvml, warning, install, caplog):
@@ -100,7 +81,7 @@ def test_on_a_cpu_nothing_is_missing(caplog):
 def test_the_gpu_is_found_by_its_uuid(install):
     """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 cuda:1 in torch; NVML ignores the variable."""
     known = {f"GPU-{UUIDS[1]}".encode(): "gpu"}
-    nvml = install(nvml_with(nvmlDeviceGetHandleByUUID=lambda u: known.get(u, NvmlError("absent"))))
+    nvml = install(nvml_with(nvmlDeviceGetHandleByUUID=known.__getitem__))
     assert find_gpu(torch.device("cuda", 1)) == (nvml, "gpu")
 
 
@@ -118,14 +99,15 @@ def test_the_reasons_for_reduced_clocks(install):
     query = "nvmlDeviceGetCurrentClocksThrottleReasons"
     nvml = install(nvml_with(**{query: mask}))
     with GpuMonitor(CUDA) as monitor:
-        wait_for("24 samples", lambda: nvml.calls.count(query) == 25)
+        wait_for("24 samples", lambda: getattr(nvml, query).call_count == 25)
         assert monitor.read()["gpu/throttled_fraction"] == 13 / 24
         text = monitor.slowdowns()
         assert text.startswith("thermal throttling by the driver, 25 % ")
         assert text.count(" % ") == text.count(", 12 % of the time") + 1 == 3
         release.set()
-        after = nvml.calls.count("nvmlDeviceGetTemperature") + 20  # this query never fails here
-        wait_for("20 samples", lambda: nvml.calls.count("nvmlDeviceGetTemperature") >= after)
+        temperature = nvml.nvmlDeviceGetTemperature
+        after = temperature.call_count + 20
+        wait_for("20 samples", lambda: temperature.call_count >= after)
         assert monitor.read()["gpu/throttled_fraction"] == 0
 
 

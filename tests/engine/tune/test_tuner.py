@@ -13,11 +13,6 @@ from pipeline.clock import StepTimes, TimedRow
 from tests.engine.plans import ALONE
 from tests.engine.tune.hosts import Host, Simulation
 
-
-def say_nothing(line: str) -> None:
-    pass
-
-
 MODES = ("cpu", "first", "second")
 
 
@@ -26,7 +21,7 @@ class Rated(Tuner):
 
     def __init__(self, rates: dict[str, float], step_rate: float, world: World) -> None:
         feed: Any = SimpleNamespace(decode_modes=tuple(rates), step_rate=step_rate)
-        super().__init__(feed, world, say_nothing)
+        super().__init__(feed, world, print)
         self.rates = rates
 
     def measure_mode(self, mode: str, first_step: int) -> StepTimes:
@@ -87,7 +82,7 @@ class Followed:
         self.rows: list[TimedRow] = []
         train = SimpleNamespace(loader=SimpleNamespace(queue_size=20))
         feed: Any = SimpleNamespace(pool=self, train=train, most_workers=WARM.most_workers)
-        self.tuner = Tuner(feed, ALONE, say_nothing)
+        self.tuner = Tuner(feed, ALONE, print)
         self.tuner.rule = Rule(100, StepTimes(rate=100, workers=3))
 
     def activate(self, workers: int) -> None:
