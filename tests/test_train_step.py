@@ -156,13 +156,6 @@ def test_micro_batches_train_as_the_whole_batch(num_micro_batches):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_batchnorm_sees_micro_batches():
-    model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(FEATURES, CLASSES))
-    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    train.train_step(state, model, toy_loss, drawn(0), lr=0.1, num_micro_batches=2)
-    assert model[0].num_batches_tracked == 2
-
-
 # fp16: the loss is scaled, and a step that overflows is skipped.
 
 

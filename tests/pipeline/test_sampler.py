@@ -50,14 +50,6 @@ def test_resuming_late_in_a_long_run_is_exact():
     assert len(set(indices.tolist())) == 256
 
 
-def test_repetitions_are_not_neighbours():
-    """Mixup blends neighbours; the first row is blended with the last."""
-    sampler = TrainSampler(num_samples=1000, batch_size=64, seed=1, repeats=3)
-    for step in range(40):
-        indices = sampler.samples(step)[:, 1]
-        assert (indices != np.roll(indices, 1)).all()
-
-
 @pytest.mark.parametrize("num_samples", [1, 5, 16, 17])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("share", [1, 7])

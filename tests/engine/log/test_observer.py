@@ -21,15 +21,17 @@ CALLS: list[tuple[Any, ...]] = []
 
 
 class Recorder(Observer):
-    def __init__(self, log: ObservedRun, *, fails: str = "") -> None:
+    def __init__(self, log: ObservedRun, *, fails: str = "", refuses: str = "") -> None:
         super().__init__(log)
-        self.fails = fails
+        self.fails, self.refuses = fails, refuses
         self.called("made")
 
     def called(self, event: str, *content: Any) -> None:
         CALLS.append((event, *content))
         if event == self.fails:
             raise ModuleNotFoundError(f"no {event}", name="box")
+        if event == self.refuses:
+            raise UserError("log.observers: not on a Sunday")
 
     def begin_step(self, batch: Batch) -> None:
         self.called("begin", batch.step)
@@ -52,22 +54,14 @@ class Recorder(Observer):
         self.called("close")
 
 
-class Refusing(Observer):
-    def __init__(self, log: ObservedRun, *, later: bool = False) -> None:
-        if not later:
-            raise UserError("log.observers: not on a Sunday")
-
-    def end_step(self, step: int) -> None:
-        raise UserError("log.observers: not on a Sunday")
-
-
-def observed(root: Path, folder: Path, entry: str, *more: str) -> dict[str, Any]:
+def observed(root: Path, folder: Path, parameters: str = "{}") -> dict[str, Any]:
     CALLS.clear()
-    return run(root, folder, f"log.observers=[{entry.format(module=__name__)}]", *SHORT, *more)
+    entry = f"{{{__name__}:Recorder: {parameters}}}"
+    return run(root, folder, f"log.observers=[{entry}]", *SHORT)
 
 
 def test_what_an_observer_is_told(image_root, tmp_path):
-    summary = observed(image_root, tmp_path, "{module}:Recorder")
+    summary = observed(image_root, tmp_path)
     steps = [("begin", 0), ("end", 1), ("begin", 1), ("logged", 1, "train", None), ("end", 2)]
     assert sorted(CALLS[1:6], key=steps.index) == steps
     assert CALLS[0] == ("made",)
@@ -81,8 +75,7 @@ def test_what_an_observer_is_told(image_root, tmp_path):
 @pytest.mark.parametrize("event", ["made", "begin", "end", "logged", "validated", "finish"])
 def test_one_that_fails_is_one_warning(event, image_root, tmp_path, caplog):
     """It is not called again; another one goes on."""
-    entry = f"{{{{{{module}}:Recorder: {{{{fails: {event}}}}}}}}}"
-    summary = observed(image_root, tmp_path, entry)
+    summary = observed(image_root, tmp_path, f"{{fails: {event}}}")
     assert summary["status"] == "finished"
     assert CALLS[-1][0] == event
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
@@ -90,16 +83,13 @@ def test_one_that_fails_is_one_warning(event, image_root, tmp_path, caplog):
     assert f"Recorder: ModuleNotFoundError: {text}" in warning
 
 
-def test_a_mistake_ends_the_run_before_its_first_step(image_root, tmp_path):
+def test_a_mistake_ends_the_run_before_its_first_step(image_root, tmp_path, caplog):
+    """One of a method would end rank 0 alone, and the other ranks would wait: it is a warning."""
     with pytest.raises(UserError, match=r"^log.observers: not on a Sunday$"):
-        observed(image_root, tmp_path / "run", "{module}:Refusing")
-    assert not CALLS
+        observed(image_root, tmp_path / "run", "{refuses: made}")
+    assert CALLS == [("made",)]
     assert (tmp_path / "run").exists()
-
-
-def test_a_mistake_of_a_method_is_one_warning(image_root, tmp_path, caplog):
-    """It would end rank 0 alone, and the other ranks would wait for it."""
-    summary = observed(image_root, tmp_path, "{{{module}:Refusing: {{later: true}}}}")
+    summary = observed(image_root, tmp_path / "later", "{refuses: end}")
     (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert warning.getMessage().endswith("not on a Sunday; training continues without it")
     assert summary["status"] == "finished"

@@ -72,12 +72,6 @@ def test_without_nvml(nvml, warning, install, caplog):
     assert warning in message
 
 
-def test_on_a_cpu_nothing_is_missing(caplog):
-    with GpuMonitor(CPU) as monitor:
-        assert monitor.read() == {}
-    assert not caplog.messages
-
-
 def test_the_gpu_is_found_by_its_uuid(install):
     """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 cuda:1 in torch; NVML ignores the variable."""
     known = {f"GPU-{UUIDS[1]}".encode(): "gpu"}

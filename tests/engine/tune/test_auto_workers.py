@@ -1,11 +1,9 @@
 """loader.workers=auto changes no result; measured on a CPU, which train.py does not do."""
 
-import signal
 import sys
 
 import pytest
 
-from pipeline.feed import Feed
 from tests.engine.tune.tuning import change_always, measure_on_cpu
 from tests.helpers import small_run
 from tests.helpers.results import column, rows, same, stored, summary_of
@@ -46,23 +44,6 @@ def test_few_steps_are_not_worth_a_measurement(image_root, tmp_path, capfd):
     small_run.run(image_root, tmp_path / "run", AUTO, "train.max_steps=1")
     assert not tuning(capfd)
     assert column(tmp_path / "run", "train", "workers") == [1]
-
-
-def test_a_signal_during_the_measurement(image_root, tmp_path, monkeypatch):
-    """It ends the run before its first step, and the next start makes all of them."""
-    with monkeypatch.context() as patch:
-        measure = Feed.measure
-
-        def signalled(feed, first_step):
-            signal.raise_signal(signal.SIGTERM)
-            return measure(feed, first_step)
-
-        patch.setattr(Feed, "measure", signalled)
-        stopped = small_run.run(image_root, tmp_path / "run", AUTO)
-    assert (stopped["signal"], stopped["step"]) == (signal.SIGTERM, 0)
-    resumed = small_run.run(image_root, tmp_path / "run", AUTO)
-    plain = small_run.run(image_root, tmp_path / "plain")
-    assert resumed["params_sha256"] == plain["params_sha256"]
 
 
 MEASURES = """
