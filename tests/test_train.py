@@ -62,17 +62,6 @@ def call_main(
     return main
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [["loader.workers=0"], ["loader.workers=4", "log.every_steps=4", "checkpoint.every_steps=2"]],
-    ids=" ".join,
-)
-def test_same_result(overrides, train_run, folder, nine_steps):
-    assert train_run(*overrides)["params_sha256"] == nine_steps[1]["params_sha256"]
-    assert same(stored(folder), stored(nine_steps[0]))
-    assert rows(folder, "val") == rows(nine_steps[0], "val")
-
-
 def test_run_directory(nine_steps):
     folder, summary = nine_steps
     written = {"config.yaml", "overrides.yaml", "metrics.jsonl", "summary.json", "checkpoints"}

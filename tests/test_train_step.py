@@ -156,9 +156,6 @@ def test_micro_batches_train_as_the_whole_batch(num_micro_batches):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
-# fp16: the loss is scaled, and a step that overflows is skipped.
-
-
 FIRST_SCALE = 65536.0  # of torch.amp.GradScaler
 
 

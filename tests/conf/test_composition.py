@@ -19,8 +19,6 @@ def composed(typed: str) -> Config:
     return offered([DATA, *shlex.split(typed)])
 
 
-# The default name.
-
 # Pairs of commands that train the same, or different things; tests/repository/equal has more.
 with Path(__file__).with_name("pairs.csv").open(newline="", encoding="utf-8") as file:
     PAIRS = [*csv.reader(file)]
@@ -48,9 +46,6 @@ def test_the_last_of_equal_keys_counts():
     config = composed("optim.lr=1 ++optim.lr=2")
     assert config.optim.lr == 2
     assert config.notes == ["++optim.lr=2 replaces an earlier value of optim.lr"]
-
-
-# The config of a checkpoint with overrides.
 
 
 @pytest.fixture

@@ -84,9 +84,6 @@ def test_torchvision_takes_three_channels():
         models.build("resnet18", num_classes=7, image_size=32, in_channels=5)
 
 
-# Weights that fit.
-
-
 def test_head_that_does_not_fit_starts_at_zero(caplog):
     """The file has another number of classes, or no head."""
     caplog.set_level("INFO")
@@ -157,9 +154,6 @@ def test_layers_with_versions(caplog):
     assert not caplog.records
 
 
-# Weights that do not fit, and files without weights.
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -184,9 +178,6 @@ def test_files_that_hold_something_else(tmp_path, content):
     torch.save(content, path)
     with pytest.raises(UserError, match=r"^model\.weights=.*: is not a state_dict"):
         load_weights(tiny(), path)
-
-
-# Freezing parameters by their names.
 
 
 def test_frozen_modules():
@@ -214,9 +205,6 @@ def test_a_part_of_a_module():
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     assert frozen == ["layer1.weight"]
     assert model["layer1"].training
-
-
-# ResNets have the names of torchvision's layers, and compute the same.
 
 
 def test_resnet18_cifar_computes_the_same_as_torchvision():

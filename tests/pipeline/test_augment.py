@@ -118,8 +118,6 @@ def test_draws_come_from_the_sample_and_leave_torchs_generator_as_it_was():
     assert not np.array_equal(transform(picture(), random.Random(2)).pixels(), first)
 
 
-# A mask follows its image: cropped, resized and mirrored by the same draws.
-
 # An image that is its own mask: blocks of 20 px of two levels, without any symmetry.
 MASK = np.random.default_rng(5).integers(1, 3, (7, 8)).repeat(20, 0).repeat(20, 1)[:, :155]
 IMAGE = np.stack([MASK * 100] * 3, axis=-1).astype(np.uint8)

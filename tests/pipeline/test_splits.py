@@ -24,9 +24,6 @@ def config(root: Path, *overrides: str) -> Config:
     return from_overrides([*SMALL, f"data.root={root}", *overrides])
 
 
-# data.val_fraction.
-
-
 @pytest.mark.parametrize("fraction", [0.01, 0.25, 0.99])
 def test_fraction_of_each_class(changeable, fraction):
     train, val = splits(changeable, val_fraction=fraction)

@@ -110,9 +110,6 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
 }
 
 
-# Mutated JPEGs.
-
-
 def small_files() -> list[bytes]:
     """Small JPEGs of every kind; odd sizes end in the middle of a block."""
     options: tuple[dict[str, Any], ...] = (

@@ -127,9 +127,6 @@ def test_sigterm_while_all_workers_are_stalled(image_root, tmp_path, ranks):
     assert stored(tmp_path / "run")["step"] == summary["step"]
 
 
-# Several ranks.
-
-
 def test_ranks_save_when_torchrun_is_killed(image_root, tmp_path, ranks):
     start = command(image_root, tmp_path / "run", "train.epochs=2000", "loader.workers=0")
     with ranks.running(start, 2, TORCHELASTIC_RUN_ID="job") as job:

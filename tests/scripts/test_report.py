@@ -18,6 +18,7 @@ import yaml
 from conf.errors import UserError
 from scripts import evaluate, report
 from tests.helpers import small_run
+from tests.helpers.results import rows as read_rows
 
 HOSTILE = "</title></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
 FORBIDDEN = {"script", "link", "iframe", "object", "base", "form", "img"}
@@ -69,11 +70,6 @@ def page_of(*runs: Path) -> Page:
 def read_csv(path: Path) -> list[dict[str, str]]:
     with path.open() as file:
         return list(csv.DictReader(file))
-
-
-def read_rows(run: Path, split: str) -> list[dict[str, Any]]:
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if row["split"] == split]
 
 
 def write_rows(run: Path, rows: Iterable[dict[str, Any]]) -> None:
