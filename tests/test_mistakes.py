@@ -25,14 +25,6 @@ SMALL = ["data.root=../images", "model=resnet_tiny", "augment=demo", "data.image
 SMALL += ["loader.batch_size=8", "loader.workers=0", "train.max_steps=1"]
 
 
-def flatten(root: Path) -> None:
-    """Leave the class folders of the training images alone in the folder."""
-    for path in (root / "train").iterdir():
-        shutil.move(path, root)
-    for split in ("train", "val"):
-        shutil.rmtree(root / split)
-
-
 def leave_a_file(root: Path) -> None:
     for path in (root / "val").iterdir():
         shutil.rmtree(path)
@@ -42,7 +34,6 @@ def leave_a_file(root: Path) -> None:
 # Folders of images beside the working directory, and what is wrong with each.
 DATA: dict[str, Callable[[Path], object]] = {
     "images": lambda root: None,
-    "flat": flatten,
     "no-train": lambda root: (root / "train").rename(root / "Test"),
     "a-split": lambda root: (root / "val").rename(root / "train" / "Test"),
     "only-a-file": leave_a_file,
@@ -57,6 +48,7 @@ def workplace(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     place = tmp_path_factory.mktemp("mistakes")
     for name, change in DATA.items():
         change(Path(shutil.copytree(image_root, place / name)))
+    shutil.copytree(image_root / "train", place / "flat")  # the folders of classes alone
     (place / "im\udce9").symlink_to("images")
     (place / "model.onnx").write_bytes(b"graph")
     (place / "work" / "photos").mkdir(parents=True)

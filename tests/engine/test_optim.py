@@ -63,10 +63,8 @@ def test_other_classes_take_lr_and_weight_decay(name):
     config = OptimConfig(name, lr=0.3, weight_decay=0.5)
     optimizer = build_optimizer(nn.Linear(2, 2), config)
     assert type(optimizer).__name__.lower() == name
-    assert {"lr": 0.3, "weight_decay": 0.5}.items() <= {
-        "weight_decay": 0.5,
-        **optimizer.defaults,
-    }.items()
+    assert optimizer.defaults["lr"] == 0.3
+    assert optimizer.defaults.get("weight_decay", 0.5) == 0.5  # some have none
     message = f"^optim.name={name}: does not take .*; give optim.args={{betas: .0.8, 0.9., eps: 1e"
     with pytest.raises(UserError, match=message):
         build_optimizer(nn.Linear(2, 2), replace(config, betas=(0.8, 0.9)))

@@ -14,16 +14,11 @@ def nodes(path: Path) -> list[ast.AST]:
     return list(ast.walk(ast.parse(path.read_text())))
 
 
-def sources() -> dict[str, Path]:
-    """Dotted name -> file, for every module of the project."""
-    files = [ROOT / "train.py", *(p for part in PARTS for p in sorted((ROOT / part).rglob("*.py")))]
-    return {
-        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
-        for p in files
-    }
-
-
-SOURCES = sources()
+FILES = [ROOT / "train.py", *(p for part in PARTS for p in sorted((ROOT / part).rglob("*.py")))]
+# Dotted name -> file, for every module of the project.
+SOURCES = {
+    ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES
+}
 PROGRAM = {name: path for name, path in SOURCES.items() if not name.startswith("tests.")}
 
 

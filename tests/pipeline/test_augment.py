@@ -71,10 +71,6 @@ def test_an_image_smaller_than_the_crop_is_refused():
         made(one("random_crop", size=11), PHOTO.resize((10, 12)))
 
 
-def picture(size: int = 24) -> Picture:
-    return Picture(np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8))
-
-
 PARAMETERS: dict[str, dict[str, Any]] = {
     "AugMix": {},
     "ColorJitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1},
@@ -108,14 +104,14 @@ def test_draws_come_from_the_sample_and_leave_torchs_generator_as_it_was():
     """Also in a worker, which gets the transform without torchvision's."""
     transform = one("v2.RandomErasing", p=1)
     before = torch.get_rng_state()
-    first = transform(picture(), random.Random(1)).pixels()
+    first = made(transform, PHOTO, seed=1)
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(5)
     given = pickle.dumps(transform)
     assert b"torchvision.transforms" not in given
     for again in (transform, pickle.loads(given)):
-        np.testing.assert_array_equal(again(picture(), random.Random(1)).pixels(), first)
-    assert not np.array_equal(transform(picture(), random.Random(2)).pixels(), first)
+        np.testing.assert_array_equal(made(again, PHOTO, seed=1), first)
+    assert not np.array_equal(made(transform, PHOTO, seed=2), first)
 
 
 # An image that is its own mask: blocks of 20 px of two levels, without any symmetry.

@@ -2,12 +2,11 @@
 
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from conf.compose import from_overrides
-from conf.schema import Config, DataConfig
+from conf.schema import DataConfig
 from pipeline.build import build_datasets
 from pipeline.index import ImageFolder, Index, load_index
 from pipeline.splits import HeldOut, hold_out, load_splits
@@ -18,10 +17,6 @@ from tests.helpers.stored import as_tar, samples
 
 def splits(root: object, **keys: object) -> tuple[Index, Index]:
     return load_splits(DataConfig(root=str(root), **keys))
-
-
-def config(root: Path, *overrides: str) -> Config:
-    return from_overrides([*SMALL, f"data.root={root}", *overrides])
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.25, 0.99])
@@ -68,8 +63,9 @@ def test_the_same_images_are_held_out_of_every_storage(changeable, image_root, t
     for root in ("a", "b", "images.tar", "train"):
         found.append(splits(tmp_path / root, val_fraction=0.25))
     assert len({(train.digest, val.digest) for train, val in found}) == 1
-    one = build_datasets(config(changeable, "data.val_fraction=0.25", "train.seed=1"))
-    other = build_val(config(changeable, "data.val_fraction=0.25", "train.seed=2"))
+    words = [*SMALL, f"data.root={changeable}", "data.val_fraction=0.25"]
+    one = build_datasets(from_overrides([*words, "train.seed=1"]))
+    other = build_val(from_overrides([*words, "train.seed=2"]))
     assert one.val.fingerprint() == other.val.fingerprint() != one.train.fingerprint()
 
 

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import ExifTags, Image
 
 from conf.compose import from_overrides
 from conf.schema import group_names
-from engine.distributed import World
 from pipeline.build import build_datasets
 from pipeline.feed import open_feed
+from tests.engine.plans import ALONE
 from tests.helpers.drawings import TEXTURES, draw_image
 
 BATCHES = 16  # of each split
@@ -47,9 +46,8 @@ def draw(root: Path) -> str:
 def digests(overrides: list[str]) -> dict[str, list[str]]:
     """Adapter: split -> SHA-256 of each batch, over its samples and then its fields."""
     config = from_overrides(["data=folder", "loader.workers=0", "train.device=cpu", *overrides])
-    world = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
     found: dict[str, list[str]] = {}
-    with open_feed(config, build_datasets(config), world) as feed:
+    with open_feed(config, build_datasets(config), ALONE) as feed:
         for split, loader in (("train", feed.train.loader), ("val", feed.val.loader)):
             for batch in loader.batches(0, BATCHES):
                 there = batch.samples[:, 1] >= 0
