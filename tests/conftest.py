@@ -62,10 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train/ and val/ with 12 and 5 JPEG files of 128-320 px for each of three classes.
-
-    Tests share it: copy it before changing it.
-    """
+    """train/ and val/ of 12 and 5 JPEG files of 128-320 px for each class; copy it to change it."""
     root = tmp_path_factory.mktemp("images")
     for (split, count), (label, name) in itertools.product(
         (("train", TRAIN_IMAGES), ("val", VAL_IMAGES)), enumerate(CLASSES)
@@ -156,7 +153,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.fixture
 def jump(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return a function that advances the clocks by 1000 seconds."""
-    jumps: list[int] = []
+    jumps = []
     for real in (time.perf_counter, time.monotonic):
         monkeypatch.setattr(time, real.__name__, lambda real=real: real() + sum(jumps))
     return lambda: jumps.append(1000)

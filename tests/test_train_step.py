@@ -141,7 +141,7 @@ def after_five_steps(num_micro_batches: int) -> list[Any]:
     """Return what each step logs, and the weights."""
     model = classifier().double()
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=1, momentum=MOMENTUM))
-    found: list[Any] = []
+    found = []
     for step, lr in enumerate(LEARNING_RATES):
         batch = drawn(step)
         batch.fields["image"] = batch["image"].double()

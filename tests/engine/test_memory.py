@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import train
 from conf.compose import from_overrides
@@ -145,7 +145,7 @@ def train_on_a_full_gpu(mode: str) -> None:
             assert 1 < fitted.num_micro_batches < 512
             assert params_sha256(state.model) == before
             for _ in range(6):
-                loss: Tensor = train_on_batch(batch)["loss"]
+                loss = train_on_batch(batch)["loss"]
             print(fitted.num_micro_batches, train_on_batch.disabled_reason, float(loss))
 
 

@@ -14,7 +14,6 @@ from scripts import prepare
 from tests.extras.buckets import Bucket, serving
 from tests.helpers.limits import file_size_limit
 from tests.helpers.processes import run_command, wait_for
-from tests.helpers.ranks import Ranks
 from tests.helpers.results import logged_steps, summary_of
 from tests.helpers.small_run import command, run
 from tests.helpers.stored import as_tar, as_tars
@@ -69,9 +68,7 @@ def load(url: str, **parameters: object) -> Index:
 
 @pytest.mark.parametrize("name", ["one", "many", "prepared"])
 @pytest.mark.parametrize("protocol", ["s3", "http"])
-def test_the_images_are_those_of_local_files(
-    bucket: Bucket, tars: Path, protocol: str, name: str
-) -> None:
+def test_the_images_are_those_of_local_files(bucket, tars, protocol, name):
     local = load_index(tars / name / "train", key="data.train")
     root = f"{S3}/{name}"
     if protocol == "http":
@@ -95,7 +92,7 @@ def test_the_images_are_those_of_local_files(
         assert content(load(f"/data/{root}/val")) == content(val)
 
 
-def test_an_index_file_of_another_tar_file_is_not_used(bucket: Bucket, tars: Path) -> None:
+def test_an_index_file_of_another_tar_file_is_not_used(bucket, tars):
     bucket.put(tars / "prepared", "stale")
     bucket.put(tars / "one", "stale")
     local = load_index(tars / "one" / "val", key="data.val")
@@ -104,9 +101,7 @@ def test_an_index_file_of_another_tar_file_is_not_used(bucket: Bucket, tars: Pat
 
 @pytest.mark.parametrize("protocol", [S3, "http"])
 @pytest.mark.parametrize("fault", ["500", "cut"])
-def test_a_failed_request_is_repeated(
-    bucket: Bucket, tars: Path, monkeypatch: pytest.MonkeyPatch, fault: str, protocol: str
-) -> None:
+def test_a_failed_request_is_repeated(bucket, tars, monkeypatch, fault, protocol):
     monkeypatch.setattr(index, "PAUSES", (0, 0, 0))
     url = f"{protocol}/one/val".replace("http/", f"{bucket.url}/photos/")
     found = load(url)
@@ -117,9 +112,7 @@ def test_a_failed_request_is_repeated(
         found.read(0)
 
 
-def test_an_object_that_is_replaced_is_not_read(
-    bucket: Bucket, tars: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_that_is_replaced_is_not_read(bucket, tars, monkeypatch):
     monkeypatch.setattr(index, "PAUSES", ())
     for root in (S3, f"{bucket.url}/photos"):
         bucket.put(tars / "one", "changing")
@@ -132,7 +125,7 @@ def test_an_object_that_is_replaced_is_not_read(
         assert content(load(f"{root}/changing/val"))
 
 
-def test_the_cache_keeps_what_was_read(bucket: Bucket, tars: Path, tmp_path: Path) -> None:
+def test_the_cache_keeps_what_was_read(bucket, tars, tmp_path):
     local = content(load_index(tars / "one" / "train", key="data.train"))
     folder = tmp_path / "disk"
     found = load(f"{S3}/one/train", cache=str(folder))
@@ -156,7 +149,7 @@ def test_the_cache_keeps_what_was_read(bucket: Bucket, tars: Path, tmp_path: Pat
         assert bucket.ranges.total() == requests
 
 
-def test_what_is_wrong_is_said_without_a_password(bucket: Bucket, tmp_path: Path) -> None:
+def test_what_is_wrong_is_said_without_a_password(bucket, tmp_path):
     secret = bucket.url.replace("//", "//me:hidden@")
     for root, says in (
         (f"{secret}/photos/one", "/photos/one/val: has a password or a query"),
@@ -176,9 +169,7 @@ def start(root: object, folder: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_killed_run_resumes_with_equal_weights(
-    bucket: Bucket, tars: Path, tmp_path: Path, ranks: Ranks, size: int
-) -> None:
+def test_a_killed_run_resumes_with_equal_weights(bucket, tars, tmp_path, ranks, size):
     """From any storage, and the ranks share the cache on disk."""
     local = ranks.run(start(tars / "one", tmp_path / "local"), size)
     assert local.returncode == 0, local.stderr
@@ -196,7 +187,7 @@ def test_a_killed_run_resumes_with_equal_weights(
     assert S3 in stored and "hidden" not in stored
 
 
-def test_a_stalled_connection_ends_the_run(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_stalled_connection_ends_the_run(bucket, tmp_path):
     """In loader.timeout_seconds, and the message has a URL."""
     bucket.fault = lambda number: "stall" if number > 100 else ""
     words = ["loader.workers=1", "loader.timeout_seconds=2", "train.epochs=2000"]
@@ -206,7 +197,7 @@ def test_a_stalled_connection_ends_the_run(bucket: Bucket, tmp_path: Path) -> No
     assert says in done.stderr
 
 
-def test_an_unreadable_image_is_named_by_its_url(bucket: Bucket, tmp_path: Path) -> None:
+def test_an_unreadable_image_is_named_by_its_url(bucket, tmp_path):
     bucket.fault = lambda number: "500" if number > 100 else ""
     done = run_command(start(f"{bucket.url}/photos/one", tmp_path / "run", "train.epochs=2000"))
     assert done.returncode == 1, done.stderr

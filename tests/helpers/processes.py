@@ -28,9 +28,7 @@ MARKS = "STARTED_BY_TESTS"  # a variable that processes inherit from each one th
 class Started(subprocess.Popen[str]):
     """A process in a session of its own; the end of its `with` block kills what is left of it.
 
-    Args:
-        variables: of its environment, besides those of this process.
-        options: of subprocess.Popen.
+    `variables` are added to the environment; the options are those of subprocess.Popen.
     """
 
     def __init__(

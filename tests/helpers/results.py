@@ -24,8 +24,7 @@ def column(folder: Path, split: str, name: str) -> list[Any]:
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return summary
+    return json.loads((folder / "summary.json").read_text())
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
@@ -49,8 +48,7 @@ def newest(folder: Path) -> Path:
 
 def stored(folder: Path) -> dict[str, Any]:
     """Return the state in a run's newest checkpoint."""
-    state: dict[str, Any] = checkpoint.load(newest(folder))["state"]
-    return state
+    return checkpoint.load(newest(folder))["state"]
 
 
 def same(a: Any, b: Any) -> bool:

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import os
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -98,38 +99,26 @@ def test_what_training_does_not_see_is_noted(tmp_path):
 
 def test_transient_read_errors_are_retried(image_root, monkeypatch):
     monkeypatch.setattr(module, "PAUSES", (0.001, 0.001, 0.001))
-    dataset = crops(image_root / "train")
-    good, read = dataset.read(0), ImageFolder.read
-    failures = []
-
-    def fails(*place):
-        if failures:
-            number = failures.pop()
-            raise OSError(number, os.strerror(number))
-        return read(*place)
-
-    monkeypatch.setattr(ImageFolder, "read", fails)
+    dataset, read = crops(image_root / "train"), Mock()
+    monkeypatch.setattr(ImageFolder, "read", read)
     for number in (errno.EIO, errno.ETIMEDOUT, errno.ESTALE):
-        failures += [number] * 3
-        assert dataset.read(0) == good
-    for failures in ([errno.EIO] * 4, [errno.EACCES]):
-        with pytest.raises(UnreadableError, match=os.strerror(failures[0])):
+        error = OSError(number, os.strerror(number))
+        read.side_effect = [error, error, error, b"content"]
+        assert dataset.read(0) == b"content"
+    for number, tries in ((errno.EIO, 4), (errno.EACCES, 1)):
+        error = OSError(number, os.strerror(number))
+        read.side_effect = [*[error] * tries, b"content"]
+        with pytest.raises(UnreadableError, match=error.strerror):
             dataset.read(0)
 
 
 def test_stale_container_is_opened_anew(image_root, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PAUSES", (0.001,))
     as_tar(image_root / "train", tmp_path / "packed.tar")
-    dataset, pread = crops(tmp_path / "packed"), os.pread
-    good = dataset.read(0)
-    failures = itertools.chain([errno.ESTALE], itertools.repeat(0))
-
-    def fails(fd, length, start):
-        if error := next(failures):
-            raise OSError(error, os.strerror(error))
-        return pread(fd, length, start)
-
-    monkeypatch.setattr(os, "pread", fails)
+    dataset = crops(tmp_path / "packed")
+    good, stale = dataset.read(0), OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    effects = itertools.chain([stale], itertools.repeat(DEFAULT))  # DEFAULT: that of os.pread
+    monkeypatch.setattr(os, "pread", Mock(wraps=os.pread, side_effect=effects))
     tar = dataset.index.sources[0]
     first = module._opened(tar)
     assert dataset.read(0) == good

@@ -27,12 +27,10 @@ Fields = dict[str, Field]
 class Noise(Dataset):
     """Samples of any fields; `changed` replaces or removes (None) those of sample 3."""
 
-    def __init__(self, count: int, fields: Fields, changed: Mapping[str, Any] | None = None):
-        self.count, self.stated, self.changed = count, fields, changed or {}
+    fields: Fields = {}
 
-    @property
-    def fields(self) -> Fields:
-        return self.stated
+    def __init__(self, count: int, fields: Fields, changed: Mapping[str, Any] | None = None):
+        self.count, self.fields, self.changed = count, fields, changed or {}
 
     def __len__(self) -> int:
         return self.count
@@ -41,7 +39,7 @@ class Noise(Dataset):
         rng = np.random.default_rng((epoch, index))
         sample = {
             name: (rng.random(field.shape) * field.highest).astype(field.dtype)
-            for name, field in self.stated.items()
+            for name, field in self.fields.items()
         }
         changed = self.changed if index == 3 else {}
         return {k: v for k, v in (sample | changed).items() if v is not None}

@@ -194,10 +194,7 @@ class Access:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_streams_wait_for_each_other_in_both_directions(monkeypatch, depth):
-    """No images are read before or while they are written.
-
-    CUDA's rules without a GPU: a copy takes 1, the step's kernels take 10, the host takes 0.
-    """
+    """By CUDA's rules: a copy takes 1, the step's kernels take 10, the host takes 0."""
     main, side = Stream(), Stream()
     Stream.current = main
     monkeypatch.setattr(torch.cuda, "Event", Event)

@@ -112,7 +112,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
 
 def small_files() -> list[bytes]:
     """Small JPEGs of every kind; odd sizes end in the middle of a block."""
-    options: tuple[dict[str, Any], ...] = (
+    options = (
         dict(quality=90),
         dict(subsampling=0),
         dict(subsampling=1, optimize=True),
@@ -176,7 +176,7 @@ def outcome(data: bytes, decoder: str, draws: Sequence[float], scale: int) -> np
 
 def load_mutated(numbers: range) -> Counter[str]:
     """Compare a region of each of many damaged JPEGs with Pillow's, and count what happens."""
-    counts: Counter[str] = Counter()
+    counts = Counter[str]()
     for number in numbers:
         rng = random.Random(number)
         data = damaged(rng.choice(FILES), rng)

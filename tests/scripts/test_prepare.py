@@ -209,10 +209,7 @@ def pickled(**content: Any) -> bytes:
 
 
 def cifar(meta: str, kind: str, batches: Mapping[str, list[int]]) -> tuple[Files, Files]:
-    """Return the unpacked files, and each image as a PPM file of its pixels.
-
-    `batches`: the images of each file, whose name stands behind that of its split.
-    """
+    """Return the unpacked files, and each image as a PPM file; `batches`: split/file -> images."""
     files = {"readme.html": b"", meta: pickled(num_vis=3072, **{f"{kind}label_names": CLASSES})}
     expected = {}
     for path, rows in batches.items():

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -71,16 +72,11 @@ def test_sentences(ranks, says):
 
 
 @pytest.fixture
-def judged(monkeypatch: pytest.MonkeyPatch) -> list[StepTimes]:
-    """The times that are judged."""
-    found: list[StepTimes] = []
-
-    def sentence(ranks: list[StepTimes]) -> tuple[str, str]:
-        found.extend(ranks)
-        return "copy-bound", "a sentence."
-
-    monkeypatch.setattr("engine.log.verdict.verdict", sentence)
-    return found
+def judged(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Called with the times that are judged."""
+    judged = Mock(return_value=("copy-bound", "a sentence."))
+    monkeypatch.setattr("engine.log.verdict.verdict", judged)
+    return judged
 
 
 SENTENCES = ("a sentence.", "Remedy: use more PCIe lanes.")
@@ -102,9 +98,10 @@ def test_a_short_time_has_no_verdict(feed, judged):
         says.append(judge(rows, 20.0, ALONE, feed))
         rows.append(lasting(seconds))
     assert says == [Verdict()] * 3
-    assert not judged
+    judged.assert_not_called()
     assert judge(rows, 20.0, ALONE, feed).sentences == SENTENCES
-    assert judged[-1].rate == pytest.approx(9.6)
+    (times,) = judged.call_args.args[0]
+    assert times.rate == pytest.approx(9.6)
 
 
 DECODE = "input-bound by decode and augmentation"
@@ -149,5 +146,6 @@ def test_all_ranks_have_the_same_verdict(feed, judged):
     world = TwoRanks(rank=0, size=2, local_size=2, device=torch.device("cpu"))
     row = lasting(22.0, data_wait=0.1)
     assert judge([row], 20.0, world, feed).sentences == SENTENCES
-    assert [rank.data_wait for rank in judged] == pytest.approx([0.1, 0.4])
+    (ranks,) = judged.call_args.args
+    assert [rank.data_wait for rank in ranks] == pytest.approx([0.1, 0.4])
     assert judge([row], 21.0, world, feed) == Verdict()

@@ -55,10 +55,8 @@ MOST = 15  # workers: the machine has 16 cores, and an H200
 
 
 def row_of(sweep: dict[str, Any], workers: int) -> StepTimes:
-    """The log row with a number of workers, interpolated between those of the sweep.
-
-    A cell: workers, images/s with the step, share of the time waiting, images/s of the workers.
-    """
+    """The log row with a number of workers, interpolated between those of the sweep."""
+    # A cell: workers, images/s with the step, share of the time waiting, images/s of the workers.
     tried, *columns = zip(*sweep["cells"], strict=True)
     rate, wait, supply = (float(np.interp(workers, tried, column)) for column in columns)
     per_worker = supply / min(max(workers, tried[0]), tried[-1])

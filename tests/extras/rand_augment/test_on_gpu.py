@@ -122,8 +122,7 @@ def test_rows_describe_the_operations_of_pillow(name, size):
         np.testing.assert_array_equal(by_row(image, row), applied(image, operation), str(operation))
 
 
-# The dataset that only draws them; without a GPU, Pillow stands in for the kernels.
-
+# Of the dataset that only draws the operations; without a GPU, Pillow stands in for the kernels.
 CROP = "{random_resized_crop: {size: 48}}, horizontal_flip"
 RAND = rf"augment.train=[{CROP}, {{extras.rand_augment\:RandAugment: {{magnitude: 17}}}}]"
 TRIVIAL = f"augment.train=[{CROP}, extras.rand_augment:TrivialAugment]"
