@@ -67,7 +67,6 @@ def test_flags_of_other_trainers_are_answered_with_keys_that_exist():
 
 
 def test_section_help():
-    """Of a group, a section or a key."""
     group, *keys = cli.help_text("", "", "schedule").splitlines()
     assert group == "  schedule=  constant | cosine | linear | step"
     assert len(keys) == sum(name.startswith("schedule.") for name in FIELDS)

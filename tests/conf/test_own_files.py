@@ -28,12 +28,12 @@ train: {epochs: 2}
 def folder(tmp_path: Path) -> Path:
     """A folder with a recipe, based on one of the program, and a model."""
     folder = tmp_path / "it's my $conf, a=b"
-    for name, content in {"recipe/mine": RECIPE, "model/wide": "name: resnet50\n"}.items():
+    files = {"recipe/mine": RECIPE, "model/wide": "name: resnet50\n"}
+    files["trainer/default"] = "max_epochs: ["  # of another program: not read
+    for name, content in files.items():
         path = folder / f"{name}.yaml"
         path.parent.mkdir(parents=True)
         path.write_text(content)
-    (folder / "trainer").mkdir()  # of another program: not read
-    (folder / "trainer" / "default.yaml").write_text("max_epochs: [")
     return folder
 
 

@@ -5,7 +5,6 @@ import re
 import sys
 import tomllib
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
@@ -17,15 +16,10 @@ PROGRAMS = ["train.py", *(f"scripts/{path.name}" for path in (ROOT / "scripts").
 PYTHON = sys._base_executable
 
 
-def run(program: str, packages: Path) -> CompletedProcess[str]:
-    """Run a script with only the standard library and `packages`."""
-    line = [PYTHON, "-S", ROOT / program, "--help"]
-    return run_command(line, {"PYTHONPATH": str(packages)}, cwd=packages)
-
-
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_outside_the_environment(program, tmp_path):
-    done = run(program, tmp_path)
+    command = [PYTHON, "-S", ROOT / program, "--help"]  # with only the standard library
+    done = run_command(command, {"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     names = "hydra-core, pillow, numpy, omegaconf, safetensors, torch, torchvision, tqdm"
     names += ", plotly" * program.endswith("report.py")

@@ -24,7 +24,7 @@ from pipeline.loader import Pool
 from tests.engine.plans import ALONE
 from tests.helpers.processes import run_command
 from tests.helpers.results import column
-from tests.helpers.small_run import command, torchrun
+from tests.helpers.small_run import command
 from train import build_state
 
 
@@ -89,6 +89,7 @@ OPTIONS = [
     *("train.device=cuda", "train.precision=fp32", "train.deterministic=true", "train.epochs=5"),
     *("loader.decoder=pillow", "optim.lr=0.01", "model.compile=off"),
 ]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 COMPILED = pytest.param(["model.compile=default"], marks=pytest.mark.slow)
 
 
@@ -114,8 +115,8 @@ def test_sync_bn_trains_two_ranks_as_one_on_the_whole_batch(image_root, tmp_path
     one = tmp_path / "one"
     found["one"] = losses(command(image_root, one, *OPTIONS), one, "0")
     for name, overrides in (("synchronised", ["model.sync_bn=true", *more]), ("apart", more)):
-        start = command(image_root, tmp_path / name, *OPTIONS, *overrides)
-        found[name] = losses(torchrun(start, 2), tmp_path / name, "0,1")
+        python, *words = command(image_root, tmp_path / name, *OPTIONS, *overrides)
+        found[name] = losses([python, *TORCHRUN, *words], tmp_path / name, "0,1")
     torch.testing.assert_close(found["synchronised"], found["one"], rtol=1e-2, atol=1e-4)
     assert (found["apart"] - found["one"]).abs().max() > 0.02
 

@@ -13,7 +13,7 @@ from engine.distributed import World
 from engine.schedule import Schedule, make_schedule
 from tests.engine.plans import config, schedule
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 
 
 def test_count_steps():

@@ -142,7 +142,7 @@ class Process(NamedTuple):
 
 def processes(which: str = "[0-9]*") -> dict[int, Process]:
     """Return processes by number: all, or on Linux those whose number fits a pattern."""
-    found: dict[int, Process] = {}
+    found = {}
     if sys.platform != "linux":  # the leader of a session also leads a group
         command = ["ps", "-axo", "pid=,stat=,ppid=,pgid="]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ps:

@@ -32,9 +32,3 @@ def run(root: Path, folder: Path, *overrides: str) -> dict[str, Any]:
 def command(root: Path, folder: Path, *overrides: str) -> list[str]:
     """Return the command line that trains the toy: see `toy_runs` of tests/conftest.py."""
     return [sys.executable, toy.__file__, *overrides_of(root, folder, *overrides)]
-
-
-def torchrun(arguments: list[str], ranks: int, *options: str) -> list[str]:
-    """Return the command line that runs a Python command on several ranks by torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [sys.executable, *launcher, *options, *arguments[1:]]

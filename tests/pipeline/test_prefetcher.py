@@ -159,13 +159,6 @@ class Event:
         return before  # the host is ahead, until it waits
 
 
-@contextmanager
-def on_stream(stream: Stream) -> Iterator[None]:
-    before, Stream.current = Stream.current, stream
-    yield
-    Stream.current = before
-
-
 class OnStream(AtOnce):
     """The thread of a stream, without a thread."""
 
@@ -173,8 +166,10 @@ class OnStream(AtOnce):
         self.stream = stream
 
     def submit(self, *call: Any, **_: Any) -> Any:
-        with on_stream(self.stream):
-            return super().submit(*call)
+        before, Stream.current = Stream.current, self.stream
+        done = super().submit(*call)
+        Stream.current = before
+        return done
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,7 @@ def exif(orientation: int) -> Image.Exif:
 
 CORRUPT_EXIF = b"\xff\xe1\0\x10Exif\0\0II*\0\xff\xff\xff\xff"
 # The size of the image if it is trained, or a part of the message.
-Verdict = tuple[int, int] | str
-NO_IMAGE = "cannot identify image file"
-KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
+KINDS: dict[str, tuple[Callable[[], bytes], tuple[int, int] | str]] = {
     "jpeg": (jpeg, SIZE),
     "jpeg progressive": (lambda: jpeg(progressive=True), SIZE),
     "jpeg grey": (lambda: jpeg("L"), SIZE),
@@ -106,7 +104,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], Verdict]] = {
         "git lfs pull",
     ),
     "jpeg lossless": (LOSSLESS.read_bytes, (30, 20)),
-    "eps": (lambda: encoded(drawn(), "EPS"), NO_IMAGE),
+    "eps": (lambda: encoded(drawn(), "EPS"), "cannot identify image file"),
 }
 
 

@@ -210,7 +210,6 @@ def unchanged(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_change_has_its_effect(name, tree, tmp_path, unchanged):
-    """It changes the weights, or it does not."""
     fork = prepared(tree, tmp_path / "tree", name)
     folder = fork.train("train.max_steps=4")
     is_same = summary_of(folder)["params_sha256"] == summary_of(unchanged)["params_sha256"]

@@ -61,6 +61,7 @@ FISH = {"n01443537_2.JPEG": jpeg(22), "n01443537_10.JPEG": jpeg(30)}
 TRAIN = within("n02119789", FOXES) | within("n02100735", SETTERS) | within("n01443537", FISH)
 FLAT = {f"ILSVRC2012_val_{i:08d}.JPEG": jpeg(100 + i) for i in range(1, len(VAL) + 1)}
 VAL_FILES = {f"{IDS[n]}/{name}": data for n, (name, data) in zip(VAL, FLAT.items(), strict=True)}
+TINY_VAL = {"n01443537/val_0.JPEG": jpeg(100), "n02119789/val_1.JPEG": jpeg(101)}
 EXPECTED = within("train", TRAIN) | within("val", VAL_FILES)
 RENAMED = within("train", renamed(TRAIN)) | within("val", renamed(VAL_FILES))
 IMAGES = {"a/0.jpg": jpeg(0), "a/1.jpg": jpeg(1), "b/0.jpg": jpeg(0), "b/1.jpg": jpeg(1)}
@@ -136,9 +137,6 @@ def tiny() -> Files:
         "wnids.txt": b"n02119789\nn02100735\nn01443537",
     }
     return within("tiny-imagenet-200", files)
-
-
-TINY_VAL = {"n01443537/val_0.JPEG": jpeg(100), "n02119789/val_1.JPEG": jpeg(101)}
 
 
 def shard(files: Files) -> bytes:

@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -40,19 +39,12 @@ def nvml_with(**effects: Any) -> Mock:
     return nvml
 
 
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mock], Mock]:
-    def install(nvml: Mock) -> Mock:
-        monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 0.001)
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        monkeypatch.setattr(
-            torch.cuda,
-            "get_device_properties",
-            lambda device: SimpleNamespace(uuid=UUIDS[device.index]),
-        )
-        return nvml
-
-    return install
+def install(nvml: Mock, monkeypatch: pytest.MonkeyPatch) -> Mock:
+    properties = [SimpleNamespace(uuid=uuid) for uuid in UUIDS]
+    monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 0.001)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: properties[gpu.index])
+    return nvml
 
 
 @pytest.mark.parametrize(
@@ -63,8 +55,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mock], Mock]:
         (nvml_with(nvmlDeviceGetHandleByUUID=OSError("Not Found")), "Not Found"),
     ],
 )
-def test_without_nvml(nvml, warning, install, caplog):
-    install(nvml)
+def test_without_nvml(nvml, warning, monkeypatch, caplog):
+    install(nvml, monkeypatch)
     with GpuMonitor(CUDA) as monitor:
         wait_for("its end", lambda: all(t.name != "telemetry" for t in threading.enumerate()))
         assert (monitor.read(), monitor.slowdowns()) == ({}, "")
@@ -72,14 +64,14 @@ def test_without_nvml(nvml, warning, install, caplog):
     assert warning in message
 
 
-def test_the_gpu_is_found_by_its_uuid(install):
+def test_the_gpu_is_found_by_its_uuid(monkeypatch):
     """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 cuda:1 in torch; NVML ignores the variable."""
     known = {f"GPU-{UUIDS[1]}".encode(): "gpu"}
-    nvml = install(nvml_with(nvmlDeviceGetHandleByUUID=known.__getitem__))
+    nvml = install(nvml_with(nvmlDeviceGetHandleByUUID=known.__getitem__), monkeypatch)
     assert find_gpu(torch.device("cuda", 1)) == (nvml, "gpu")
 
 
-def test_the_reasons_for_reduced_clocks(install):
+def test_the_reasons_for_reduced_clocks(monkeypatch):
     """Not an idle GPU, clocks set by a user, the power limit, or a reason in 4 % of the samples."""
     masks = [0x001, 0x002, 0x004, 0x004, 0x024, 0x102, 0x068] * 3 + [0x000, 0x000, 0x010]
     asked, release = iter(range(10**9)), threading.Event()
@@ -91,7 +83,7 @@ def test_the_reasons_for_reduced_clocks(install):
         return masks[number] if number < 24 else 0
 
     query = "nvmlDeviceGetCurrentClocksThrottleReasons"
-    nvml = install(nvml_with(**{query: mask}))
+    nvml = install(nvml_with(**{query: mask}), monkeypatch)
     with GpuMonitor(CUDA) as monitor:
         wait_for("24 samples", lambda: getattr(nvml, query).call_count == 25)
         assert monitor.read()["gpu/throttled_fraction"] == 13 / 24

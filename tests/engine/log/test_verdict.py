@@ -27,6 +27,7 @@ WAITS = {"data_wait": 0.38, "rate": 4150, "cpu_ms": 3.6}
 NOT_ALONE = {"step_rate": 0}
 CPU = {"on_gpu": False, **NOT_ALONE}
 HOT = {"slowdowns": "board limit"}
+SENTENCES = ("a sentence.", "Remedy: use more PCIe lanes.")  # of the fixture `judged`
 
 # What differs from RUNS_WELL, and what the verdict says, in parts.
 ONE_RANK: list[tuple[dict[str, Any], str]] = [
@@ -79,9 +80,6 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Mock:
     return judged
 
 
-SENTENCES = ("a sentence.", "Remedy: use more PCIe lanes.")
-
-
 def lasting(seconds: float, **values: Any) -> StepTimes:
     return WAITED._replace(seconds=seconds, rate=4 * 16 / seconds, **values)
 
@@ -119,7 +117,6 @@ RE_ENCODE = "re-encode the images: python scripts/prepare.py SOURCE --to DIR --s
     ],
 )
 def test_the_remedy_for_this_run(overrides, kilobytes, cause, expected):
-    """It depends on the config and the files."""
     config = from_overrides(["data=fake", "data.image_size=32", *overrides])
     train = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes)
     feed = SimpleNamespace(config=config, datasets=SimpleNamespace(train=train), num_cores=4)
@@ -127,7 +124,6 @@ def test_the_remedy_for_this_run(overrides, kilobytes, cause, expected):
 
 
 def test_what_remedies_say_to_give_can_be_given():
-    """Its keys exist."""
     texts = " ".join([*REMEDIES.values(), AUTO, RE_ENCODE])
     assert {*re.findall(r"[a-z]+\.[a-z_]+", texts)} - {"prepare.py"} <= {*NAMES}
     from_overrides(["data=fake", *re.findall(r"[a-z]+\.[a-z]+=[a-z]+", texts)])

@@ -46,7 +46,7 @@ def draw(root: Path) -> str:
 def digests(overrides: list[str]) -> dict[str, list[str]]:
     """Adapter: split -> SHA-256 of each batch, over its samples and then its fields."""
     config = from_overrides(["data=folder", "loader.workers=0", "train.device=cpu", *overrides])
-    found: dict[str, list[str]] = {}
+    found = {}
     with open_feed(config, build_datasets(config), ALONE) as feed:
         for split, loader in (("train", feed.train.loader), ("val", feed.val.loader)):
             for batch in loader.batches(0, BATCHES):

@@ -37,7 +37,7 @@ def expanded(lines: list[dict[str, Any]], recipe: str) -> dict[str, Values | Non
     usual, *lines = lines
     (own,) = (line["differs"] for line in lines if line.get("recipe") == recipe)
     base = usual | own
-    found: dict[str, Values | None] = {"[]": base}
+    found = {"[]": base}
     for line in lines:
         if recipe in line.get("recipes", []):
             differs = line["differs"]
@@ -50,10 +50,10 @@ def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     recipes = sorted(group_names("recipe"), key=lambda name: name != DEFAULT_RECIPE)
     bare = {recipe: compose(recipe, []) or {} for recipe in recipes}
     usual = bare[recipes[0]]
-    found: list[dict[str, Any]] = [usual]
+    found = [usual]
     found += [{"recipe": r, "differs": difference(usual, bare[r])} for r in recipes]
     for typed in dict.fromkeys(json.dumps(line["typed"]) for line in lines if "typed" in line):
-        alike: dict[str, list[str]] = {}
+        alike = {}
         for recipe in recipes:
             values = compose(recipe, json.loads(typed))
             differs = values and difference(bare[recipe], values)
