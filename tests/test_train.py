@@ -21,7 +21,7 @@ from engine.run import Run
 from engine.state import params_sha256
 from models import build
 from tests.helpers.limits import file_size_limit
-from tests.helpers.results import column, rows, same, stored, summary_of, tree
+from tests.helpers.results import check_not_trained, column, rows, same, stored, summary_of, tree
 from tests.helpers.small_run import command, compose, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
@@ -103,9 +103,7 @@ def test_validation_does_not_count_as_training(train_run, folder, monkeypatch, j
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     validated = [json.loads(line)["seconds"] for line in lines if '"val"' in line]
     assert 1000 < min(validated) <= max(validated) < 1900
-    found = rows(folder, "train")
-    assert sum(8 / row["images_per_second"] for row in found) < 1000
-    assert all(row["data_wait_fraction"] < 0.999 and row["step_worst_ms"] < 1e6 for row in found)
+    check_not_trained(folder)
 
 
 def test_finished_run_is_not_changed(nine_steps, image_root, capfd):

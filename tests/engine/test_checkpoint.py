@@ -20,7 +20,6 @@ from conf.errors import UserError
 from engine import checkpoint
 from engine.checkpoint import host_copy, load, load_newest, save
 from engine.files import json_text
-from engine.run import Run
 from engine.state import TrainingError
 from tests.engine.run_dirs import content_of, directory, open_run, resume_with, state_of
 from tests.helpers.processes import HANGS_SECONDS, needs_linux
@@ -170,12 +169,6 @@ def test_every_kind_of_tensor_is_copied(device, tmp_path):
     assert path.stat().st_size < 30_000  # neither ties are stored twice nor a slice's neighbours
 
 
-def opened(path: Path) -> Run:
-    run = directory(path)
-    resume_with(run, state_of(), {})
-    return run
-
-
 def test_one_checkpoint_at_a_time(tmp_path, monkeypatch):
     """The second copy begins when the first one is written."""
     result, save, order = futures.Future.result, checkpoint.save, []
@@ -193,7 +186,8 @@ def test_one_checkpoint_at_a_time(tmp_path, monkeypatch):
         return result(future)
 
     monkeypatch.setattr(checkpoint, "save", slow_save)
-    with opened(tmp_path) as run:
+    with directory(tmp_path) as run:
+        resume_with(run, state_of(), {})
         state = state_of(6, weight=1.0)
         run.save(state)
         assert (run.last_saved_step, order) == (6, ["begins 6"][: len(order)])
@@ -207,7 +201,8 @@ def test_one_checkpoint_at_a_time(tmp_path, monkeypatch):
 
 
 def test_weights_that_are_not_finite_are_not_written(tmp_path):
-    with opened(tmp_path) as run:
+    with directory(tmp_path) as run:
+        resume_with(run, state_of(), {})
         run.save(state_of(5, weight=3e38))  # large weights are finite
         run.save(state_of(6, weight=-math.inf))
         with pytest.raises(TrainingError, match="the weights are not finite at step 6; these weig"):

@@ -60,3 +60,10 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)
+
+
+def check_not_trained(folder: Path) -> None:
+    """Check that the 1000 seconds of `jump` count neither in images/s nor as waiting."""
+    found = rows(folder, "train")
+    assert sum(8 / row["images_per_second"] for row in found) < 1000
+    assert all(row["data_wait_fraction"] < 0.999 and row["step_worst_ms"] < 1e6 for row in found)

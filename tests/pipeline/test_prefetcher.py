@@ -36,8 +36,10 @@ ON_CPU = ImageFormat(CPU, MEAN, STD)
 FAKE = FakeDataset(num_samples=512, num_classes=CLASSES, size=SIZE)
 
 
-def build(names: Sequence[Any]) -> list[Any]:
-    return list(build_by_name(names, BATCH_TRANSFORMS, key="augment.batch"))
+def transforms_of(names: Sequence[Any]) -> BatchTransforms:
+    """Those of the first of two ranks."""
+    transforms = build_by_name(names, BATCH_TRANSFORMS, key="augment.batch")
+    return BatchTransforms(transforms, CLASSES, seed=11, rank=0, world_size=2)
 
 
 @contextmanager
@@ -50,8 +52,7 @@ def open_prefetcher(
     mixed_by: Sequence[Any] = (),
     **options: Any,
 ) -> Iterator[Prefetcher]:
-    """On the first of two ranks; `mixed_by` is augment.batch, `options` are of `open_loader`."""
-    batch_transforms = BatchTransforms(build(mixed_by), CLASSES, seed=11, rank=0, world_size=2)
+    """`mixed_by` is augment.batch, `options` are of `open_loader`."""
     on_gpu = format.device.type == "cuda"
     start_method = "forkserver" if on_gpu else "fork"
     options = {"workers": 0, "local_batch_size": BATCH, "start_method": start_method} | options
@@ -59,7 +60,7 @@ def open_prefetcher(
     slots = slots_needed(dataset, size, workers=workers, in_use=depth + 1)
     options = {"slots": slots, "pinned": on_gpu, "in_use": depth + 1} | options
     with open_loader(dataset, **options) as loader:
-        prefetcher = kind(loader, format, batch_transforms if mixed_by else None)
+        prefetcher = kind(loader, format, transforms_of(mixed_by) if mixed_by else None)
         try:
             yield prefetcher
         finally:
@@ -116,7 +117,7 @@ class Roll(Mixup):
 @pytest.mark.parametrize("device", DEVICES)
 def test_transforms_that_draw_while_they_compute_follow_each_other(device):
     names = ["cutmix", f"{__name__}:Roll", {"random_erasing": {"p": 0.5}}]
-    transforms = BatchTransforms(build(names), CLASSES, seed=11, rank=0, world_size=2)
+    transforms = transforms_of(names)
     format = ImageFormat(device, *LEVELS)
     with open_prefetcher(NOISE) as plain, open_prefetcher(NOISE, format, mixed_by=names) as mixed:
         for batch in mixed.batches(0, 9):
