@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from multiprocessing import connection, parent_process
+from multiprocessing import connection, current_process, parent_process, util
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from pipeline.dataset import READ_AHEAD, Dataset
 from pipeline.shared import SharedArray
 from pipeline.start import IGNORED_SIGNALS
 
+NAME = "loader worker"  # of the processes
 EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
 CHECK = "run `python scripts/doctor.py --all` with the same overrides to check every file"
 REPLACE = f"replace or remove it; {CHECK}"
@@ -201,6 +202,18 @@ def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
             mean_excess += (excess - mean_excess) / 10
             if mean_excess > WAIT_SECONDS:
                 reads_ahead = True
+
+
+def _unblock_signals(_: object) -> None:
+    """Unblock what the forkserver blocks, in a child of it that is no worker.
+
+    A Pool of a dataset ends its processes by SIGTERM, and would wait for them for ever.
+    """
+    if current_process().name != NAME:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+
+
+util.register_after_fork(_unblock_signals, _unblock_signals)
 
 
 def _following(tasks: Sequence[Task]) -> list[int]:

@@ -51,15 +51,18 @@ def test_the_forkserver_imports_torch_before_the_program_does_and_in_any_folder(
     """Python 3.11 does not tell it where the modules of the program are."""
     needs_linux()
     program = """
-import sys
+import sys, time
 sys.path.insert(0, sys.argv[1])
 from pipeline.start import start_forkserver
 start_forkserver()
 from multiprocessing import get_context
 imported = "print('torch' in __import__('sys').modules, flush=True)"
 exec(imported)
-worker = get_context("forkserver").Process(target=exec, args=[imported])
+with get_context("forkserver").Pool(1) as pool:
+    pool.apply(exec, [imported])
+worker = get_context("forkserver").Process(target=time.sleep, args=[1000])
 worker.start()
+worker.terminate()  # as the end of a Pool may do
 worker.join()
 """
     result = run_python("-c", program, ROOT, cwd=tmp_path)
