@@ -64,6 +64,7 @@ class Run(AbstractContextManager["Run"]):
         self.stop_step = 0  # where training ends
         # Step of the newest checkpoint, perhaps still being written; at first, that of the start
         self.last_saved_step = 0
+        self._found: list[Path] = []  # checkpoints of this folder when `read_checkpoint` looked
         self._stored: dict[str, Any] = {}  # content of `resumed`, until it is loaded
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self._writing: futures.Future[None] = futures.Future()  # the last checkpoint
@@ -77,7 +78,7 @@ class Run(AbstractContextManager["Run"]):
         checkpoint.resume names is not one or not of this run; CheckpointError for damaged ones.
         """
         given = self.config.checkpoint.resume
-        paths = self.world.on_rank_0(self._own_checkpoints)
+        paths = self._found = self.world.on_rank_0(self._own_checkpoints)
         if paths:
             self.is_first_start = False
             self.resumed, self._stored = checkpoint.load_newest(paths)
@@ -142,6 +143,7 @@ class Run(AbstractContextManager["Run"]):
     def _claim(self, state: TrainState) -> dict[str, Any] | None:
         """Lock the folder and tidy it up after a kill; return the summary of a finished run.
 
+        Raises UserError if another process has trained in it since `read_checkpoint`.
         checkpoint.resume=never moves an earlier run aside. Without a summary, writes the config.
         """
         if self.config.checkpoint.resume == "never" and self.path.exists():
@@ -149,6 +151,9 @@ class Run(AbstractContextManager["Run"]):
             _move_aside(self.path)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.path)
+        if self._own_checkpoints() != self._found:
+            wrong = "another process has trained in it during this start"
+            raise UserError(f"run.dir={self.path}", wrong, "give the same command again")
         for left in self.checkpoints.glob("*.tmp"):  # a kill leaves them
             left.unlink()
         if state.best_validation:

@@ -125,6 +125,15 @@ def test_a_change_that_no_state_fits_is_refused(name):
         refuse_changes(Path("step-7.pt"), changes, accept=True)
 
 
+def test_a_run_that_another_process_has_continued_is_refused(tmp_path):
+    """It trained between the two steps of this start, and its steps would be lost."""
+    with directory(tmp_path) as run:
+        run.read_checkpoint()
+        add_checkpoint(tmp_path, 7)
+        with pytest.raises(UserError, match="another process has trained in it during this start"):
+            run.resume(state_of(), {"identity": {}}, 100)
+
+
 def hold(path: Path, connection: Connection) -> None:
     """Open a run directory in another process, until it is killed."""
     signal.alarm(HANGS_SECONDS)
