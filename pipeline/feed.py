@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -155,10 +156,13 @@ def open_feed(
     local_batch_size = loader.batch_size // world.size
     # The batch of the step and 4 ready ones (8 were not faster), or 2 of more than 2,048 images.
     in_use = 5 if local_batch_size <= 2048 else 3
-    slots = slots_needed(datasets.train, local_batch_size, workers=max_workers, in_use=in_use)
+    slots_of = partial(
+        slots_needed, batch_size=local_batch_size, workers=max_workers, in_use=in_use
+    )
     limit = data.max_bad_fraction if data.on_error == "skip" else None
-    train_ring = Ring(datasets.train, local_batch_size, slots, limit, REPLACE_OR_SKIP)
-    rings = train_ring, Ring(datasets.val, local_batch_size, slots)
+    train_slots, val_slots = slots_of(datasets.train), slots_of(datasets.val)
+    train_ring = Ring(datasets.train, local_batch_size, train_slots, limit, REPLACE_OR_SKIP)
+    rings = train_ring, Ring(datasets.val, local_batch_size, val_slots)
     pool = Pool(rings, timeout_seconds=loader.timeout_seconds)
     train = Prefetcher(
         Loader(pool, 0, train_sampler.samples, in_use=in_use), images, batch_transforms

@@ -5,9 +5,11 @@ import pytest
 from conf.compose import from_overrides
 from conf.schema import Config
 from pipeline import feed, machine
-from pipeline.build import choose_decode_modes
+from pipeline.build import build_datasets, choose_decode_modes
 from pipeline.clock import StepTimes
 from pipeline.dataset import FolderDataset
+from pipeline.feed import open_feed
+from tests.engine.plans import ALONE
 from tests.pipeline.loaders import Files, assert_equal, opened, training
 
 
@@ -33,6 +35,13 @@ def test_workers(image_root, monkeypatch, workers, modes, measured, counts):
         slots = found.train.loader.ring.slots
         assert (found.pool.active, found.max_workers, slots) == counts
         assert len(found.pool.workers) == found.pool.active
+
+
+def test_each_split_has_slots_for_its_images():
+    """In an evaluation, those of training have 1 px."""
+    config = small("data.val_size=128", "loader.batch_size=128", "loader.workers=2")
+    with open_feed(config, build_datasets(config), ALONE) as found:
+        assert [split.loader.ring.slots for split in (found.train, found.val)] == [12, 8]
 
 
 @pytest.mark.parametrize(("storage", "workers"), [(0.0, 3), (0.1, 4), (1.0, 6), (9.0, 6)])
