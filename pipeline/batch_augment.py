@@ -36,7 +36,8 @@ ALPHA = number(0.001, 1000)
 class BatchShare:
     """A rank's rows of the global batch, and the random numbers of all rows."""
 
-    rng: np.random.Generator  # generator of this step, in the same state on every rank
+    # numpy's generator of this step, in the same state on every rank; None in a CUDA graph
+    rng: Any
     total: int  # rows of the global batch: draw this many of everything
     first: int  # this rank's first row
     count: int  # its number of rows

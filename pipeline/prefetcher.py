@@ -104,7 +104,10 @@ class MixingSlot(DeviceSlot):
         for name in self.image_names:
             share = self.transforms.share(step, len(fields[name]))
             share = replace(share, drawn=drawn, used=self._used)
-            images, targets = self.transforms.apply(fields[name], unmixed, share)
+            if drawn is not None:  # a graph would repeat what else is drawn
+                share = replace(share, rng=None)
+            # A copy, as a transform may change it in place.
+            images, targets = self.transforms.apply(fields[name], unmixed.clone(), share)
             mixed[name] = self.images(name, images.shape).copy_(images)
         if self.transforms.label is not None:
             mixed[TARGET] = self.copy(TARGET, targets)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -129,10 +130,19 @@ def pictures(batch: Batch) -> torch.Tensor:
     return torch.cat([batch["image"][:, None], batch["view"][:, None], batch["frames"]], 1)
 
 
+@dataclass(kw_only=True)
+class InPlace:
+    p: float
+
+    def __call__(self, images, targets, share):
+        return images.mul_(self.p / 2), targets.mul_(self.p / 2)
+
+
 @pytest.mark.parametrize(
     ("names", "entry"),
     [
         (("number",), "mixup"),
+        (("number",), f"{__name__}:InPlace"),
         (("labels",), "cutmix"),
         (("number", "labels", "mask"), "random_erasing"),
     ],
@@ -150,7 +160,7 @@ def test_all_images_and_the_numbers_are_mixed_alike(names, entry):
             images, found = pictures(before), pictures(after)
             for number in range(4):
                 share = BatchTransforms([], 2, seed=0).share(before.step, 8)
-                expected, target = transform(images[:, number], numbers, share)
+                expected, target = transform(images[:, number] + 0, numbers + 0, share)
                 assert torch.equal(found[:, number], expected)
                 assert not torch.equal(found[:, number], images[:, number])
             for name in names:
