@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from hashlib import blake2b
 from tarfile import TarInfo
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ from urllib.parse import urlsplit
 from fsspec.core import url_to_fs
 
 from conf.errors import UserError, describe
+from conf.start import default_cache_dir
 from pipeline.index import Index, Storage, load_files
 from pipeline.listing import BLOCK, Members, tar_members
 
@@ -37,27 +39,31 @@ class RemoteTar(Storage):
 
     def read(self, name: str, start: int, length: int) -> bytes:
         if start + length > self.kept:
-            return self._fetch(start, length)
+            return self._fetch(name, start, length)
         with suppress(OSError), open(self.copy, "rb", buffering=0) as copy:
             block = os.pread(copy.fileno(), BLOCK + length, start - BLOCK)
             data = block[BLOCK:]
             if zlib.crc32(data, length) == int.from_bytes(block[:BLOCK], "big"):
                 return data
-        data = self._fetch(start, length)
+        data = self._fetch(name, start, length)
         checksum = zlib.crc32(data, length).to_bytes(BLOCK, "big")  # a kill leaves parts of images
         with suppress(OSError):  # a full disk: the next epoch reads the image again
             with open(os.open(self.copy, os.O_RDWR | os.O_CREAT, 0o666), "wb", buffering=0) as copy:
                 os.pwrite(copy.fileno(), checksum + data, start - BLOCK)
         return data
 
-    def _fetch(self, start: int, length: int) -> bytes:
+    def _fetch(self, name: str, start: int, length: int) -> bytes:
         """Read an image and its header, which is another one if the tar file was replaced."""
         try:
             block = _range_of(self)(start - BLOCK, start + length)
-            size = TarInfo.frombuf(block[:BLOCK], "utf-8", "replace").size
-            if len(block) - BLOCK == size == length:
+            header = TarInfo.frombuf(block[:BLOCK], "utf-8", "surrogateescape")
+            is_named = _is_named(header, name)
+            if is_named and len(block) - BLOCK == header.size == length:
                 return block[BLOCK:]
             problem = f"{len(block)} of {BLOCK + length} bytes arrived"
+            if not is_named:
+                problem = f"{header.name} is in its place: {self.path}.json is of another tar file;"
+                problem += f" replace it (prepare.py writes it), and delete {default_cache_dir()}"
         except Exception as error:  # plugins raise many types
             problem = describe(error).partition("?")[0]  # without the signature of a URL
             _range_of.cache_clear()  # the signature may have expired
@@ -69,7 +75,9 @@ class RemoteTar(Storage):
     @staticmethod
     def stamp_of(url: str | bytes) -> tuple[int, int]:
         """Return a negative number, as it is no time at which a file has changed, and the size."""
-        return -1 - _ask(url, "checksum") % (1 << 62), _ask(url, "size")
+        info = {**_ask(url, "info"), "url": ""}  # a redirect may lead to a new signature
+        digest = blake2b(repr(info).encode(), digest_size=7).digest()
+        return -1 - int.from_bytes(digest), int(info["size"])
 
     @staticmethod
     def members(url: str, _: str) -> Members:
@@ -103,6 +111,11 @@ def tars(place: str, cache: str = "", gigabytes: float = 0) -> Callable[[str], I
 
 
 def _load(files: list[str], url: str, cache: str, limit: float, key: str) -> Index:
+    try:
+        _range_of(RemoteTar(files[0], RemoteTar.stamp_of(files[0])))(1, 2)
+    except Exception as error:  # plugins raise many types
+        cure = "give a server that answers range requests; `python -m http.server` does not"
+        raise UserError(files[0], describe(error).partition("?")[0], cure) from None
     index: Any = load_files(files, url, key, RemoteTar)
     share = limit / sum(tar.stamp[1] for tar in index.sources)
     os.makedirs(cache, exist_ok=True)  # now, because an error of a worker is not seen
@@ -123,6 +136,15 @@ def _ask(url: str | bytes, method: str) -> Any:
         raise UserError(os.fsdecode(url), describe(error), cure) from None
 
 
+def _is_named(header: TarInfo, name: str) -> bool:
+    """Whether a header in a tar file may be that of an image.
+
+    A longer name, or one in other letters, may stand in another header before it.
+    """
+    is_cut = len(header.name) >= 100
+    return is_cut or not name.isascii() or os.path.normpath(header.name).endswith(name)
+
+
 @cache
 def _range_of(tar: RemoteTar) -> Callable[[int, int], bytes]:
     """Open a tar file, once per process; return what reads a range of this version of it."""
@@ -135,6 +157,6 @@ def _range_of(tar: RemoteTar) -> Callable[[int, int], bytes]:
         with suppress(NotImplementedError):
             path = file_system.sign(path, expiration=86_400)  # a day
         direct = _file_system(path)[0].open(path, "rb", cache_type="none", **options)
-        direct._fetch_range(0, 1)
+        direct._fetch_range(1, 2)
         file = direct
     return getattr(file, "_fetch_range", partial(file_system.cat_file, path))

@@ -21,6 +21,7 @@ class Bucket(ThreadingHTTPServer):
     Attributes:
         fault: of a number of a range request, from 0, returns "", "500", "cut" or "stall".
         ranges: number of range requests for each path.
+        redirects: whether each request leads to a URL with a new signature.
     """
 
     daemon_threads = True
@@ -35,6 +36,7 @@ class Bucket(ThreadingHTTPServer):
     def reset(self) -> None:
         self.fault: Callable[[int], str] = lambda number: ""
         self.ranges: Counter[str] = Counter()
+        self.redirects = False
 
     def put(self, folder: Path, name: str = "") -> None:
         """Upload the files of a folder, as photos/<name>/<path in it>."""
@@ -60,10 +62,16 @@ class Handler(BaseHTTPRequestHandler):
     server: Bucket
 
     def do_GET(self) -> None:
+        if self.server.redirects and "?" not in self.path:
+            self.send_response(302)
+            self.send_header("Location", f"{self.path}?signature={time.time_ns()}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         headers = {key: value for key, value in self.headers.items() if key.lower() not in HOPS}
         fault = ""
-        if headers.get("Range", "bytes=0-0") != "bytes=0-0":  # as which each process asks once
+        if headers.get("Range", "bytes=1-1") != "bytes=1-1":  # as which each process asks once
             fault = self.server.fault(self.server.ranges.total())
             self.server.ranges[self.path.partition("?")[0]] += 1
         if fault == "stall":

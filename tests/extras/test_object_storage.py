@@ -3,7 +3,10 @@
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -92,11 +95,33 @@ def test_the_images_are_those_of_local_files(bucket, tars, protocol, name):
         assert content(load(f"/data/{root}/val")) == content(val)
 
 
-def test_an_index_file_of_another_tar_file_is_not_used(bucket, tars):
+def test_an_index_file_of_another_tar_file_is_not_used(bucket, tars, monkeypatch):
+    """Of one of the same size, the headers have other names."""
     bucket.put(tars / "prepared", "stale")
     bucket.put(tars / "one", "stale")
     local = load_index(tars / "one" / "val", key="data.val")
     assert content(load(f"{S3}/stale/val")) == content(local)
+    monkeypatch.setattr(index, "PAUSES", ())
+    bucket.put(tars / "prepared", "stale")
+    members = (tars / "prepared" / "train.tar.json").read_bytes()
+    bucket.send("PUT", "/photos/stale/train.tar.json", members.replace(b"dots/", b"dots/x"))
+    with pytest.raises(OSError, match=r"\.jpg is in its place: .*/train\.tar\.json is of another"):
+        content(load(f"{S3}/stale/train"))
+
+
+def test_a_redirect_to_another_signature_is_no_change(bucket, tars):
+    bucket.redirects = True
+    found = load(f"{bucket.url}/photos/one/val")
+    assert content(found) == content(load_index(tars / "one" / "val", key="data.val"))
+
+
+def test_a_server_without_range_requests_is_refused(tars):
+    handler = partial(SimpleHTTPRequestHandler, directory=tars)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(UserError, match="; give a server that answers range requests"):
+            load(f"http://127.0.0.1:{server.server_port}/one/train")
+        server.shutdown()
 
 
 @pytest.mark.parametrize("protocol", [S3, "http"])
