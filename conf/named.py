@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from conf.errors import UserError
+from conf.errors import UserError, did_you_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,7 +47,7 @@ def require_module(value: str, key: str) -> None:
     if not is_object_name(value) or not module_exists(value):
         file = value.partition(":")[0].replace(".", "/")
         wrong = f"there is no {file}.py in {ROOT}"
-        cure = "only its files are run; leave the name out"
+        cure = "correct the name or leave it out"
         for place in _places_of(value):
             cure = f"{cure}; {place}"
         raise UserError(f"{key}={value}", wrong, cure)
@@ -71,9 +71,11 @@ def import_object(value: str, key: str) -> Any:
     """
     require_module(value, key)
     module, _, name = value.partition(":")
-    attribute = getattr(importlib.import_module(module), name, None)
+    imported = importlib.import_module(module)
+    attribute = getattr(imported, name, None)
     if attribute is None:
-        raise UserError(f"{key}={value}", f"{module} has no {name}", "write module:name")
+        wrong = f"{module} has no {name}{did_you_mean(name, vars(imported))}"
+        raise UserError(f"{key}={value}", wrong)
     return attribute
 
 

@@ -212,7 +212,8 @@ class DemoDataset(FolderDataset):
 
     def __init__(self, data: DataConfig, split: str, transform: Compose, **options: Any) -> None:
         if split not in COUNTS:
-            raise UserError(split, "data=demo draws only train and val", "give data=folder")
+            wrong = f"data=demo draws only train and val, not {split}"
+            raise UserError("data.train, data.val", wrong, "give data=folder for other images")
         self.root = Path(data.root or "").expanduser()
         is_drawn(self.root)
         files: dict[str, list[bytes]] = {}

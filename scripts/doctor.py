@@ -24,6 +24,7 @@ if __name__ == "__main__":
 
 import hashlib
 import logging
+import math
 import os
 import shutil
 from collections import Counter
@@ -51,7 +52,6 @@ from pipeline.dataset import Dataset, FolderDataset
 from pipeline.index import ImageFolder, Index, find_storage, load_index
 from pipeline.listing import SPLITS, LeftOut, count_left_out, list_classes
 from pipeline.splits import held_out, other_classes
-from pipeline.worker import SKIP
 from scripts.lib.progress import in_threads, num_cores, with_progress
 from scripts.lib.trained import run_main, sorted_as_text
 
@@ -204,7 +204,8 @@ def unreadable(case: Case, name: str, bad: list[str]) -> Row:
     row = fail
     remedy = "replace or remove them (--all finds all of them)"
     if name != "val":
-        remedy += f", or give {SKIP}"
+        percent = min(100, 1 + math.ceil(100 * len(bad) / examined))
+        remedy += f", or give data.on_error=skip data.max_bad_fraction={percent / 100:g}"
         if config.on_error == "skip" and len(bad) <= config.max_bad_fraction * examined:
             row = warn
     result = f"{name}: {len(bad):,} of {examined:,} examined files cannot be read"

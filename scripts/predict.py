@@ -236,10 +236,13 @@ class Predictor:
 
     def most_probable(self, probabilities: Tensor) -> list[list[dict[str, Any]]]:
         """Return the classes of the largest probabilities, [B, classes], for each image."""
-        classes = probabilities[0].numel()
-        if classes == 1:
+        outputs, classes = probabilities[0].numel(), len(self.names)
+        if outputs == 1:
             wrong = "the model has one output, which is no probability of classes"
             raise UserError(wrong, cure="change predictions() in train.py")
+        if outputs != classes:
+            wrong = f"the model has {outputs:,} outputs for {classes:,} classes"
+            raise UserError(wrong, cure="change the model, or predictions() in train.py")
         best = probabilities.topk(min(self.top, classes))
         rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
         return [list(map(self.entry, *row)) for row in rows]

@@ -28,7 +28,7 @@ def test_it_trains_and_refuses_what_names_an_extra(core, image_root):
     assert trained.returncode == 0, trained
     shutil.rmtree(core / "run")
     for word in ("data=demo", "optim=lamb", "model.rewrite=extras.kernels:rewrite"):
-        assert "; only its files are run; leave the name out" in refused(core, *small, word)
+        assert "; correct the name or leave it out" in refused(core, *small, word)
     assert "-m=None: there is no None.py in " in refused(core, *small, "-m")
     shutil.copy(ROOT / "conf" / "config.yaml", core / "conf")
     named = "; conf/config.yaml has extras.expectation:Expectation, extras.gpu_decode:engines, ext"

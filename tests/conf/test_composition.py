@@ -64,7 +64,7 @@ def test_deleted_code_of_a_stored_config(values):
     gone = {**values, "log.observers": ["gone:Observer"], "model.rewrite": "gone:rewrite"}
     assert config_values(from_checkpoint(gone)) == values
     with pytest.raises(
-        UserError, match=r"model\.name=gone:net: there is no gone\.py in .*; leave the"
+        UserError, match=r"model\.name=gone:net: there is no gone\.py in .*; correct"
     ):
         from_checkpoint({**values, "model.name": "gone:net"})
 

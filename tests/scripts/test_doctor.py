@@ -154,7 +154,10 @@ def test_files_that_cannot_be_read(root):
             path = f"{root}/{split}/dots/bad{number}.jpg: "
             assert detail.startswith(path) and detail.removeprefix(path).startswith(reason)
         assert ("data.on_error=skip" in row.remedy) == (split == "train")
-    assert look(root, "data.on_error=skip")["readable"][0].status == "fail"  # more than 1 %
+    refused = look(root, "data.on_error=skip")["readable"][0]
+    assert refused.status == "fail"  # more than 1 %
+    advised = refused.remedy.split()[-2:]
+    assert look(root, *advised)["readable"][0].status == "warn"
 
 
 ODD = {

@@ -19,6 +19,7 @@ from PIL import Image
 
 import models
 import train
+from conf.errors import UserError
 from pipeline import build
 from pipeline.batch import Field
 from pipeline.dataset import FolderDataset
@@ -116,6 +117,13 @@ def test_same_predictions_as_the_pipeline(folder, photos, transforms, upright):
         assert ours == sorted(ours, reverse=True) and sum(ours) > 0.999
         classes = [entry["index"] for entry in result.values["predictions"]]
         assert ours == pytest.approx(probabilities[classes].tolist(), rel=1e-3)
+
+
+@pytest.mark.parametrize("outputs", [1, 9])
+def test_outputs_that_are_not_the_classes(folder, outputs):
+    predictor = Predictor(open_trained(folder, HERE), CPU)
+    with pytest.raises(UserError, match=r"^the model has (one output|9 outputs for 3 classes)"):
+        predictor.most_probable(torch.zeros(1, outputs))
 
 
 def test_features_enter_the_last_layer(folder, image_root, capsys):
