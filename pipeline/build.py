@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from conf.errors import UserError, describe, did_you_mean
-from conf.named import create_object, import_object, object_names_in, require_call, split_entry
+from conf.named import create_object, import_object, object_names_in, split_entry
 from conf.schema import Config, DataConfig
 from pipeline.augment import TRANSFORMS, Compose, build_by_name
 from pipeline.batch import IMAGE, LABEL
@@ -55,8 +55,7 @@ def build_datasets(
     data = config.data
     train_transform = build_image_transforms(config.augment.train, "augment.train")
     val_transform = build_image_transforms(config.augment.val, "augment.val")
-    for transform in build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch"):
-        require_call(transform, "augment.batch", "images", "targets", "share")
+    build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")  # only to check
     train, val, classes = build_splits(config, data, train_transform, val_transform)
     if len(classes) < 2 and train.fields.get("label") == LABEL:
         cure = f"give two, or data.root={data.root}/{classes[0]} if its folders are the classes"
