@@ -282,16 +282,18 @@ def _cached_scan(files: Sequence[str], origin: str, tar_kind: Any) -> Scan:
     scan = _read_cache(file, tar_kind)
     if scan is None:
         started = time.time()
-        scan = _scan(files, origin, tar_kind)
+        others: listing.LeftOut = {}
+        scan = _scan(files, origin, tar_kind, others)
         last_change = scan.stamps[:, 0].max() / 1e9
-        if last_change < started - SETTLED_SECONDS:
+        is_settled = last_change < started - SETTLED_SECONDS
+        # A link whose file appears later does not change its folder.
+        if is_settled and listing.IRREGULAR not in others.values():
             _write_cache(file, scan)
     return scan
 
 
-def _scan(files: Sequence[str], origin: str, tar_kind: Any) -> Scan:
-    """List the images of a split; `origin`: key=value, for messages."""
-    others: listing.LeftOut = {}
+def _scan(files: Sequence[str], origin: str, tar_kind: Any, others: listing.LeftOut) -> Scan:
+    """List the images of a split, and add the rest to `others`; `origin`: for messages."""
     places: listing.Places = {}
     folder = files[0]
     if os.path.isdir(folder):

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -23,7 +24,7 @@ EXTENSIONS = tuple(
 HIDDEN_NAMES = tuple(
     b". __MACOSX @eaDir #recycle #snapshot @Recycle $RECYCLE.BIN lost+found".split()
 )
-# Words in the names of files and folders -> the split that they name.
+# Words in the names of files, and first words of those of folders -> the split that they name.
 SPLITS = dict.fromkeys(["train", "training"], "train")
 SPLITS |= dict.fromkeys(["val", "valid", "validation", "dev"], "val")
 SPLITS |= dict.fromkeys(["test", "testing"], "test")
@@ -63,6 +64,11 @@ class ClassFolder(NamedTuple):
 def is_hidden(name: bytes) -> bool:
     """Whether a file or folder is hidden, or of the system."""
     return name.startswith(HIDDEN_NAMES)
+
+
+def first_word(name: str) -> str:
+    """Return the letters with which a name begins, as `training` of Training_set."""
+    return "".join(takewhile(str.isalpha, name.lower()))
 
 
 def is_image(path: bytes) -> bool:
@@ -186,7 +192,7 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
         folder = os.fsdecode(name)
         if not content.images:
             empty.append(folder)
-        if len(content.folders) > 1 and folder.lower() in SPLITS:
+        if len(content.folders) > 1 and first_word(folder) in SPLITS:
             wrong = f"class folder {folder} holds folders, as a split does"
             raise UserError(origin, wrong, "give data.train and data.val")
         classes[name] = content.images
@@ -315,7 +321,7 @@ def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
     Raises OSError if it cannot be read, and UserError if it is damaged, and says in which line.
     """
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.reader(file)
+        rows = csv.reader(file, skipinitialspace=True)
         try:
             for cells in rows:
                 if cells:

@@ -50,7 +50,7 @@ from pipeline import decode, machine
 from pipeline.build import build_datasets
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.index import ImageFolder, Index, find_storage, load_index
-from pipeline.listing import SPLITS, LeftOut, count_left_out, list_classes
+from pipeline.listing import SPLITS, LeftOut, count_left_out, first_word, list_classes
 from pipeline.splits import held_out, other_classes
 from scripts.lib.progress import in_threads, num_cores, with_progress
 from scripts.lib.trained import run_main, sorted_as_text
@@ -166,7 +166,7 @@ def existing_folder(root: Path, name: str, place: str) -> Path:
     folder = root / place
     if folder.is_dir():
         return folder
-    similar = {SPLITS.get(path.name.lower()): path for path in root.glob("*/")}
+    similar = {SPLITS.get(first_word(path.name)): path for path in root.glob("*/")}
     return similar.get(name, folder)
 
 

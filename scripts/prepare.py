@@ -25,7 +25,8 @@ are no baseline JPEGs in RGB or grey, become baseline RGB JPEGs of quality 90, 4
 orientation. Other files are kept. docs/performance.md compares sizes.
 
 Every image is decoded. unreadable.txt lists damaged ones, which are left out; then the exit status
-is 1. The same command resumes. prepare.json has the settings and the totals.
+is 1. The same command resumes, while the source has
+the same images. prepare.json has the settings and the totals.
 """
 
 import argparse
@@ -63,6 +64,7 @@ import json
 import os
 import tarfile
 import warnings
+import zlib
 from collections import Counter
 from contextlib import ExitStack
 from functools import cache, partial
@@ -256,11 +258,13 @@ def prepare_images(options: argparse.Namespace) -> int:
         raise UserError(f"--to {inner} and {outer} contain each other", cure="give another folder")
     samples, notes = recognise(options.source)
     images = Counter(sample.split for sample in samples)
+    names = "\0".join(sorted("/".join(sample[:3]) for sample in samples))
     settings = {
         "source": outer,
         "format": options.format,
         "side": options.side,
         "images": dict(sorted(images.items())),
+        "list of images, CRC-32": zlib.crc32(os.fsencode(names)),
     }
     start(options.to, settings)
     counts, unreadable = write_all(options, samples)

@@ -35,7 +35,7 @@ def leave_a_file(root: Path) -> None:
 DATA: dict[str, Callable[[Path], object]] = {
     "images": lambda root: None,
     "no-train": lambda root: (root / "train").rename(root / "Test"),
-    "a-split": lambda root: (root / "val").rename(root / "train" / "Test"),
+    "a-split": lambda root: (root / "val").rename(root / "train" / "Test_set"),
     "only-a-file": leave_a_file,
     "no-dots": lambda root: (root / "val" / "dots").rename(root / "val" / "dot"),
     "iphone": lambda root: [p.rename(f"{p}.heic") for p in (root / "val" / "dots").iterdir()],

@@ -152,6 +152,15 @@ def test_recently_changed_folder_is_not_cached(tmp_path):
     assert paths(root) == ["a/1.jpg", "b/2.jpg", "b/3.jpg", "b/4.jpg", "b/5.jpg"]
 
 
+def test_a_link_may_lead_to_a_file_later(tmp_path):
+    root = make(tmp_path / "root", "a/1.jpg", "b/2.jpg")
+    (root / "b" / "3.jpg").symlink_to(tmp_path / "3.jpg")
+    age(root)
+    assert paths(root) == ["a/1.jpg", "b/2.jpg"]
+    shutil.copy(root / "a" / "1.jpg", tmp_path / "3.jpg")
+    assert paths(root) == ["a/1.jpg", "b/2.jpg", "b/3.jpg"]
+
+
 def test_damaged_or_foreign_cache_is_scanned_again(tmp_path, cache, monkeypatch):
     root = age(make(tmp_path / "root", "a/1.jpg", "b/2.jpg", "b/3.jpg"))
     expected = paths(root)

@@ -273,6 +273,10 @@ FORMATS: dict[str, Format] = {
             "train/cat_dog/plain_text_train-00000-of-00001-000003_image.jpeg": jpeg(3),
         },
     ),
+    "names of splits with words": (
+        lambda: within("Training_set", IMAGES) | within("val2017", IMAGES),
+        BOTH,
+    ),
     # Classes may have the names of splits.
     "classes": (lambda: SPLIT_NAMES, within("train", SPLIT_NAMES)),
     "outside": (
@@ -428,6 +432,10 @@ def test_wrong_destinations(tmp_path, capsys):
     assert f"--to {to}: has side None, not 64; give the same" in error(to, "--side", "64")
     write(source, {"val/n02119789/new.jpg": jpeg(1)})
     assert "images {'train': 6, 'val': 6}, not {'train': 6, 'val': 7}" in error(to)
+    (source / "val/n02119789/new.jpg").rename(source / "val/n02100735/new.jpg")
+    assert run(source, tmp_path / "moved") == 0
+    (source / "val/n02100735/new.jpg").rename(source / "val/n02119789/new.jpg")
+    assert "moved: has list of images, CRC-32 " in error(tmp_path / "moved")
     assert written(to) == EXPECTED
 
 

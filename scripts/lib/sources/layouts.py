@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from conf.errors import UserError
-from pipeline.listing import SPLITS, LeftOut, count_left_out, walk, why_left_out
+from pipeline.listing import SPLITS, LeftOut, count_left_out, first_word, walk, why_left_out
 from scripts.lib.sources.cifar import cifar_samples, ppm
 from scripts.lib.sources.files import Place, Sample, Tree, is_image, read_place, tree_of_tar
 from scripts.lib.sources.imagenet import TRAIN_TAR, VAL_NAME, VAL_TAR, WNID, val_samples
@@ -93,7 +93,7 @@ def list_images(source: str, others: LeftOut) -> list[Sample]:
     tars = [path for path in tree if is_container(path)]
     if tars:
         return list_tars(source, tree, tars, others)
-    return read_folder(source, tree, SPLITS, others)
+    return read_folder(source, tree, {}, others)
 
 
 def list_files(source: str, others: LeftOut) -> Tree:
@@ -136,7 +136,7 @@ def list_tars(source: str, tree: Tree, tars: list[str], others: LeftOut) -> list
     if len(unlabelled) == len(records):
         if len(splits) > 1 and "" in splits.values():
             raise UserError(source, "no tar file has train or val in its name", "rename them")
-        return read_folder(source, tree, SPLITS | splits, others)
+        return read_folder(source, tree, splits, others)
     if unlabelled:
         label = f"{os.path.splitext(unlabelled[0])[0]}.cls"
         raise UserError(source, f"{unlabelled[0]} has no label", f"add {label} to the shard")
@@ -233,7 +233,8 @@ def read_folder(
 
     Folders in a class are part of the name, without images/, as in Tiny ImageNet's classes. The
     labels of ImageNet's validation images, which are not in class folders, are in other files of
-    the tree. `splits`: name of a folder -> split; files that are not read are added to `others`.
+    the tree. `splits`: name of a folder that stands for a tar file -> split; files that are not
+    read are added to `others`.
     """
     add_left_out(tree, others)
     images = below_common_folder(tree)
@@ -244,7 +245,7 @@ def read_folder(
         split, rest = "", path
         if with_splits:
             top, _, rest = path.partition("/")
-            split = splits.get(top.lower(), LOOSE)
+            split = split_of_folder(top, splits)
         label, _, name = rest.partition("/")
         if VAL_NAME.fullmatch(rest):
             flat[os.path.basename(rest)] = place
@@ -262,9 +263,15 @@ def has_splits(images: Tree, splits: Mapping[str, str]) -> bool:
     """Return whether a folder is the training split: a class may be called train, too."""
     for path in images:
         top, _, rest = path.partition("/")
-        if "/" in rest and splits.get(top.lower()) == "train":
+        if "/" in rest and split_of_folder(top, splits) == "train":
             return True
     return False
+
+
+def split_of_folder(name: str, splits: Mapping[str, str]) -> str:
+    """Return the split of a folder; LOOSE if it is none. `splits`: see `read_folder`."""
+    by_name = SPLITS.get(first_word(name), LOOSE)
+    return splits.get(name.lower(), by_name)
 
 
 def below_common_folder(tree: Tree) -> Tree:
