@@ -271,7 +271,7 @@ def _result(config: Config) -> Result:
     except (OSError, ValueError):
         return Result(None, WORST, "")
     by = config.train.best_by
-    value = summary[f"best_{by.removeprefix('-')}"]
+    value = summary.get(f"best_{by.removeprefix('-')}")  # none of an earlier train.best_by
     if value is None:
         return Result(None, WORST, summary["status"])
     return Result(value, -value if by.startswith("-") else value, summary["status"])

@@ -37,7 +37,6 @@ if __name__ == "__main__":
     OPTIONS = arguments()
 
 import json
-import math
 import os
 import time
 from dataclasses import dataclass, replace
@@ -332,8 +331,8 @@ def top1_real(predictions: list[int], places: list[int], labels: list[list[int]]
 
 
 def hits_of(result: Evaluated) -> dict[str, bool]:
-    """Return which images were right, by their paths below data.root."""
-    data, root = result.datasets.val, root_of(result.trained.config.data)
+    """Return which images were right, by their paths below the folder of the split."""
+    data, (root, _) = result.datasets.val, images_of(result.trained.config.data)
     hits = {}
     for number, hit in enumerate(result.rows["top1"].bool().tolist()):
         hits[os.path.relpath(data.name(number), root)] = hit
@@ -349,16 +348,23 @@ def read_hits(folder: Path) -> dict[str, bool]:
 
 
 def compare(hits: dict[str, bool], others: dict[str, bool]) -> str:
-    """State McNemar's test of two models. Raises UserError if their images are not the same."""
+    """State McNemar's exact test of two models: a sign test of the images where they differ.
+
+    Raises UserError if their images are not the same.
+    """
     if hits.keys() != others.keys():
         raise UserError("--against", "has other images", "evaluate both models on the same ones")
     differing = dict(hits.items() - others.items())
     here = sum(differing.values())
     there = len(differing) - here
-    distance = max(abs(here - there) - 1, 0)  # with the correction for continuity
-    p = math.erfc(distance / math.sqrt(2 * max(len(differing), 1)))
+    ways = 1  # to choose so many of the images that differ
+    tail = 0
+    for chosen in range(min(here, there) + 1):
+        tail += ways
+        ways = ways * (len(differing) - chosen) // (chosen + 1)
+    p = min(1.0, 2 * tail / 2 ** len(differing))
     counts = f"{here:,} right only here, {there:,} only there"
-    return f"of {len(hits):,} images, {counts}: p = {p:.2g} (McNemar)"
+    return f"of {len(hits):,} images, {counts}: p = {p:.2g} (McNemar, exact)"
 
 
 def write(result: Evaluated, folder: Path) -> None:
