@@ -25,8 +25,8 @@ are no baseline JPEGs in RGB or grey, become baseline RGB JPEGs of quality 90, 4
 orientation. Other files are kept. docs/performance.md compares sizes.
 
 Every image is decoded. unreadable.txt lists damaged ones, which are left out; then the exit status
-is 1. The same command resumes, while the source has
-the same images. prepare.json has the settings and the totals.
+is 1. The same command resumes, while the source has the same images. prepare.json has the settings
+and the totals.
 """
 
 import argparse
