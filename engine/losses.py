@@ -77,7 +77,7 @@ def named_weights(weights: Mapping[Any, float], classes: Sequence[str]) -> Tenso
     for key, weight in weights.items():
         name = str(key)  # YAML may have read a number
         if name not in classes:
-            wrong = f"there is no class {name}, but {', '.join(classes[:5])}, ..."
+            wrong = f"there is no class {name} among {len(classes):,}: {', '.join(classes[:5])}"
             raise UserError("train.class_weights", wrong + did_you_mean(name, classes))
         result[classes.index(name)] = weight
     return result

@@ -78,10 +78,10 @@ class Run(AbstractContextManager["Run"]):
         checkpoint.resume names is not one or not of this run; CheckpointError for damaged ones.
         """
         given = self.config.checkpoint.resume
-        paths = self._found = self.world.on_rank_0(self._own_checkpoints)
-        if paths:
+        self._found = self.world.on_rank_0(self._own_checkpoints)
+        if self._found:
             self.is_first_start = False
-            self.resumed, self._stored = checkpoint.load_newest(paths)
+            self.resumed, self._stored = checkpoint.load_newest(self._found)
             # The same command again resumes: `_continue` notes with what the first start began.
             history = self._stored["state"].get("history", [])
             began = any(line.endswith(f" with {given}") for line in history)
@@ -108,9 +108,9 @@ class Run(AbstractContextManager["Run"]):
     def resume(self, state: TrainState, metadata: dict[str, Any], stop_step: int) -> None:
         """Load what `read_checkpoint` has read, claim the folder and write config.yaml. Collective.
 
-        `metadata`: of `checkpoint_metadata`. Raises UserError, before anything is created, if the
-        checkpoint is of another training, or another process uses the folder. A finished run
-        keeps its config and its summary.
+        `metadata`: of `checkpoint_metadata`. Raises UserError, before it changes a run, if the
+        checkpoint is of another training, or another process uses or has just used the folder. A
+        finished run keeps its config and its summary.
         """
         self.world.require_same({"checkpoint": str(self.resumed), **metadata["identity"]})
         if self.resumed is not None:

@@ -33,7 +33,7 @@ _file_system = cache(partial(url_to_fs, use_listings_cache=False))
 @dataclass(frozen=True)
 class RemoteTar(Storage):
     path: str  # the URL
-    stamp: tuple[int, int]  # what changes with its ETag, and its size in bytes
+    stamp: tuple[int, int]  # hash of what the storage says about it, and its size in bytes
     copy: str = ""  # sparse file, which keeps the images that were read
     kept: float = 0  # bytes at the beginning of the tar file whose images it keeps
 
@@ -111,8 +111,9 @@ def tars(place: str, cache: str = "", gigabytes: float = 0) -> Callable[[str], I
 
 
 def _load(files: list[str], url: str, cache: str, limit: float, key: str) -> Index:
+    first = RemoteTar(files[0], RemoteTar.stamp_of(files[0]))
     try:
-        _range_of(RemoteTar(files[0], RemoteTar.stamp_of(files[0])))(1, 2)
+        _range_of(first)(1, 2)
     except Exception as error:  # plugins raise many types
         cure = "give a server that answers range requests; `python -m http.server` does not"
         raise UserError(files[0], describe(error).partition("?")[0], cure) from None

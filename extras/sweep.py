@@ -40,6 +40,7 @@ from conf.start import handle_stops, stop_with_parent
 if TYPE_CHECKING:
     from engine.metrics import Metrics  # imports torch
 
+MAX_JOBS = 10_000
 REPEATS = ("data.val_fold", "train.seed")  # the table ends with the mean over their values
 WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
 OPTUNA = "hydra/sweeper=optuna"  # minimises by default
@@ -94,9 +95,12 @@ class Sweep:
         self.fixed = tuple(fixed)
         self.settings = [*settings, *swept.values()]  # of Hydra
         self.has_plugin = any(word.startswith("hydra/sweeper=") for word in settings)
-        read_overrides(itertools.chain(*self.columns.values()))
         jobs = itertools.product(*self.columns.values())
-        self.jobs: list[Overrides] = [next(jobs)] if self.has_plugin else list(jobs)
+        most = 1 if self.has_plugin else MAX_JOBS + 1
+        self.jobs: list[Overrides] = [*itertools.islice(jobs, most)]
+        if len(self.jobs) > MAX_JOBS:
+            raise UserError("-m", f"more than {MAX_JOBS:,} jobs", "give fewer values")
+        read_overrides(itertools.chain(*self.columns.values()))
         folders = {self.config(job).run.dir for job in self.jobs}
         if len(folders) < len(self.jobs):
             cure = "leave out run.dir and run.name, or write each key that varies into run.name, "
@@ -201,7 +205,7 @@ def _values(text: str) -> list[str]:
         if override.is_interval_sweep():
             interval: Any = override.value()
             return [str(interval.start)]
-        return list(override.sweep_string_iterator())
+        return [*itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1)]
     except HydraException:
         return []  # composing says what is wrong
 

@@ -11,7 +11,8 @@ Parameters are drawn on the host, one set per image or group of images, from a g
 pure function of (seed, step). Every rank draws for the global batch and takes its own, so the draws
 of an image, and the image it is mixed with, do not depend on the number of ranks. For random
 numbers per pixel, use `torch.Generator(images.device).manual_seed(int(share.rng.integers(2**63)))`:
-torch's global generator would give different numbers after a restart.
+torch's global generator would give different numbers after a restart. A transform with such numbers
+must not call `share.numbers`: in a CUDA graph, there is no `share.rng`.
 """
 
 import math

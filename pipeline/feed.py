@@ -160,9 +160,10 @@ def open_feed(
         slots_needed, batch_size=local_batch_size, workers=max_workers, in_use=in_use
     )
     limit = data.max_bad_fraction if data.on_error == "skip" else None
-    train_slots, val_slots = slots_of(datasets.train), slots_of(datasets.val)
-    train_ring = Ring(datasets.train, local_batch_size, train_slots, limit, REPLACE_OR_SKIP)
-    rings = train_ring, Ring(datasets.val, local_batch_size, val_slots)
+    slots = slots_of(datasets.train)
+    train_ring = Ring(datasets.train, local_batch_size, slots, limit, REPLACE_OR_SKIP)
+    val_ring = Ring(datasets.val, local_batch_size, slots_of(datasets.val))
+    rings = train_ring, val_ring
     pool = Pool(rings, timeout_seconds=loader.timeout_seconds)
     train = Prefetcher(
         Loader(pool, 0, train_sampler.samples, in_use=in_use), images, batch_transforms

@@ -90,9 +90,11 @@ class MixingSlot(DeviceSlot):
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         state = generator.graphsafe_get_state()
         generator.graphsafe_set_state(generator.clone_state())
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self._mixed = self._mix(fields, 0, iter(self._numbers))
-        generator.graphsafe_set_state(state)
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self._mixed = self._mix(fields, 0, iter(self._numbers))
+        finally:
+            generator.graphsafe_set_state(state)
         self._graph = graph
         self._addresses = [*map(Tensor.data_ptr, fields.values())]
 

@@ -26,7 +26,7 @@ from pipeline.dataset import READ_AHEAD, Dataset
 from pipeline.shared import SharedArray
 from pipeline.start import IGNORED_SIGNALS
 
-NAME = "loader worker"  # of the processes
+WORKER_NAME = "loader worker"  # of the processes; others unblock signals
 EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
 CHECK = "run `python scripts/doctor.py --all` with the same overrides to check every file"
 REPLACE = f"replace or remove it; {CHECK}"
@@ -209,7 +209,7 @@ def _unblock_signals(_: object) -> None:
 
     A Pool of a dataset ends its processes by SIGTERM, and would wait for them for ever.
     """
-    if current_process().name != NAME:
+    if current_process().name != WORKER_NAME:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
 
 

@@ -204,6 +204,7 @@ def unreadable(case: Case, name: str, bad: list[str]) -> Row:
     row = fail
     remedy = "replace or remove them (--all finds all of them)"
     if name != "val":
+        # One more, as the examined files may be a sample.
         percent = min(100, 1 + math.ceil(100 * len(bad) / examined))
         remedy += f", or give data.on_error=skip data.max_bad_fraction={percent / 100:g}"
         if config.on_error == "skip" and len(bad) <= config.max_bad_fraction * examined:

@@ -236,7 +236,8 @@ class Predictor:
 
     def most_probable(self, probabilities: Tensor) -> list[list[dict[str, Any]]]:
         """Return the classes of the largest probabilities, [B, classes], for each image."""
-        outputs, classes = probabilities[0].numel(), len(self.names)
+        outputs = probabilities[0].numel()
+        classes = len(self.names)
         if outputs == 1:
             wrong = "the model has one output, which is no probability of classes"
             raise UserError(wrong, cure="change predictions() in train.py")

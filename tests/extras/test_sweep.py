@@ -57,6 +57,7 @@ MISTAKES = {
     "optim.lr=0.1,-2": "optim.lr=-2: not allowed; give a number > 0",
     "model=glob(res*)": "model=glob(res*): no such model; give ",
     "optim.lr=1,2 run.dir=x": "such as 'run.name=NAME-${optim.lr}'",
+    "train.seed=range(0,10000000000)": "-m: more than 10,000 jobs",
     "optim.lr=1,2 data.root=gone": "data.root=gone: there is no folder or file /",
 }
 

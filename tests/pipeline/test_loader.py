@@ -48,7 +48,10 @@ def begun(loader: Loader) -> list[Task]:
 
 
 def test_the_forkserver_imports_torch_before_the_program_does_and_in_any_folder(tmp_path):
-    """Python 3.11 does not tell it where the modules of the program are."""
+    """Python 3.11 does not tell it where the modules of the program are.
+
+    A process that is no worker ends by SIGTERM.
+    """
     needs_linux()
     program = """
 import sys, time
@@ -60,10 +63,10 @@ imported = "print('torch' in __import__('sys').modules, flush=True)"
 exec(imported)
 with get_context("forkserver").Pool(1) as pool:
     pool.apply(exec, [imported])
-worker = get_context("forkserver").Process(target=time.sleep, args=[1000])
-worker.start()
-worker.terminate()  # as the end of a Pool may do
-worker.join()
+other = get_context("forkserver").Process(target=time.sleep, args=[1000])
+other.start()
+other.terminate()  # as the end of a Pool may do
+other.join()
 """
     result = run_python("-c", program, ROOT, cwd=tmp_path)
     assert result.stdout == "False\nTrue\n", result.stderr

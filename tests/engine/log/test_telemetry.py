@@ -83,10 +83,12 @@ def test_the_reasons_for_reduced_clocks(monkeypatch):
         return masks[number] if number < 24 else 0
 
     query = "nvmlDeviceGetCurrentClocksThrottleReasons"
-    nvml = install(nvml_with(**{query: mask}), monkeypatch)
+    of_sms = Mock(side_effect=lambda gpu, clock: {1: 1980}[clock])
+    nvml = install(nvml_with(**{query: mask, "nvmlDeviceGetClockInfo": of_sms}), monkeypatch)
     with GpuMonitor(CUDA) as monitor:
         wait_for("24 samples", lambda: getattr(nvml, query).call_count == 25)
-        assert monitor.read()["gpu/throttled_fraction"] == 13 / 24
+        means = monitor.read()
+        assert (means["gpu/throttled_fraction"], means["gpu/sm_clock_mhz"]) == (13 / 24, 1980)
         text = monitor.slowdowns()
         assert text.startswith("thermal throttling by the driver, 25 % ")
         assert text.count(" % ") == text.count(", 12 % of the time") + 1 == 3
