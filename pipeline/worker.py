@@ -26,7 +26,7 @@ from pipeline.dataset import READ_AHEAD, Dataset
 from pipeline.shared import SharedArray
 from pipeline.start import IGNORED_SIGNALS
 
-WORKER_NAME = "loader worker"  # of the processes; others unblock signals
+WORKER_NAME = "loader worker"  # of each worker process; other processes unblock signals
 EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
 CHECK = "run `python scripts/doctor.py --all` with the same overrides to check every file"
 REPLACE = f"replace or remove it; {CHECK}"
