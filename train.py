@@ -52,6 +52,7 @@ from engine.compute import (
     Compute,
     build_model,
     choose_compute,
+    compile_blocks,
     compile_function,
     garbage_collection_paused,
     set_up_kernels,
@@ -377,6 +378,8 @@ def build_state(config: Config, datasets: Datasets, compute: Compute, world: Wor
     if compute.rewrite is not None:
         options = {"channels_last": compute.channels_last}
         create_object(compute.rewrite, "model.rewrite", object, model, **options)
+    if compute.compile_mode == "blocks":
+        compile_blocks(model)
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
     scaler = torch.amp.GradScaler(world.device.type, enabled=compute.precision == "fp16")

@@ -44,8 +44,10 @@ MANY_OPERATIONS = 2e18
 # With model.compile=recompute, the backward pass computes all but this share of the activations
 # again. ViT-S/16 with 80 images on a CPU then needs 0.6 of the memory.
 RECOMPUTE_KEEPS = 0.2
-# Values of model.compile that are no modes of torch.compile. `tuned` searches all block sizes.
+# Values of model.compile that are no modes of torch.compile, and `blocks`, see `compile_blocks`.
+# `tuned` searches all block sizes.
 COMPILE_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "blocks": {"mode": "default"},
     "recompute": {"mode": "default"},
     "tuned": {"options": {"coordinate_descent_tuning": True}},
 }
@@ -120,6 +122,8 @@ def choose_compute(
     steps = schedule.stop_step
     operations = 3 * flops * steps * schedule.local_batch_size  # of this rank, in the whole run
     mode = resolve_compile(config, device, steps, operations)
+    if mode == "default" and has_equal_blocks(model):
+        mode = "blocks"
     rewrite = None
     if on_gpu and precision == "bf16" and mode not in ("off", "recompute"):
         rewrite = config.model.rewrite
@@ -228,13 +232,38 @@ def garbage_collection_paused() -> Iterator[None]:
         gc.unfreeze()
 
 
+def has_equal_blocks(model: nn.Module) -> bool:
+    """Whether all of `model.blocks` print alike, as in a vision transformer without drop path.
+
+    Such modules differ in their weights only, and one compilation serves them all.
+    """
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
+        return False
+    return len({repr(block) for block in blocks}) == 1
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile `model.blocks`, each alone. `evaluate` does without.
+
+    On an H200, the first start of ViT-S/16 takes 27 s instead of 41 s, and a step 0.3 % more time.
+    """
+    for block in model.get_submodule("blocks").children():
+        block.compile(**compile_arguments("blocks"))
+
+
 def compile_function(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    """Return the function compiled with the mode of model.compile, or unchanged if it is `off`."""
-    if mode == "off":
+    """Return the function compiled, or unchanged if the mode is `off`, or `blocks` of the model."""
+    if mode in ("off", "blocks"):
         return function
+    return torch.compile(function, **compile_arguments(mode))
+
+
+def compile_arguments(mode: str) -> dict[str, Any]:
+    """Set torch's options for a mode of model.compile; return the arguments of torch.compile."""
     # Without this, torch does not cache graphs with a gradient that is written by hand.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     kept = RECOMPUTE_KEEPS if mode == "recompute" else 1.0
     torch._functorch.config.activation_memory_budget = kept
     arguments = COMPILE_ARGUMENTS.get(mode, {"mode": mode})
-    return torch.compile(function, dynamic=False, **arguments)
+    return {"dynamic": False, **arguments}

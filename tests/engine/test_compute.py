@@ -8,9 +8,17 @@ from torch import nn
 
 import models
 from conf.compose import from_overrides
-from engine.compute import choose_precision, compile_function, count_flops, resolve_compile
+from engine.compute import (
+    choose_precision,
+    compile_blocks,
+    compile_function,
+    count_flops,
+    has_equal_blocks,
+    resolve_compile,
+)
 from tests.engine.plans import compute
 from tests.helpers.processes import run_python
+from tests.models.test_vit import short_vit
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -52,6 +60,33 @@ def test_recompute_keeps_fewer_activations():
     fewer, found = gradients("recompute")
     assert fewer < kept / 2
     torch.testing.assert_close(found, expected)
+
+
+def test_blocks_that_differ_are_compiled_with_the_whole_step():
+    """With drop path, each block has its own rate: they would be compiled one by one."""
+    model = nn.Module()
+    assert not has_equal_blocks(model)
+    model.blocks = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.1))
+    assert has_equal_blocks(model)
+    model.blocks = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.2))
+    assert not has_equal_blocks(model)
+
+
+@pytest.mark.slow
+def test_equal_blocks_are_compiled_once():
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    torch._dynamo.reset()
+    model, images = short_vit(7, 32), torch.randn(4, 3, 32, 32)
+    nn.init.normal_(model.head.weight)
+    expected = torch.autograd.grad(model(images).square().mean(), list(model.parameters()))
+    assert has_equal_blocks(model)
+    compile_blocks(model)
+    torch._dynamo.utils.counters.clear()
+    found = torch.autograd.grad(model(images).square().mean(), list(model.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    # The first of three has its own: its residual stream, the positions, needs no gradient.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.parametrize(
