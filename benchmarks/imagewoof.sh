@@ -9,15 +9,13 @@ data=${1:-data}
 git clone https://github.com/q878787/imagewoof2-320 "$data/imagewoof2-320"
 
 data=$data/imagewoof2-320
-slower="optim.lr=0.005 optim.args={rate:0.02,fixed_norm:true}"
-cutmix="augment.batch=[{cutmix:{p:0.5}}]"
 for seed in 1 2 3 4 5; do
     python train.py recipe=imagewoof data.root="$data" data.image_size=128 train.seed=$seed
     python train.py recipe=imagewoof data.root="$data" data.image_size=192 train.seed=$seed
     python train.py recipe=imagewoof data.root="$data" data.image_size=256 train.seed=$seed
     python train.py recipe=imagewoof data.root="$data" data.image_size=128 train.epochs=20 train.seed=$seed
-    python train.py recipe=imagewoof data.root="$data" data.image_size=192 train.epochs=20 train.seed=$seed $slower
-    python train.py recipe=imagewoof data.root="$data" data.image_size=256 train.epochs=20 train.seed=$seed $slower
+    python train.py recipe=imagewoof data.root="$data" data.image_size=192 train.epochs=20 train.seed=$seed optim.lr=0.005 'optim.args={rate:0.02,fixed_norm:true}'
+    python train.py recipe=imagewoof data.root="$data" data.image_size=256 train.epochs=20 train.seed=$seed optim.lr=0.005 'optim.args={rate:0.02,fixed_norm:true}'
 done
-python train.py recipe=imagewoof data.root="$data" data.image_size=128 train.epochs=80 train.seed=2 $slower "$cutmix"
-python train.py recipe=imagewoof data.root="$data" data.image_size=256 train.epochs=80 train.seed=1 $slower "$cutmix"
+python train.py recipe=imagewoof data.root="$data" data.image_size=128 train.epochs=80 train.seed=2 optim.lr=0.005 'optim.args={rate:0.02,fixed_norm:true}' 'augment.batch=[{cutmix:{p:0.5}}]'
+python train.py recipe=imagewoof data.root="$data" data.image_size=256 train.epochs=80 train.seed=1 optim.lr=0.005 'optim.args={rate:0.02,fixed_norm:true}' 'augment.batch=[{cutmix:{p:0.5}}]'
