@@ -72,7 +72,18 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     train = load_index(os.path.join(root, data.train), key="data.train", storage=data.storage)
     if train.classes != val.classes:
         raise other_classes(train, val)
+    if train.root != val.root and train.sources == val.sources:
+        refuse_shared_images(train, val)
     return train, val
+
+
+def refuse_shared_images(train: Index, val: Index) -> None:
+    """Raise UserError if two lists beside each other have images in common."""
+    shared = np.intersect1d(train.paths.array, val.paths.array)
+    if len(shared):
+        example = os.fsdecode(shared[0])
+        wrong = f"{len(shared):,} of its images are also in {train.root}, such as {example}"
+        raise UserError(f"data.val={val.root}", wrong, "remove them from one of the lists")
 
 
 def other_classes(train: Index, val: Index) -> UserError:

@@ -1,11 +1,13 @@
 """Which images are the splits: data.val_fraction and data.val_fold."""
 
+import re
 import shutil
 from collections import Counter
 
 import pytest
 
 from conf.compose import from_overrides
+from conf.errors import UserError
 from conf.schema import DataConfig
 from pipeline.build import build_datasets
 from pipeline.index import ImageFolder, Index, load_index
@@ -72,3 +74,15 @@ def test_the_same_images_are_held_out_of_every_storage(changeable, image_root, t
 def test_fake_validation_images_are_a_tenth():
     datasets = build_datasets(from_overrides(["data=fake", "data.fake_images=60"]))
     assert (len(datasets.train), len(datasets.val)) == (60, 6)
+
+
+def test_lists_that_share_images_are_refused(tmp_path):
+    for name in "123":
+        (tmp_path / f"{name}.jpg").touch()
+    (tmp_path / "train.csv").write_text("1.jpg,a\n2.jpg,b\n")
+    (tmp_path / "val.csv").write_text("3.jpg,a\n2.jpg,b\n")
+    wrong = f"val.csv: 1 of its images are also in {tmp_path}/train.csv, such as 2.jpg; "
+    with pytest.raises(UserError, match=re.escape(wrong)):
+        splits(tmp_path)
+    both, _ = splits(tmp_path, train="val")  # as evaluate.py reads the validation split
+    assert len(both) == 2

@@ -380,6 +380,7 @@ WRONG: list[tuple[Source, str]] = [
     (lambda: {"imagenet.zip": b"PK"}, "holds no images in class folders; give"),
     (lambda: {"a/1.jpg": b"", "b.tar": b""}, "has images (a/1.jpg) and tar files (b.tar); give"),
     (lambda: GIVEN_TWICE, "is the name of 2 images"),
+    (lambda: {"cat/1.jpg": b"", "cat /2.jpg": b""}, "2 classes have the name cat; rename one"),
     (lambda: NO_SPLIT, "no tar file has train or val in its name; rename them"),
     (lambda: {"train-0.tar": b"", "x.tar": b""}, "x.tar: the name does not contain train or"),
     (lambda: TWO_DATASETS, "several datasets (a, b); give the folder"),

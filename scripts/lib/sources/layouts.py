@@ -46,10 +46,14 @@ def recognise(source: str) -> tuple[list[Sample], list[str]]:
     if not listed:
         raise UserError(source, "holds no images in class folders", WHAT)
     used, notes = used_splits({sample.split for sample in listed})
+    folders = {label: folder_name(label) for label in {sample.label for sample in listed}}
+    [(folder, count)] = Counter(folders.values()).most_common(1)
+    if count > 1:
+        raise UserError(source, f"{count} classes have the name {folder}", "rename one of them")
     samples = []
     for sample in listed:
         if sample.split in used:
-            label = folder_name(sample.label)
+            label = folders[sample.label]
             samples.append(sample._replace(split=used[sample.split], label=label))
     names = Counter(sample[:3] for sample in samples)
     [((_, label, name), count)] = names.most_common(1)
