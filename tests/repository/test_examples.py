@@ -98,16 +98,17 @@ class Fork:
 
 def prepared(tree: Path, root: Path, name: str) -> Fork:
     """Apply a patch and run the commands before its training."""
-    skip_without_datasets(name)
+    skip_without_package(name)
     fork = Fork(tree, root, name)
     for words in fork.example.before:
         fork.run(words)
     return fork
 
 
-def skip_without_datasets(name: str) -> None:
-    if name == "hugging_face":
-        pytest.importorskip("datasets", reason="needs `pip install datasets`")
+def skip_without_package(name: str) -> None:
+    package = {"hugging_face": "datasets", "mlflow": "mlflow"}.get(name)
+    if package is not None:
+        pytest.importorskip(package, reason=f"needs `pip install {package}`")
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +144,7 @@ def test_patch_trains_two_steps(name, tree, tmp_path, ranks):
     fork = Fork(tree, tmp_path / "tree", name)
     fork.check_sources("ruff", "check")
     fork.check_sources("ruff", "format", "--check")
-    skip_without_datasets(name)
+    skip_without_package(name)
     two_steps = [*ON_CPU, "train.max_steps=2", "log.trackers=[]"]
     for words in [*fork.example.before, fork.training()]:
         # In a process that has imported torch already
@@ -191,7 +192,7 @@ def test_killed_training_ends_as_a_whole_one(name, tree, tmp_path):
         assert summary_of(killed)[key] == summary_of(whole)[key]
 
 
-SAME_WEIGHTS = ("storage", "grad_norm", "grad_cam", "roc", "profiler")  # as without the patch
+SAME_WEIGHTS = ("storage", "grad_norm", "grad_cam", "roc", "profiler", "mlflow")  # as without
 LOGGED = {"grad_norm": "grad_norm", "two_heads": "auxiliary_loss"}
 WRITTEN = {"grad_norm": "report.html", "grad_cam": "grad_cam/00*.png", "roc": "curves.html"}
 WRITTEN["profiler"] = "profile/steps-1-3.json.gz"
@@ -281,8 +282,11 @@ def test_values_are_those_of_the_literature(name, code, tree, tmp_path):
     Fork(tree, tmp_path / "tree", name).run(["-c", code])
 
 
-@pytest.mark.parametrize(("name", "tests"), [("regression", "table"), ("profiler", "profiler")])
+@pytest.mark.parametrize(
+    ("name", "tests"), [("regression", "table"), ("profiler", "profiler"), ("mlflow", "mlflow")]
+)
 def test_tests_of_a_patch_pass(name, tests, tree, tmp_path):
+    skip_without_package(name)
     fork = Fork(tree, tmp_path / "tree", name)
     fork.run(["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/extras/test_{tests}.py"])
 
