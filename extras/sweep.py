@@ -161,7 +161,7 @@ class Sweep:
         return int(any(result.status != "finished" for result in results.values()))
 
     def _print_means(self, results: Mapping[Overrides, Result], metrics: "Metrics") -> None:
-        """Print the means over REPEATS, and which values of the best job limit the search."""
+        """Print the means over REPEATS."""
         groups: dict[Overrides, list[float]] = defaultdict(list)
         for job, result in results.items():
             if result.value is not None:
@@ -170,26 +170,12 @@ class Sweep:
         means = {group: mean(values) for group, values in groups.items()}
         by = metrics.best_by
         form = metrics[by.name].form
-        best_first = sorted(means, key=means.__getitem__, reverse=not by.lower_is_better)
-        for group in best_first:
+        for group in sorted(means, key=means.__getitem__, reverse=not by.lower_is_better):
             values = groups[group]
             if len(values) > 1:
                 text = f"{means[group]:9{form}}  mean of {len(values)} best values"
                 spread = f"standard deviation {stdev(values):{form}}"
                 print("  ".join([f"{text}, {spread}", *group]))
-        for group in best_first[:1]:
-            self._print_limits(group)
-
-    def _print_limits(self, best: Overrides) -> None:
-        """Say which numbers of the best job are the lowest or highest tried."""
-        for word in best:
-            tried = _numbers(self.columns[_key(word)])
-            if len(tried) < 2:
-                continue
-            if word == tried[0]:
-                print(f"note      {word} is the lowest value tried; a lower one may be better")
-            if word == tried[-1]:
-                print(f"note      {word} is the highest value tried; a higher one may be better")
 
 
 def _key(override: str) -> str:
@@ -208,14 +194,6 @@ def _values(text: str) -> list[str]:
         return [*itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1)]
     except HydraException:
         return []  # composing says what is wrong
-
-
-def _numbers(column: Sequence[str]) -> list[str]:
-    """Return the overrides of a key in ascending order; none if their values are not numbers."""
-    try:
-        return sorted(column, key=lambda word: float(word.partition("=")[2]))
-    except ValueError:
-        return []
 
 
 @cache
