@@ -12,7 +12,6 @@ By default, conf/config.yaml names it: log.observers=[extras.expectation:Expecta
     hardware, time: what a run takes.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,27 +37,11 @@ class Expectation(Observer):
                 raise UserError("expect", f"no {name}", "add it to this node of the recipe's file")
 
     def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what summary.json says about the expectation; None if the run is not the recipe.
-
-        A warning says if the run has learned nothing.
-        """
+        """Return the expectation for summary.json; None if the run is not that of the recipe."""
         row = self.log.state.last_validation
-        added: dict[str, Any] = {"expectation": None}
-        if self._has_learned_nothing(row):
-            guess = f"{math.log(len(self.log.datasets.classes)):.2f}, that of a guess"
-            cure = "check optim.lr and labels (docs/faq.md)"
-            added["warning"] = {"line": f"warning   the loss is not below {guess}: {cure}"}
         if row.get("step") == self.log.schedule.steps and self._is_comparable():
-            added["expectation"] = self._compared(row)
-        return added
-
-    def _has_learned_nothing(self, row: Mapping[str, float]) -> bool:
-        """Whether neither loss, in training and validation, is below that of a guess."""
-        if "top1" not in row or row["epoch"] < 1:
-            return False
-        losses = [row["loss"], self.log.row.get("loss", math.inf)]
-        guess = math.log(len(self.log.datasets.classes))
-        return not any(loss < guess for loss in losses)
+            return {"expectation": self._compared(row)}
+        return {"expectation": None}
 
     def _is_comparable(self) -> bool:
         """Whether recipe and data are those of `expect`, and the run continues no other one."""
