@@ -50,7 +50,7 @@ from pipeline import decode, machine
 from pipeline.build import build_datasets
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.index import ImageFolder, Index, find_storage, load_index
-from pipeline.listing import SPLITS, LeftOut, count_left_out, first_word, list_classes
+from pipeline.listing import LeftOut, count_left_out, list_classes
 from pipeline.splits import held_out, other_classes
 from scripts.lib.progress import in_threads, num_cores, with_progress
 from scripts.lib.trained import run_main, sorted_as_text
@@ -150,24 +150,15 @@ def list_apart(case: Case) -> Iterator[str]:
         if not find_storage(root / config.train):
             splits = {"root": "."}
     for name, place in splits.items():
-        for folder in dict.fromkeys([root / place, existing_folder(root, name, place)]):
-            try:
-                case.indexes[name] = load_index(folder, key=f"data.{name}")
-            except UserError as error:
-                yield str(error)
-                list_images(case, name, folder)
+        folder = root / place
+        try:
+            case.indexes[name] = load_index(folder, key=f"data.{name}")
+        except UserError as error:
+            yield str(error)
+            list_images(case, name, folder)
     classes = set(map(attrgetter("classes"), case.indexes.values()))
     if len(classes) > 1:
         yield str(other_classes(*case.indexes.values()))
-
-
-def existing_folder(root: Path, name: str, place: str) -> Path:
-    """Return the folder of a split; if there is none, another one that is named like the split."""
-    folder = root / place
-    if folder.is_dir():
-        return folder
-    similar = {SPLITS.get(first_word(path.name)): path for path in root.glob("*/")}
-    return similar.get(name, folder)
 
 
 def list_images(case: Case, name: str, folder: Path) -> None:

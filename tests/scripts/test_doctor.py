@@ -109,8 +109,6 @@ def test_each_fault_is_found_in_one_run(root):
     (root / "val" / "cats" / "photo.heic").touch()
     (root / "val" / "cats" / "empty.jpg").touch()
     shutil.copy(root / "train" / "dots" / "03.jpg", root / "val" / "cats" / "copy.jpg")
-    (root / "val").rename(root / "Validation")
-    (root / "train").rename(root / "training")
     again = "train.prepare=tests.scripts.test_doctor:compose_again"
     found = look(root, again, "model.weights=gone.pth")
     mistakes = "\n".join(map(attrgetter("result"), of_status("fail", found["data"])))
@@ -120,15 +118,15 @@ def test_each_fault_is_found_in_one_run(root):
     assert mistakes.count("only there: ['dots']; only here: ['cats']") == 1, mistakes
     assert ".heic (1)" in only(of_status("warn", found["data"])).result
     train, val = found["readable"]
-    assert only(train.details).startswith(f"{root}/training/dots/01.jpg: ")
-    assert only(val.details) == f"{root}/Validation/cats/empty.jpg: empty, 0 bytes"
+    assert only(train.details).startswith(f"{root}/train/dots/01.jpg: ")
+    assert only(val.details) == f"{root}/val/cats/empty.jpg: empty, 0 bytes"
     odd = only(of_status("warn", found["odd files"]))
-    assert odd.details == (f"{root}/training/dots/odd.jpg",)
+    assert odd.details == (f"{root}/train/dots/odd.jpg",)
     assert "cats/copy.jpg = " in only(only(found["duplicates"]).details)
     assert found["plan"][-1].result.startswith("model.weights=gone.pth: cannot be read")
-    found = look(root / "Validation", "data.val_fraction=0.5", sample=1)
+    found = look(root / "val", "data.val_fraction=0.5", sample=1)
     assert [row.status for row in found["data"]] == ["ok", "warn", "ok"]
-    found = look(root / "training", "data.val_fraction=0.5")
+    found = look(root / "train", "data.val_fraction=0.5")
     assert [row.status for row in found["data"]] == ["fail", "ok"]
     assert only(found["readable"]).details == train.details
 
