@@ -38,7 +38,6 @@ if __name__ == "__main__":
 
 import json
 import os
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -143,7 +142,6 @@ def evaluate_checkpoint(
     def measure(_: nn.Module, batch: Batch) -> Rows:
         return train.validation_values(network, batch)
 
-    began = time.perf_counter()
     fed = with_workers(config, world)
     channels_last = trained.channels_last(model, device)
     with (
@@ -172,7 +170,6 @@ def evaluate_checkpoint(
         "split": config.data.val,
         "classes": len(datasets.classes),
         "outputs": len(classes),
-        "seconds": round(time.perf_counter() - began, 3),
     }
     return Evaluated(trained, values, rows, datasets, classes, summary)
 
