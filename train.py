@@ -254,7 +254,7 @@ def predictions(outputs: Tensor) -> Values:
     """Return what scripts/predict.py prints about each image, from the network's outputs.
 
     It prints the most probable classes of `probability`, float [B, classes], and other values: [B]
-    prints as a number, [B, n] as a list, integers [B, H, W] as a mask.
+    prints as a number, [B, n] as a list.
     """
     return {"probability": outputs.float().softmax(1)}
 

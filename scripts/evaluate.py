@@ -251,9 +251,6 @@ def outputs_of(trained: Trained, datasets: Datasets, *, all_outputs: bool = Fals
     every = list(range(trained.num_classes))
     origin = f"data.val={trained.config.data.val}"
     if val.fields.get("label") != LABEL:
-        if hasattr(val, "columns") and known not in ((), classes):  # of numbers
-            wrong = f"has the columns {', '.join(classes)}, not those of the model"
-            raise UserError(origin, wrong, f"give {', '.join(known)}, in this order")
         return known or classes, every
     for names, outputs in ((classes, known), imagenet_classes(trained, classes)):
         if set(names) <= set(outputs):

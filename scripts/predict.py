@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.lib.options import OUT, Parser, parse_paths
+from scripts.lib.options import Parser, parse_paths
 
 FORMATS = ("table", "jsonl", "csv")
 
@@ -31,7 +31,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--format", choices=FORMATS, help="output (table on a terminal, else jsonl)")
     add("--top", type=int, default=5, metavar="K", help="classes per image, at most all (5)")
-    add(*OUT, type=Path, default=Path("predictions"), help="folder of masks (predictions/)")
     add("--features", action="store_true", help="add the input of the last layer")
     options = parse_paths(parser, words, several=True)
     options.checkpoint, *options.paths = options.paths
@@ -46,7 +45,6 @@ if __name__ == "__main__":
     OPTIONS = arguments()
 
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -54,7 +52,6 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 import train
@@ -88,8 +85,8 @@ class Result:
     """What is predicted for an image, or why nothing is."""
 
     path: str
-    # Name -> a number, a list of numbers, a mapping of output names to numbers, or a mask, integers
-    # [H, W]; `predictions` -> classes as in a JSON line. Before the model, IMAGE -> [S, S, C].
+    # Name -> a number, a list of numbers, or a mapping of output names to numbers; `predictions` ->
+    # classes as in a JSON line. Before the model, IMAGE -> [S, S, C].
     values: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
 
@@ -222,8 +219,6 @@ class Predictor:
 
     def column(self, name: str, value: Tensor) -> list[Any]:
         """Return a value of `train.predictions`, [B, ...], for each image."""
-        if value.ndim == 3 and not value.is_floating_point():  # masks
-            return list(value.cpu().numpy())
         if name == "probability":
             return self.most_probable(value)
         rows: list[Any] = value.tolist()
@@ -284,19 +279,18 @@ def short_name(name: str) -> str:
 
 
 class Output:
-    """Writes results as a table, JSON lines or CSV to a file, and masks to a folder."""
+    """Writes results as a table, JSON lines or CSV to a file."""
 
-    def __init__(self, form: str, file: TextIO, names: Sequence[str], folder: Path) -> None:
-        self.form, self.file, self.folder = form, file, folder
+    def __init__(self, form: str, file: TextIO, names: Sequence[str]) -> None:
+        self.form, self.file = form, file
         self.name_width = max(map(len, map(short_name, names)))
         self.width = 0  # of the first column of a table: the longest path so far
         self.has_head = False
-        self.masks = Counter[str]()  # of each name
 
     def write(self, results: list[Result]) -> None:
         self.width = max([self.width, *(len(result.path) for result in results)])
         for result in results:
-            values = self.with_files(result)
+            values = result.values
             if self.form == "csv":
                 self.write_cells(result.path, values)
             elif self.form == "jsonl":
@@ -306,14 +300,6 @@ class Output:
                 texts = map(self.text, values.keys(), values.values())
                 print(path, *texts, sep="  ", file=self.file)
         self.file.flush()
-
-    def with_files(self, result: Result) -> dict[str, Any]:
-        """Return the values of an image, with the paths of files in place of the masks."""
-        values = dict(result.values)
-        for name, value in values.items():
-            if isinstance(value, np.ndarray):
-                values[name] = self.save(value, f"{Path(result.path).stem}_{name}")
-        return values
 
     def write_cells(self, path: str, values: Mapping[str, Any]) -> None:
         """Write a row of a CSV file, and before the first row the names of the columns."""
@@ -335,17 +321,6 @@ class Output:
     def class_text(self, entry: Mapping[str, Any]) -> str:
         percent = 100 * entry["probability"]
         return f"{short_name(entry['class']):<{self.name_width}} {percent:>5.1f} %"
-
-    def save(self, mask: np.ndarray, name: str) -> str:
-        """Write a mask as a PNG file of 8 or 16 bits; return its path."""
-        self.masks[name] += 1
-        if self.masks[name] > 1:
-            name = f"{name}-{self.masks[name]}"
-        path = self.folder / f"{name}.png"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        dtype = np.min_scalar_type(mask.max())
-        Image.fromarray(mask.astype(dtype)).save(path)
-        return str(path)
 
 
 def cells_of(name: str, value: Any) -> dict[str, Any]:
@@ -374,7 +349,7 @@ def predict_all(options: argparse.Namespace) -> int:
     # Any path can be written.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     usual = "table" if sys.stdout.isatty() else "jsonl"
-    output = Output(options.format or usual, sys.stdout, predictor.names, options.out)
+    output = Output(options.format or usual, sys.stdout, predictor.names)
     total = num_unreadable = 0
     for batch in predictor.predict_files(find_files(options.paths)):
         good = []

@@ -282,9 +282,10 @@ def test_values_are_those_of_the_literature(name, code, tree, tmp_path):
     Fork(tree, tmp_path / "tree", name).run(["-c", code])
 
 
-@pytest.mark.parametrize(
-    ("name", "tests"), [("regression", "table"), ("profiler", "profiler"), ("mlflow", "mlflow")]
-)
+TESTS = {"regression": "table", "profiler": "profiler", "mlflow": "mlflow", "segmentation": "masks"}
+
+
+@pytest.mark.parametrize(("name", "tests"), TESTS.items())
 def test_tests_of_a_patch_pass(name, tests, tree, tmp_path):
     skip_without_package(name)
     fork = Fork(tree, tmp_path / "tree", name)

@@ -15,7 +15,6 @@ from threading import Event
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import models
 import train
@@ -219,9 +218,9 @@ def test_command_line(folder, damaged, monkeypatch, capfd):
     assert run("-")[1].endswith("there are no images at these paths, and none in the list\n")
 
 
-def written_as(form: str, found: list[Result], names: Sequence[str], folder: Path) -> str:
+def written_as(form: str, found: list[Result], names: Sequence[str]) -> str:
     file = io.StringIO()
-    output = predict.Output(form, file, names, folder)
+    output = predict.Output(form, file, names)
     for result in found:
         output.write([result])
     output.write([])
@@ -233,15 +232,14 @@ def test_a_table_of_classes():
     dog = {"class": "dog", "index": 0, "probability": 0.25, "name": "dog"}
     fish = {"class": "n01443537", "index": 1, "probability": 0.75, "name": "goldfish"}
     found = [Result("a.jpg", {"predictions": [fish, dog]})]
-    table = written_as("table", found, ["dog", "n01443537"], Path())
+    table = written_as("table", found, ["dog", "n01443537"])
     assert table == "a.jpg  goldfish  75.0 %  dog       25.0 %\n"
 
 
-def test_values_of_other_tasks(predictor, image_root, tmp_path, monkeypatch):
-    """A number, a list, a number for each output, and a mask."""
-    mask = torch.tensor([[0, 1, 2], [3, 0, 300]])
+def test_values_of_other_tasks(predictor, image_root, monkeypatch):
+    """A number, a list, and a number for each output."""
     values = {"mass": torch.tensor(1.2345678), "vector": torch.arange(7) / 2}
-    values |= {"trait": torch.ones(3), "mask": mask}
+    values["trait"] = torch.ones(3)
 
     def predictions(outputs):
         return {name: torch.stack([value] * len(outputs)) for name, value in values.items()}
@@ -249,18 +247,15 @@ def test_values_of_other_tasks(predictor, image_root, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "predictions", predictions)
     image = image_root / "val" / "dots" / "00.jpg"
     found = results(predictor, image, image)
-    table, lines, cells = (written_as(f, found, CLASSES, tmp_path) for f in predict.FORMATS)
-    paths = [str(tmp_path / name) for name in ("00_mask.png", "00_mask-2.png")]
+    table, lines, cells = (written_as(f, found, CLASSES) for f in predict.FORMATS)
     trait = dict.fromkeys(CLASSES, 1.0)
     text = "mass 1.234568  vector [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0]  trait " + json.dumps(trait)
-    assert table.splitlines() == [f'{image}  {text}  mask "{path}"' for path in paths]
+    assert table.splitlines() == 2 * [f"{image}  {text}"]
     row = {"mass": 1.234568, "vector": [0, 0.5, 1, 1.5, 2, 2.5, 3], "trait": trait}
-    expected = [{"path": str(image), **row, "mask": path} for path in paths]
-    assert list(map(json.loads, lines.splitlines())) == expected
+    assert list(map(json.loads, lines.splitlines())) == 2 * [{"path": str(image), **row}]
     head, first, _ = csv.reader(io.StringIO(cells))
-    assert head[:3] == ["path", "mass", "vector_1"] and head[-2:] == ["trait_stripes", "mask"]
-    assert first[1:4] == ["1.234568", "0.0", "0.5"] and first[-1] == paths[0]
-    assert np.array_equal(Image.open(paths[1]), mask)
+    assert head[:3] == ["path", "mass", "vector_1"] and head[-1] == "trait_stripes"
+    assert first[1:4] == ["1.234568", "0.0", "0.5"]
 
 
 @pytest.mark.gpu
