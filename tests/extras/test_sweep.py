@@ -161,20 +161,6 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path):
     assert sweep(tmp_path, [0, 0, 0])[:2] == (0, ["1"])
 
 
-def test_table(tmp_path, monkeypatch, capsys):
-    """The best job is first, and each key is a column."""
-    monkeypatch.chdir(tmp_path)
-    sweep = Sweep([FAKE, "optim.lr=0.1,0.25,0.2", "schedule=step,cosine"])
-    for job in sweep.jobs:
-        folder = Path(sweep.config(job).run.dir)
-        folder.mkdir(parents=True)
-        top1 = 50 * job.count("optim.lr=0.2") + job.count("schedule=step")
-        (folder / "summary.json").write_text(json.dumps({"status": "stopped", "best_top1": top1}))
-    assert sweep._print_table() == 1
-    out = capsys.readouterr().out
-    assert out.splitlines()[1] == "    51.00  optim.lr=0.2  schedule=step"
-
-
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )

@@ -121,9 +121,6 @@ def test_other_classes(folder, image_root, tmp_path):
     assert alone.values == part.values != measured(folder, f"data.root={tmp_path}").values
     shutil.rmtree(tmp_path / "val" / "dots")
     assert measured(folder, f"data.root={tmp_path}").classes == ("stripes", "checks", "dots")
-    (tmp_path / "flat").mkdir()
-    with pytest.raises(UserError, match=r"^data\.val=.*/flat: "):
-        measured(folder, f"data.root={tmp_path}", "data.val=flat")
     (tmp_path / "val" / "stripes").rename(tmp_path / "val" / "cats")
     with pytest.raises(UserError, match=r"^data\.val=val: .* does not know cats; give "):
         measured(folder, f"data.root={tmp_path}")
@@ -149,7 +146,8 @@ def test_published_weights_on_some_of_the_classes(published, image_root, tmp_pat
     """As on ImageNet-A and -R: the outputs of the 7 folders compete, or all 1,000."""
     places = [5, 17, 300, 301, 640, 872, 999]
     for i, place in enumerate(places):
-        (folder := tmp_path / "val" / IMAGENET[place]).mkdir(parents=True)
+        folder = tmp_path / "val" / IMAGENET[place]
+        folder.mkdir(parents=True)
         shutil.copy(sorted((image_root / "val").glob("*/*"))[i], folder)
     some, every = (published_on(published, tmp_path, all_outputs=each) for each in (False, True))
     logits, labels = outputs(some), torch.tensor(places)
@@ -167,17 +165,16 @@ def test_published_weights_on_some_of_the_classes(published, image_root, tmp_pat
     assert "only 7 classes with images" in capsys.readouterr().out
     evaluate.print_result(every, tmp_path)
     assert "only 7 classes" not in capsys.readouterr().out
-    (tmp_path / "val" / IMAGENET[5]).rename(tmp_path / "val" / "n00000000")
-    with pytest.raises(UserError, match="7 classes, the model has 1,000; give images"):
-        published_on(published, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["{}", "{:04d}"])
 def test_folders_named_by_number(published, folder, tmp_path, name):
     """As in ImageNet-V2, for weights without names and a model trained on WordNet IDs."""
-    Image.linear_gradient("L").resize((32, 32)).save(image := tmp_path / "a.jpg")
+    image = tmp_path / "a.jpg"
+    Image.linear_gradient("L").resize((32, 32)).save(image)
     for i in range(1000):
-        (numbered := tmp_path / "val" / name.format(i)).mkdir(parents=True)
+        numbered = tmp_path / "val" / name.format(i)
+        numbered.mkdir(parents=True)
         (numbered / "a.jpg").hardlink_to(image)
     found = published_on(published, tmp_path)
     assert found.values["top1"] == pytest.approx(0.1)  # of equal images, one is right
@@ -198,7 +195,8 @@ def test_real_labels(folder, found, tmp_path):
         (tmp_path / "val" / Path(old).parent.name).mkdir(parents=True, exist_ok=True)
         shutil.copy(old, tmp_path / "val" / Path(old).parent.name / new)
     sets = [[], [0], [1, 2], [0, 1, 2], [2]] * 3
-    (real := tmp_path / "real.json").write_text(json.dumps(sets))
+    real = tmp_path / "real.json"
+    real.write_text(json.dumps(sets))
     own = measured(folder, f"data.root={tmp_path}", real=real)
     labels = [sets[int(Path(own.datasets.val.name(i)).stem)] for i in range(15)]
     pairs = zip(own.rows["prediction"].tolist(), labels, strict=True)
@@ -238,8 +236,7 @@ def test_run_on_a_part_of_the_images(whole_runs, image_root, tmp_path):
     assert again.values["top1"] == summary["top1"] and len(again.rows["label"]) == 9
     # Another split, however it is stored, in place of the images that were held out.
     names = [path.stem for path in sorted((image_root / "val").glob("*/*"))]
-    here = os.path.relpath(image_root / "val")  # in the current folder, not below data.root
-    for typed in (f"data.root={image_root}", f"data.val={image_root / 'val'}", f"data.val={here}"):
+    for typed in (f"data.root={image_root}", f"data.val={image_root / 'val'}"):
         val = opened(folder, typed)  # not to replace the files of the run's own val
         assert evaluate.name_of(val) == f"{val.name}{image_root}/val".replace("/", ",")
         assert len(build_val(val.config).val) == len(names)
@@ -285,7 +282,7 @@ def test_file_of_another_project(found, image_root, tmp_path):
     assert other.values == found.values and other.classes == CLASSES
     name = f"weights.pth{image_root}/val".replace("/", ",")  # of two test sets, two names
     assert (other.trained.stored, evaluate.name_of(other.trained)) == ({}, name)
-    with pytest.raises(UserError, match=r"the model has 5; give .*--classes FILE"):
+    with pytest.raises(UserError, match=r"has 3 classes, the model has 5; give .*--classes FILE"):
         outputs_of(replace(other.trained, num_classes=5), found.datasets)
     numbers = replace(found.datasets, classes=("01", "02", "10"))
     assert outputs_of(other.trained, numbers) == (numbers.classes, [0, 1, 2])
