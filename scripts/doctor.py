@@ -250,7 +250,8 @@ def odd_files(case: Case) -> Iterator[Row]:
 def duplicates(case: Case) -> Iterator[Row]:
     if len(case.indexes) < 2:
         return
-    train, val = case.indexes["train"], case.indexes["val"]
+    train = case.indexes["train"]
+    val = case.indexes["val"]
     rows = [file.row for file in case.examined["val"]]
     pairs = duplicates_of(val, rows, train)
     text = f"{len(pairs):,} of {len(rows):,} examined validation images are copies from train"

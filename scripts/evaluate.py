@@ -194,7 +194,8 @@ def batches_of(feed: Feed, config: Config, world: World) -> Iterator[Batch]:
 
 def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Trained:
     """Adapt batch size and data folders to this machine. Raises UserError without data.root."""
-    config, typed = trained.config, override_keys(overrides)
+    config = trained.config
+    typed = override_keys(overrides)
     batch_size = config.loader.batch_size
     if "loader.batch_size" not in typed:
         if not trained.stored and world.device.type == "cpu":
@@ -326,7 +327,8 @@ def top1_real(predictions: list[int], places: list[int], labels: list[list[int]]
 
 def hits_of(result: Evaluated) -> dict[str, bool]:
     """Return which images were right, by their paths below the folder of the split."""
-    data, (root, _) = result.datasets.val, images_of(result.trained.config.data)
+    data = result.datasets.val
+    root, _ = images_of(result.trained.config.data)
     hits = {}
     for number, hit in enumerate(result.rows["top1"].bool().tolist()):
         hits[os.path.relpath(data.name(number), root)] = hit

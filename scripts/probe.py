@@ -74,7 +74,8 @@ def probe_features(train: Path, val: Path) -> int:
         from sklearn.neighbors import KNeighborsClassifier
     except ImportError:
         raise UserError("needs scikit-learn", cure="run `pip install scikit-learn`") from None
-    bank, queries = read_features(train), read_features(val)
+    bank = read_features(train)
+    queries = read_features(val)
     classes = set(bank.folders)
     unknown = sorted(set(queries.folders) - classes)
     if unknown:

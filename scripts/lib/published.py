@@ -114,7 +114,8 @@ def exported(path: Path) -> Stated | None:
     texts = safetensors_metadata(path)
     if not {"model", "preprocessing", "classes"} <= texts.keys():
         return None
-    model, about = json.loads(texts["model"]), json.loads(texts["preprocessing"])
+    model = json.loads(texts["model"])
+    about = json.loads(texts["preprocessing"])
     shape = about["input"]["shape"]
     side = model["image_size"]
     values = {

@@ -170,7 +170,8 @@ def open_trained(
 
 def _stated_by_run(content: dict[str, Any], overrides: Sequence[str]) -> Stated:
     """Return what a checkpoint says about its model. Raises UserError for keys that it fixes."""
-    stored, model_input = content["config"], content["model_input"]
+    stored = content["config"]
+    model_input = content["model_input"]
     fixed = sorted(FIXED & override_keys(overrides))
     if fixed:
         cure = "leave it out; data.val_size is the size of other images"
