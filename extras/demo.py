@@ -24,9 +24,7 @@ from PIL import Image
 from conf.errors import UserError
 from conf.schema import DataConfig
 from pipeline.augment import Compose
-from pipeline.build import Options, Splits
-from pipeline.dataset import FolderDataset
-from pipeline.index import ImageFolder, Index
+from pipeline.build import Options, Splits, folder
 
 Plane = NDArray[np.floating[Any]]  # float32 [H, W]
 
@@ -199,35 +197,9 @@ def _rotate(x: Plane, y: Plane, rng: Generator) -> tuple[Plane, Plane]:
 
 
 def demo(data: DataConfig, train: Compose, val: Compose, options: Options) -> Splits:
-    train_split = DemoDataset(data, data.train, train, **options)
-    val_split = DemoDataset(data, data.val, val, **options)
-    return train_split, val_split, train_split.index.classes
-
-
-class DemoDataset(FolderDataset):
-    """A split of the demo dataset. Its samples are known before `create_files` draws its files.
-
-    Raises UserError if data.root holds other files, or there is no such split.
-    """
-
-    def __init__(self, data: DataConfig, split: str, transform: Compose, **options: Any) -> None:
-        if split not in COUNTS:
-            wrong = f"data=demo draws only train and val, not {split}"
-            raise UserError("data.train, data.val", wrong, "give data=folder for other images")
-        self.root = Path(data.root or "").expanduser()
-        is_drawn(self.root)
-        files: dict[str, list[bytes]] = {}
-        for label in sorted(CLASSES):
-            numbers = range(COUNTS[split] // len(CLASSES))
-            files[label] = [f"{label}/{number:04d}.jpg".encode() for number in numbers]
-        folder = ImageFolder(str(self.root.absolute() / split))
-        super().__init__(Index.of_files(folder, files), transform, **options)
-
-    def mean_bytes(self) -> float:
-        return 22_000
-
-    def create_files(self) -> None:
-        draw_dataset(self.root)
+    """Draw the images unless they are there. Raises UserError if data.root holds other files."""
+    draw_dataset(Path(data.root or "").expanduser())
+    return folder(data, train, val, options)
 
 
 def is_drawn(root: Path) -> bool:
