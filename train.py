@@ -354,8 +354,6 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
         example = Batch.zeros(datasets.train.fields, world.device)
         (dry_run,) = evaluate([state.model], validation_values, [example], world)
     metrics.best_by.check(metrics.computations(dry_run.rows))
-    with world.shared_errors():
-        datasets.create_files()  # such as synthetic images, which a dataset draws
     return Parts(datasets, schedule, compute, loss_fn, metrics, state)
 
 

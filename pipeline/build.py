@@ -35,11 +35,6 @@ class Datasets:
     # Modes of the training split to compare; training begins with the first one
     decode_modes: tuple[str, ...] = ("cpu",)
 
-    def create_files(self) -> None:
-        """Create files that are missing, such as synthetic images."""
-        self.train.create_files()
-        self.val.create_files()
-
 
 def build_datasets(
     config: Config, device: torch.device | None = None, stored_decode_mode: str | None = None

@@ -141,9 +141,6 @@ class Dataset(ABC):
         """Return what a user should know about the files before the training."""
         return []
 
-    def create_files(self) -> None:  # noqa: B027 - most datasets have nothing to create
-        """Create the files if they are missing; called once the rest of the config is checked."""
-
 
 class DatasetWrapper:
     """A dataset that does some things in another way than `dataset`, such as on a GPU."""

@@ -48,7 +48,7 @@ from engine.log.plan import planned, setup_notes
 from engine.schedule import make_schedule
 from pipeline import decode, machine
 from pipeline.build import build_datasets
-from pipeline.dataset import Dataset, FolderDataset
+from pipeline.dataset import FolderDataset
 from pipeline.index import ImageFolder, Index, find_storage, load_index
 from pipeline.listing import LeftOut, count_left_out, list_classes
 from pipeline.splits import held_out, other_classes
@@ -117,8 +117,7 @@ def data(case: Case) -> Iterator[Row]:
             yield fail(mistake, f"{REFUSED}; the plan below is for synthetic images")
     else:
         for name, dataset in (("train", datasets.train), ("val", datasets.val)):
-            has_files = type(dataset).create_files is Dataset.create_files  # and makes none later
-            if has_files and isinstance(dataset, FolderDataset):
+            if isinstance(dataset, FolderDataset):
                 case.indexes[name] = dataset.index
         if not case.indexes:
             yield ok(f"not checked: data.source={source} has no files of its own")

@@ -125,7 +125,6 @@ def evaluate_checkpoint(
     set_up_kernels(deterministic=config.train.deterministic, precision=precision)
     torch.backends.cudnn.benchmark = not config.train.deterministic
     datasets = build_val(config)
-    datasets.create_files()
     classes, places = outputs_of(trained, datasets, all_outputs=all_outputs)
     labels: list[list[int]] = []
     if real is not None:
