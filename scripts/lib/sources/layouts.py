@@ -46,10 +46,7 @@ def recognise(source: str) -> tuple[list[Sample], list[str]]:
     if not listed:
         raise UserError(source, "holds no images in class folders", WHAT)
     used, notes = used_splits({sample.split for sample in listed})
-    folders = {label: folder_name(label) for label in {sample.label for sample in listed}}
-    [(folder, count)] = Counter(folders.values()).most_common(1)
-    if count > 1:
-        raise UserError(source, f"{count} classes have the name {folder}", "rename one of them")
+    folders = class_folders(source, {sample.label for sample in listed})
     samples = []
     for sample in listed:
         if sample.split in used:
@@ -74,6 +71,15 @@ def used_splits(splits: set[str]) -> tuple[dict[str, str], list[str]]:
     if "test" in splits:
         return used, ["The test split was left out."]
     return used, []
+
+
+def class_folders(source: str, labels: set[str]) -> dict[str, str]:
+    """Return the folder of each class. Raises UserError if two classes have the same one."""
+    folders = {label: folder_name(label) for label in labels}
+    [(folder, count)] = Counter(folders.values()).most_common(1)
+    if count > 1:
+        raise UserError(source, f"{count} classes have the name {folder}", "rename one of them")
+    return folders
 
 
 def folder_name(label: str) -> str:
