@@ -58,8 +58,9 @@ def faster(layer: nn.Module, *, channels_last: bool) -> type[nn.Module]:
         return BlockConv
     if _is_like(layer, nn.MaxPool2d, STEM_POOLING):
         return PlacedMaxPool
-    if _is_like(layer, nn.BatchNorm2d, BATCH_NORM) and layer.momentum is not None:
-        return OnePassBatchNorm
+    if _is_like(layer, nn.BatchNorm2d, BATCH_NORM):
+        has_both = layer.momentum is not None and layer.bias is not None
+        return OnePassBatchNorm if has_both else kind
     return kind
 
 

@@ -92,6 +92,12 @@ def subclass(layer: nn.Module) -> nn.Module:
     return layer
 
 
+def without_bias(layer: nn.Module) -> nn.Module:
+    """As the option `bias` of BatchNorm does, which torch 2.11 does not have."""
+    layer.bias = None
+    return layer
+
+
 STEMS: dict[str, Any] = dict(kernel_size=3, stride=(2, 1), padding=0, dilation=2)
 STEMS |= dict(bias=True, groups=3, in_channels=4, padding_mode="reflect")
 POOLINGS: dict[str, Any] = dict(kernel_size=2, stride=3, padding=0, dilation=2)
@@ -103,6 +109,7 @@ OTHERS = [
     *(nn.BatchNorm2d(6, **{name: value}) for name, value in NORMS.items()),
     *map(subclass, (stem(), pooling(), nn.BatchNorm2d(6))),
     nn.SyncBatchNorm(6),
+    without_bias(nn.BatchNorm2d(6)),
 ]
 
 
