@@ -18,12 +18,6 @@ from conf.schema import OptimConfig, group_names, show
 from models.zoo import import_timm
 
 Groups = list[dict[str, Any]]
-UNFIT = {  # classes of torch.optim -> why they are refused
-    "lbfgs": "it computes the loss several times in a step; give another one",
-    "muon": "it takes matrices only; timm/muon takes the other weights, too",
-    "optimizer": "it is the base of the others",
-    "sparseadam": "it takes sparse gradients only; give adam",
-}
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
@@ -36,10 +30,11 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     create = _find(config.name)
     try:
         return create(model, config, **config.args)
+    except UserError:
+        raise
     except (TypeError, ValueError) as error:
-        if not config.args:
-            raise
-        raise UserError(f"optim.args={show(config.args)}", str(error), "change them") from None
+        given = f"optim.name={config.name} optim.args={show(config.args)}"
+        raise UserError(given, str(error), "change one of them") from None
 
 
 def _find(name: str) -> Callable[..., Optimizer]:
@@ -49,9 +44,8 @@ def _find(name: str) -> Callable[..., Optimizer]:
     if name not in OPTIMIZERS:
         near = did_you_mean(name, OPTIMIZERS)
         groups = " or ".join(group_names("optim"))
-        others = f"optim={groups}, timm/NAME and module:name are others"
-        reason = UNFIT.get(name.lower(), f"there is no such optimiser; {others}{near}")
-        raise UserError(f"optim.name={name}", reason)
+        others = f"optim={groups}, timm/NAME and module:name are others{near}"
+        raise UserError(f"optim.name={name}", "there is no such optimiser", others)
     return OPTIMIZERS[name]
 
 
@@ -113,11 +107,6 @@ def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     import timm.optim
 
     _refuse_moments(config)
-    names = timm.optim.list_optimizers(exclude_filters=["bnb*", "fused*"])  # need other packages
-    known = [f"timm/{name}" for name in names]
-    if config.name not in known:
-        near = did_you_mean(config.name, known)
-        raise UserError(f"optim.name={config.name}", f"timm has no such optimiser{near}")
     keys: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     keys["momentum"] = config.momentum
     name = config.name.removeprefix("timm/")
