@@ -58,7 +58,7 @@ from engine.compute import (
     set_up_kernels,
 )
 from engine.distributed import World, average_gradients, join_world, set_ddp_sync
-from engine.log.observer import check_observers
+from engine.log.observer import named_observers
 from engine.log.plan import print_plan
 from engine.log.runlog import RunLog
 from engine.log.tracker import Tracker
@@ -348,7 +348,8 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
         set_up_kernels(config.train.deterministic, compute.precision)
         loss_fn = build_loss(config, datasets, compute)
         state = build_state(config, datasets, compute, world)
-    world.on_rank_0(partial(check_observers, config))  # other ranks need not import them
+        if world.is_main:  # other ranks need not import them
+            named_observers(config)  # refuses a wrong name
     # Validate on zeros, so that a wrong train.best_by is refused before the training.
     with compute.autocast():
         example = Batch.zeros(datasets.train.fields, world.device)

@@ -81,11 +81,6 @@ class Observer:
         """
 
 
-def check_observers(config: Config) -> None:
-    """Raise UserError as `named_observers`."""
-    named_observers(config)
-
-
 def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str, Any]]]:
     """Return name, class and parameters of each entry of log.observers.
 
