@@ -27,9 +27,6 @@ Weights = dict[str, Tensor]
 # torchvision report the accuracy of the average if there is one.
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 ANY_FILE = "a checkpoint, the folder of a run, or a file with weights (.pth, .pt, .safetensors)"
-UNREADABLE = "damaged, not by torch.save, or it would run code"
-OTHERS = dict.fromkeys((".pt2", ".onnx"), "an exported program, for other software")
-OTHERS |= dict.fromkeys((".jpg", ".jpeg", ".png"), "an image: the model comes first")
 LIGHTNING = "pytorch-lightning_version"  # a key in its checkpoints
 FORMER_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")  # in torchvision's files
 
@@ -50,7 +47,7 @@ def read_file(path: Path, *, origin: str, give: str = ANY_FILE) -> Any:
     except (OSError, zipfile.BadZipFile) as error:
         reason = str(error)
     except Exception:  # torch.load raises many types, with texts of many lines
-        reason = OTHERS.get(path.suffix.lower(), UNREADABLE)
+        reason = "damaged, not by torch.save, or it would run code"
     near = near_paths(str(path), "runs")
     raise UserError(origin, f"cannot be read ({reason})", f"give {give}{near}")
 
