@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
 from pipeline.clock import BatchEvents
 
 IMAGE = "image"  # the field that is the input of the network
@@ -64,10 +63,6 @@ class Batch:
     step: int  # step of the sampler
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.fields:
-            text = f"the samples have no field {name}, but {', '.join(self.fields)}"
-            cure = "docs/tasks.md has training_loss and validation_values for other fields"
-            raise UserError(text, cure=cure)
         return self.fields[name]
 
     @property
