@@ -15,7 +15,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf.start import PACKAGES
-from conf.terminal import duration
 from scripts.lib.options import OUT, Parser
 
 
@@ -50,6 +49,7 @@ import numpy as np
 import yaml
 from jinja2 import Environment
 from plotly.offline import get_plotlyjs
+from tqdm import tqdm
 
 from conf import cli
 from conf.errors import UserError, describe, near_paths
@@ -107,7 +107,7 @@ class Run:
         speed = last_start = UNKNOWN
         if self.summary:
             speed = f"{self.summary['images_per_second']:,.0f}"
-            last_start = duration(self.summary["seconds"])
+            last_start = tqdm.format_interval(self.summary["seconds"])
         made_by = self.summary.get("made_by", {})
         commit = made_by.get("git_commit", UNKNOWN)  # 40 digits, and perhaps -dirty
         changed = (self.folder / "metrics.jsonl").stat().st_mtime
