@@ -59,7 +59,7 @@ def complete(config: Config, images: int, ranks: int = 1) -> Config:
         decided |= {key: value for key, value in values.items() if key not in typed}
     completed = from_overrides(config.overrides, decided=decided)
     used = config_values(completed)
-    notes = list(completed.notes)
+    notes: list[str] = []
     for reason, values in decided_by.items():
         texts = [f"{key}={show(used[key])}" for key in values if key in decided]
         if texts:
