@@ -59,9 +59,6 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     """
     assert data.root is not None, "compose refuses it"
     root = os.path.expanduser(data.root)
-    if os.path.isfile(root) and not find_split(root, data.storage):
-        cure = "unpack a .zip or .tar.gz file first, and give the folder"
-        raise UserError(f"data.root={data.root}", "is not a folder, .tar or .csv file", cure)
     held = held_out(data)
     if held is not None:
         index = _load_undivided(root, data, held)
