@@ -43,7 +43,7 @@ class StepTimes(NamedTuple):
     decode_mode: str = "cpu"  # mode of the dataset
     on_gpu: bool = False  # otherwise, the step shares the CPU with the workers
     graph_refused: str = ""  # why the whole step is not one CUDA graph
-    slowdowns: str = ""  # why this rank's GPU ran below its maximum clock
+    slowed: float = 0.0  # the GPU has reduced its clock, and not for its power limit
 
     @property
     def per_worker(self) -> float:

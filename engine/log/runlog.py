@@ -183,7 +183,7 @@ class RunLog:
         skip = max(0, self._first_step + first_steps - before)
         times = self.feed.step_times(interval.steps, skip=skip)
         reason = self.train_on_batch.disabled_reason
-        times = times._replace(graph_refused=reason, slowdowns=self.monitor.slowdowns())
+        times = times._replace(graph_refused=reason, slowed=self.monitor.slowed())
         first_epoch = before * self.schedule.batch_size < self.schedule.images
         self.timed_rows.append(TimedRow(times, skip >= interval.steps, first_epoch))
         return times

@@ -6,7 +6,6 @@ Telemetry never stops training: what cannot be queried is left out.
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -19,17 +18,9 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.5
 GIB = 2**30
-# Reasons for reduced clocks, by bit in NVML's mask, without an idle GPU and clocks set by a user.
-SLOWDOWNS = {
-    0x004: "power limit",
-    0x080: "external power brake",
-    0x200: "board limit",
-    0x020: "thermal throttling by the driver",
-    0x040: "thermal throttling by the hardware",
-    0x008: "hardware slowdown",
-    0x010: "sync boost with slower GPUs",
-    0x400: "reliability limit",
-}
+# Bits of NVML's mask of reasons for reduced clocks. Others: an idle GPU, clocks set by a user.
+POWER_LIMIT = 0x004  # normal at full load
+FAULTS = 0x6F8  # hot, slowed down by hardware, board or power supply, or by another GPU
 THROTTLED = "gpu/throttled_fraction"
 # Queries by tag: module pynvml and the GPU's handle -> value.
 QUERIES: dict[str, Callable[[Any, Any], Any]] = {
@@ -60,7 +51,7 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._samples: dict[str, list[float]] = {}  # by tag, since the last `read`
-        self._slow = Counter[str]()  # number of samples by reason
+        self._faults = 0  # number of samples with one of FAULTS
         self._asked = 0  # number of all samples
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -85,10 +76,9 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     def _add(self, tag: str, value: Any) -> None:
         with self._lock:
             if tag == THROTTLED:
-                reasons = [text for bit, text in SLOWDOWNS.items() if value & bit]
-                self._slow.update(reasons)
+                self._faults += bool(value & FAULTS)
                 self._asked += 1
-                value = float(bool(reasons))
+                value = float(bool(value & (FAULTS | POWER_LIMIT)))
             self._samples.setdefault(tag, []).append(value)
 
     def read(self) -> dict[str, float]:
@@ -98,20 +88,10 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
             self._samples = {}
         return means
 
-    def slowdowns(self) -> str:
-        """Return why clocks were reduced in this start.
-
-        Reasons of at most 5 % of the time are left out, and the power limit, normal at full load.
-        """
+    def slowed(self) -> float:
+        """Return the share of this start with clocks that were reduced by one of FAULTS."""
         with self._lock:
-            counts = self._slow.copy()
-            samples = self._asked
-        del counts["power limit"]
-        reasons = []
-        for reason, count in counts.most_common():
-            if count > samples / 20:
-                reasons.append(f"{reason}, {100 * count / samples:.0f} % of the time")
-        return ", ".join(reasons)
+            return self._faults / max(1, self._asked)
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()

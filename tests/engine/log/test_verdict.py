@@ -26,12 +26,12 @@ RUNS_WELL = StepTimes(**STEP, on_gpu=True)
 WAITS = {"data_wait": 0.38, "rate": 4150, "cpu_ms": 3.6}
 NOT_ALONE = {"step_rate": 0}
 CPU = {"on_gpu": False, **NOT_ALONE}
-HOT = {"slowdowns": "board limit"}
+HOT = {"slowed": 0.125}
 SENTENCES = ("a sentence.", "Remedy: use more PCIe lanes.")  # of the fixture `judged`
 
 # What differs from RUNS_WELL, and what the verdict says, in parts.
 ONE_RANK: list[tuple[dict[str, Any], str]] = [
-    (HOT, "compute-bound: ... waited 0.4% ... process 6,627 img/s and got 6,600 ... (board limit)"),
+    (HOT, "compute-bound: ... waited 0.4% ... process 6,627 img/s and got 6,600 ... clock 12% of"),
     (
         WAITS,
         "input-bound by decode and augmentation: ... waited 38.0% ... img/s and got 4,150 ... with "
@@ -52,7 +52,7 @@ def ranks_of(*changes: dict[str, Any], **both: Any) -> list[StepTimes]:
 
 
 SEVERAL: list[tuple[list[StepTimes], str]] = [
-    (ranks_of({}, HOT), "compute-bound: ... a GPU has lowered its clock (board limit)"),
+    (ranks_of({}, HOT), "compute-bound: ... a GPU has lowered its clock 12% of the time"),
     # The rank that the others wait for is judged.
     (
         ranks_of({"cpu_ms": 9.0}, {"data_wait": 0.4, "cpu_ms": 29.0}),
