@@ -17,6 +17,7 @@ from pipeline.feed import Feed
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.
 `engine.metrics.Metrics.computations` makes the values of a validation from them."""
+NUMBER = ""  # of a sample in its split; no value has this name
 Columns = dict[str, list[Tensor]]  # name -> the values of each batch
 Rows = dict[str, Tensor]
 """What `Measure` has returned for all samples of a split, in its order, [N, ...]."""
@@ -43,19 +44,19 @@ def evaluate(
     perhaps fewer than another rank: only the results are gathered.
     """
     outputs: list[Columns] = [{} for _ in networks]
-    masks: list[Tensor] = []
+    numbers: list[Tensor] = []  # of the samples of each batch
     with ExitStack() as stack:
         # Compiled blocks (engine/compute.py) would be compiled again for each size of a batch.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for network in networks:
             stack.enter_context(in_eval_mode(network))
         for batch in batches:
-            masks.append(batch.valid)  # a new tensor, not a view of the samples
+            numbers.append(batch.samples[:, 1].clone())
             for network, columns in zip(networks, outputs, strict=True):
                 for name, value in measure(network, batch).items():
                     # A copy: the memory of the batch, of which it may be a part, is reused.
                     columns.setdefault(name, []).append(value.clone())
-    return [collect(columns, masks, world) for columns in outputs]
+    return [collect(columns, numbers, world) for columns in outputs]
 
 
 @contextmanager
@@ -66,21 +67,27 @@ def in_eval_mode(network: nn.Module) -> Iterator[None]:
     models.train_mode(network, was_training)
 
 
-def collect(columns: Columns, masks: list[Tensor], world: World) -> Validation:
-    """Gather the rows in `masks` of all ranks, in the order of the split. Collective."""
+def collect(columns: Columns, numbers: list[Tensor], world: World) -> Validation:
+    """Gather the rows of all ranks, and sort them by the number of their sample. Collective.
+
+    `numbers`: of the samples of each batch, int64 [B]; -1 is none. A rank may have no batch.
+    """
     own: Rows = {}
-    for name, values in columns.items():
-        own[name] = torch.cat(values)[torch.cat(masks)].cpu()
-    shares = world.all_gather(own)
-    counts = [max(map(len, share.values()), default=0) for share in shares]
-    images = sum(counts)
+    if numbers:
+        number = torch.cat(numbers)
+        valid = number >= 0
+        own[NUMBER] = number[valid].cpu()
+        for name, values in columns.items():
+            own[name] = torch.cat(values)[valid].cpu()
+    shares = [share for share in world.all_gather(own) if share]
+    if not shares:  # a signal came before the first batch
+        return Validation(0, {})
+    order = torch.cat([share[NUMBER] for share in shares]).argsort()
     rows: Rows = {}
-    for rank, share in enumerate(shares):
-        for name, column in share.items():
-            if name not in rows:
-                rows[name] = column.new_empty(images, *column.shape[1:])
-            rows[name][rank :: world.size] = column  # as pipeline.sampler.val_batches deals them
-    return Validation(images, rows)
+    for name in shares[0]:
+        rows[name] = torch.cat([share[name] for share in shares])[order]
+    del rows[NUMBER]
+    return Validation(len(order), rows)
 
 
 def validation_batches(feed: Feed, stop: StopSignal, num_micro_batches: int) -> Iterator[Batch]:

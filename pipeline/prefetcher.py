@@ -149,14 +149,14 @@ class Prefetcher:
         """Yield the batches of steps start ... stop - 1."""
         # The thread may still fill a slot for an iteration that ended early, and kernels read it.
         self._thread.submit(self.clock.now().wait).result()
-        uploads = map(self._begin, self.loader.batches(start, stop))
+        loaded = self.loader.batches(start, stop)
         begun: deque[Future[Batch]] = deque()  # done when their kernels are launched
         self.clock.start()
         for _ in range(start, stop):
-            self._fill(begun, uploads)
+            self._fill(begun, loaded)
             while not begun[0].done():
                 self.loader.pool.receive()  # meanwhile, workers get tasks
-                self._fill(begun, uploads)
+                self._fill(begun, loaded)
             batch = begun.popleft().result()
             slot = self._slot(batch)
             slot.events.copy_end.wait()
@@ -166,13 +166,11 @@ class Prefetcher:
             yield batch
             self.clock.end_step()
 
-    def _fill(self, begun: deque[Future[Batch]], uploads: Iterator[Future[Batch]]) -> None:
+    def _fill(self, begun: deque[Future[Batch]], loaded: Iterator[Batch]) -> None:
         """Begin uploads without waiting; wait for a batch only if the device would become idle."""
         while not begun or (len(begun) < self.depth and self.loader.ready()):
-            begun.append(next(uploads))
-
-    def _begin(self, host: Batch) -> Future[Batch]:
-        return self._thread.submit(self._enqueue, host, self._slot(host))
+            host = next(loaded)
+            begun.append(self._thread.submit(self._enqueue, host, self._slot(host)))
 
     def _slot(self, batch: Batch) -> DeviceSlot:
         return self.slots[batch.step % len(self.slots)]

@@ -8,7 +8,6 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,8 @@ class Tracker(ExitStack):
         self.folder = folder
         self._start_step = start_step
         self._failed: set[str] = set()  # outputs that are not written any more
-        self._rows = self._board = None
+        self._rows: Any = None  # the file metrics.jsonl
+        self._board: Any = None  # TensorBoard's SummaryWriter
         if folder is None:
             return
         self._rows = self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl")
@@ -106,20 +106,21 @@ class Tracker(ExitStack):
         if self._rows is not None:
             named = {key.replace("/", "_"): value for key, value in row.items()}
             self.guard("metrics.jsonl", self._rows.write, json_text(named) + "\n")
-        self.write_board("TensorBoard", partial(self._add_curves, row))
+        if self._board is not None:
+            self.guard("TensorBoard", self._add_curves, row)
 
-    def _add_curves(self, row: Mapping[str, Any], board: Any) -> None:
+    def _add_curves(self, row: Mapping[str, Any]) -> None:
         for tag, value in curves(row).items():
-            board.add_scalar(tag, value, row["step"])
+            self._board.add_scalar(tag, value, row["step"])
 
     def write_images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
         """Draw images for TensorBoard, if it is in use; `draw` returns tag -> image."""
+        if self._board is not None:
+            self.guard("images", self._add_images, draw, step)
 
-        def add_images(board: Any) -> None:
-            for tag, image in draw().items():
-                board.add_image(tag, np.asarray(image), step, dataformats="HWC")
-
-        self.write_board("images", add_images)
+    def _add_images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
+        for tag, image in draw().items():
+            self._board.add_image(tag, np.asarray(image), step, dataformats="HWC")
 
     def write_json(self, name: str, content: Any) -> None:
         """Write a JSON file into the run directory."""
@@ -128,12 +129,8 @@ class Tracker(ExitStack):
 
     def flush(self) -> None:
         """Flush the curves to disk, so that a kill cannot lose them. Any thread may call it."""
-        self.write_board("TensorBoard", lambda board: board.flush())
-
-    def write_board(self, name: str, write: Callable[[Any], None]) -> None:
-        """Call a function with TensorBoard's SummaryWriter, if there is one."""
         if self._board is not None:
-            self.guard(name, write, self._board)
+            self.guard("TensorBoard", self._board.flush)
 
     def guard(self, name: str, call: Callable[..., Any], *arguments: Any, reraise: Any = ()) -> Any:
         """Call a function that writes an output, unless an earlier call of this name has failed.

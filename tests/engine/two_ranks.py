@@ -23,7 +23,7 @@ from engine.metrics import Values
 from engine.state import TrainState, params_sha256
 from engine.step_graph import StepGraph
 from engine.stop_signal import StopSignal
-from engine.validation import validation_batches
+from engine.validation import evaluate, validation_batches
 from pipeline.batch import Batch
 from pipeline.loader import Pool
 from tests.engine.plans import schedule
@@ -184,6 +184,26 @@ def check_validation_stops(world: World) -> None:
             assert len([*validation_batches(feed, stop, num_micro_batches=2)]) == 2 * found
 
 
+def twice(network: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    return {"twice": 2 * batch["image"]}
+
+
+def check_uneven_validation(world: World) -> None:
+    """After a signal, a rank with stalled workers may have far fewer batches, or none."""
+    for counts in ((3, 1), (0, 2), (0, 0)):
+        batches, numbers = [], []
+        for number in range(counts[world.rank]):
+            own = torch.tensor([2 * number + world.rank])
+            numbers += own.tolist()
+            samples = torch.stack([torch.zeros_like(own), own], 1)
+            batches.append(batch_of(number, samples, image=own.float()))
+        (found,) = evaluate([nn.Identity()], twice, batches, world)
+        zero, one = world.all_gather(numbers)
+        everywhere = sorted(zero + one)
+        assert found.images == len(everywhere)
+        assert found.rows.get("twice", torch.empty(0)).tolist() == [2.0 * n for n in everywhere]
+
+
 def main() -> None:
     with join_world("cpu") as world:
         assert (world.size, world.local_size, world.device.type) == (2, 2, "cpu")
@@ -196,6 +216,7 @@ def main() -> None:
         check_layers_left_out(world)
         check_stops(world)
         check_validation_stops(world)
+        check_uneven_validation(world)
         print(f"rank {world.rank} is done")
 
 
