@@ -105,7 +105,8 @@ def train(config: Config) -> dict[str, Any]:
         train_on_batch = enter(build_step(schedule, compute, parts.loss_fn, state, world))
         stop = enter(StopSignal(world, feed.pool))
         first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
-        # fit_memory may reduce the micro-batch, in the schedule and in train_on_batch.
+        # fit_memory may reduce the micro-batch, in the schedule (not in parts.schedule) and in
+        # train_on_batch.
         schedule = fit_memory(schedule, train_on_batch, state, world, first_batches)
         tuner = tune_loader(feed, train_on_batch, state, run, tracker.print)
         run.note_measured(schedule.fitted_micro_batch, feed.decode_mode)
@@ -122,7 +123,7 @@ def train(config: Config) -> dict[str, Any]:
             state.step += 1
             due = schedule.due(state.step)  # log, epoch, validate, save
             row = log.end_step(values, due)
-            check_loss(row, run.path)  # often of an earlier step: reading this one's would wait
+            check_loss(row, run.path)  # the newest row, usually of an earlier step
             tuner.follow(log.timed_rows)  # loader.workers=auto: more or fewer workers
             if due.validate:
                 validate(log, stop)

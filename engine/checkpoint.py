@@ -114,7 +114,8 @@ def step_of(path: Path) -> int:
 def before_growth(folder: Path) -> Path | None:
     """Return the newest checkpoint of a run from before its loss grew; None if there is none.
 
-    After it, a row of metrics.jsonl had a training loss nearer to the lowest than to the first.
+    The loss has grown after the last row whose training loss is nearer to the lowest than to the
+    first.
     """
     losses: dict[int, float] = {}
     with suppress(OSError, ValueError, LookupError):  # no such file, or rows of something else

@@ -246,22 +246,23 @@ def compile_blocks(model: nn.Module) -> None:
 
     On an H200, the first start of ViT-S/16 takes 27 s instead of 41 s, and a step 0.3 % more time.
     """
+    set_compile_options("default")
     for block in model.get_submodule("blocks").children():
-        block.compile(**compile_arguments("default"))
+        block.compile(dynamic=False, mode="default")
 
 
 def compile_function(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
     """Return the function compiled, or unchanged if the mode is `off`, or `blocks` of the model."""
     if mode in ("off", "blocks"):
         return function
-    return torch.compile(function, **compile_arguments(mode))
+    set_compile_options(mode)
+    arguments = COMPILE_ARGUMENTS.get(mode, {"mode": mode})
+    return torch.compile(function, dynamic=False, **arguments)
 
 
-def compile_arguments(mode: str) -> dict[str, Any]:
-    """Set torch's options for a mode of model.compile; return the arguments of torch.compile."""
+def set_compile_options(mode: str) -> None:
+    """Set torch's global options for a mode of model.compile."""
     # Without this, torch does not cache graphs with a gradient that is written by hand.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     kept = RECOMPUTE_KEEPS if mode == "recompute" else 1.0
     torch._functorch.config.activation_memory_budget = kept
-    arguments = COMPILE_ARGUMENTS.get(mode, {"mode": mode})
-    return {"dynamic": False, **arguments}

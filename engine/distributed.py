@@ -192,7 +192,8 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
     if choice == "auto":
         choice = "cuda" if torch.cuda.is_available() else "cpu"
     num_devices = torch.get_device_module(choice).device_count()
-    num_needed, device = 1, torch.device(choice)
+    num_needed = 1
+    device = torch.device(choice)
     if choice == "cuda":
         num_needed = max(local_size, local_rank + 1)
         device = torch.device("cuda", local_rank)

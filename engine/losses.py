@@ -58,7 +58,8 @@ def class_weights(
 
     Raises UserError if a name is not that of a class, or the dataset has no labels.
     """
-    chosen, classes = config.class_weights, datasets.classes
+    chosen = config.class_weights
+    classes = datasets.classes
     if chosen is None:
         return None
     if isinstance(chosen, str):

@@ -42,7 +42,8 @@ def fit_memory(
         train_on_batch: its number of micro-batches is set to that of the schedule.
         batches: the first batch, which is read only if the step is tried.
     """
-    count, images = schedule.num_micro_batches, schedule.local_batch_size
+    count = schedule.num_micro_batches
+    images = schedule.local_batch_size
     fixed = schedule.config.train.micro_batch or state.step > 0
     waits = schedule.config.model.sync_bn and world.size > 1
     if world.device.type not in TRIED_ON or fixed or waits:

@@ -110,6 +110,8 @@ def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     keys: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     keys["momentum"] = config.momentum
     name = config.name.removeprefix("timm/")
+    if name not in timm.optim.list_optimizers(exclude_filters=["bnb*", "fused*"]):  # other packages
+        raise UserError(f"optim.name={config.name}", "timm has no such optimiser")
     groups = decay_groups(model, config)
     return _refusing_capture(timm.optim.create_optimizer_v2(groups, name, **keys, **args))
 

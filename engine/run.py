@@ -41,7 +41,7 @@ FIXED = ("model.name", "model.freeze", "optim.name", "optim.args", "loader.batch
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "data.exif_orientation"}
 VALIDATED_ON |= {"augment.val"}
-OF_A_RUN = {"config.yaml", "checkpoints", ".lock"}  # a folder with other files holds one of these
+RUN_FILES = {"config.yaml", "checkpoints", ".lock"}  # a folder with other files holds one of these
 MOST_SHOWN = 6  # keys that a refusal lists
 
 
@@ -56,16 +56,17 @@ class Run(AbstractContextManager["Run"]):
         self.world = world
         self.path = Path(config.run.dir)
         self.checkpoints = self.path / "checkpoints"
-        self.resumed: Path | None = None  # the checkpoint from which this start continues
-        # Whether the folder has no checkpoint of its own; `resumed` is then None or another run's.
+        self.resumed_from: Path | None = None  # the checkpoint from which this start continues
+        # Whether the folder has no checkpoint of its own; `resumed_from` is then None, or that of
+        # another run.
         self.is_first_start = True
         self.finished_summary: dict[str, Any] | None = None  # if an earlier start finished it
-        self.checkpoint_metadata: dict[str, Any] = {}  # stored in each checkpoint
+        self.metadata: dict[str, Any] = {}  # stored in each checkpoint
         self.stop_step = 0  # where training ends
         # Step of the newest checkpoint, perhaps still being written; at first, that of the start
         self.last_saved_step = 0
         self._found: list[Path] = []  # checkpoints of this folder when `read_checkpoint` looked
-        self._stored: dict[str, Any] = {}  # content of `resumed`, until it is loaded
+        self._stored: dict[str, Any] = {}  # content of `resumed_from`, until it is loaded
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self._writing: futures.Future[None] = futures.Future()  # the last checkpoint
         self._writing.set_result(None)
@@ -81,17 +82,19 @@ class Run(AbstractContextManager["Run"]):
         self._found = self.world.on_rank_0(self._own_checkpoints)
         if self._found:
             self.is_first_start = False
-            self.resumed, self._stored = checkpoint.load_newest(self._found)
+            self.resumed_from, self._stored = checkpoint.load_newest(self._found)
             # The same command again resumes: `_continue` notes with what the first start began.
             history = self._stored["state"].get("history", [])
             began = any(line.endswith(f" with {given}") for line in history)
             if given != "auto" and not began:
                 wrong = f"{self.path} holds a run that began without it"
-                cure = f"leave the key out to resume from {self.resumed.name}, or give a run.name"
+                cure = (
+                    f"leave the key out to resume from {self.resumed_from.name}, or give a run.name"
+                )
                 raise UserError(f"checkpoint.resume={given}", wrong, cure)
         elif given not in ("auto", "never"):
-            self.resumed = [Path(given), *checkpoint.files(Path(given, "checkpoints"))][-1]
-            self._stored = checkpoint.load(self.resumed)
+            self.resumed_from = [Path(given), *checkpoint.files(Path(given, "checkpoints"))][-1]
+            self._stored = checkpoint.load(self.resumed_from)
         return self._stored
 
     def _own_checkpoints(self) -> list[Path]:
@@ -99,7 +102,7 @@ class Run(AbstractContextManager["Run"]):
         given = f"run.dir={self.path}"
         refuse_inside(self.path, self.config.data, given)
         names = set(map(attrgetter("name"), self.path.glob("*")))
-        if names and names.isdisjoint(OF_A_RUN):
+        if names and names.isdisjoint(RUN_FILES):
             raise UserError(given, "holds files that are not of a run", "give another")
         if self.config.checkpoint.resume == "never":
             return []
@@ -112,11 +115,11 @@ class Run(AbstractContextManager["Run"]):
         checkpoint is of another training, or another process uses or has just used the folder. A
         finished run keeps its config and its summary.
         """
-        self.world.require_same({"checkpoint": str(self.resumed), **metadata["identity"]})
-        if self.resumed is not None:
-            self._continue(state, self.resumed, metadata["identity"])
+        self.world.require_same({"checkpoint": str(self.resumed_from), **metadata["identity"]})
+        if self.resumed_from is not None:
+            self._continue(state, self.resumed_from, metadata["identity"])
         self._stored = {}  # frees the memory
-        self.checkpoint_metadata = metadata
+        self.metadata = metadata
         self.stop_step = stop_step
         self.last_saved_step = state.step
         self.finished_summary = self.world.on_rank_0(lambda: self._claim(state))
@@ -124,7 +127,7 @@ class Run(AbstractContextManager["Run"]):
     def note_measured(self, fitted_micro_batch: int | None, decode_mode: str) -> None:
         """Add to the identity what is measured at the start; later starts keep it."""
         measured = {"fitted_micro_batch": fitted_micro_batch, "decode_mode": decode_mode}
-        self.checkpoint_metadata["identity"] |= measured
+        self.metadata["identity"] |= measured
 
     def _continue(self, state: TrainState, path: Path, identity: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint, unless it is of another training."""
@@ -172,7 +175,8 @@ class Run(AbstractContextManager["Run"]):
         expected = {"status": "finished", "step": state.step, "best_by": self.config.train.best_by}
         with suppress(OSError, ValueError, AttributeError):  # none, or cut off by a full disk
             summary: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
-            if state.step >= self.stop_step and expected.items() <= summary.items():
+            is_finished = state.step >= self.stop_step and expected.items() <= summary.items()
+            if is_finished and state.last_validation:  # none after data.val has changed
                 return summary
         return None
 
@@ -185,7 +189,7 @@ class Run(AbstractContextManager["Run"]):
         self.world.broadcast_buffers(state.model)
         if self.world.is_main:
             copied = checkpoint.host_copy(state.state_dict())
-            content = {"step": state.step, "state": copied, **self.checkpoint_metadata}
+            content = {"step": state.step, "state": copied, **self.metadata}
             # timm, among others, looks for weights under this key. The file holds them only once.
             content["state_dict"] = copied["ema"] or copied["model"]
             self._writing = self._thread.submit(self._write, content)
@@ -264,7 +268,8 @@ def _identity_of_weights(weights: str | None) -> str | None:
 def changed_keys(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, str]:
     """Return how a checkpoint's identity differs from that of this start, name -> both values.
 
-    Keys of FIXED come first. For a key that only the checkpoint has, what disables it is listed.
+    Keys of FIXED come first. A key that only the checkpoint has is not listed; the key that
+    disables it is.
     """
     changes = {}
     for name in sorted(identity, key=lambda name: name not in FIXED):
@@ -277,15 +282,18 @@ def changed_keys(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> dict
 
 def refuse_changes(path: Path, changes: Mapping[str, str], *, accept: bool) -> None:
     """Raise UserError for changes that are not accepted, or with which the state does not fit."""
-    refused = set(changes)
+    refused = dict(changes)
+    cure = "give run.name=NAME to start another run"
     if accept:
-        refused &= set(FIXED)
+        refused = {name: change for name, change in changes.items() if name in FIXED}
+    else:
+        cure += ", or checkpoint.accept_changes=true to continue this one"
     if refused:
-        shown = ", ".join(list(changes.values())[:MOST_SHOWN])
-        wrong = f"keys that affect the result have changed ({len(changes)}): {shown}"
-        cure = "give run.name=NAME to start another run, or checkpoint.accept_changes=true to "
-        cure += f"continue this one ({', '.join(FIXED)} cannot change)"
-        raise UserError(f"cannot resume {path}", wrong, cure)
+        shown = ", ".join(list(refused.values())[:MOST_SHOWN])
+        wrong = f"keys that affect the result have changed ({len(refused)}): {shown}"
+        raise UserError(
+            f"cannot resume {path}", wrong, f"{cure} ({', '.join(FIXED)} cannot change)"
+        )
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -180,7 +180,8 @@ def restored_on_exit(state: TrainState) -> Iterator[None]:
             yield
         finally:
             state.load_state_dict(before)
-            # `state` takes options from the config; some optimisers of timm count steps in them.
+            # `load_state_dict` keeps the options of this start. Restore them, too: some optimisers
+            # of timm count steps in them.
             state.optimizer.load_state_dict(before["optimizer"])
             state.clear_gradients()
 

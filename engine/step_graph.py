@@ -104,7 +104,8 @@ class StepGraph(AbstractContextManager["StepGraph"]):
         if free <= (1 + VALIDATION_SHARE) * self._needed:
             self._disable("the GPU's memory is nearly full, and a graph keeps the memory of a step")
             return
-        static, graph = batch.clone(), torch.cuda.CUDAGraph()
+        static = batch.clone()
+        graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()  # not the default stream, see join_world
         random = torch.cuda.default_generators[stream.device_index]
         before = random.clone_state()

@@ -156,7 +156,7 @@ class Tuner:
         self.say(f"autotune  {text}")
         first = self.measure_mode(feed.decode_modes[0], first_step)
         mode = self.choose_mode(first.rate, first_step)
-        feed.set_decode_mode(mode)
+        feed.set_decode_mode(mode)  # the branches below read the decoder
         workers = feed.num_cores
         if mode == "cpu":
             enough = math.ceil(MARGIN * feed.step_rate / first.per_worker)
@@ -165,6 +165,7 @@ class Tuner:
         elif feed.datasets.train.decoder != "none":  # both decode
             workers = max(1, workers - 1)  # a thread of this process waits for the device
         feed.pool.activate(workers)
+        # Again, now that the number of workers is known.
         feed.set_decode_mode(mode, demand=ENOUGH_ON_DEVICE * feed.step_rate)
         self.say(f"autotune  decoder={feed.decoder_name}, at first {workers=}")
 

@@ -147,9 +147,9 @@ class MixupOrCutmix:
     group: int = parameter(whole(1, 10**6), 128)
 
     def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
-        of_pixels, of_targets, boxes = share.numbers(self, images).split([1, 1, 4])
-        own = of_pixels.T[:, :, None, None] * _outside(boxes, images)
-        return share.blend(images, own), share.blend(targets, of_targets.T)
+        pixel_weights, target_weights, boxes = share.numbers(self, images).split([1, 1, 4])
+        own = pixel_weights.T[:, :, None, None] * _outside(boxes, images)
+        return share.blend(images, own), share.blend(targets, target_weights.T)
 
     def draw_numbers(self, share: BatchShare, size: int) -> np.ndarray:
         rng = share.rng
@@ -160,10 +160,10 @@ class MixupOrCutmix:
         weights = np.where(changed, rng.beta(alpha, alpha), 1.0)
         areas = np.where(is_cutmix, 1 - weights, 0.0)
         boxes, areas = _pasted_boxes(areas, size, rng)
-        of_pixels = np.where(is_cutmix, 1.0, weights)  # outside the box
-        of_targets = np.where(is_cutmix, 1 - areas, weights)
+        pixel_weights = np.where(is_cutmix, 1.0, weights)  # outside the box
+        target_weights = np.where(is_cutmix, 1 - areas, weights)
         groups = np.arange(share.total) // self.group
-        return np.vstack([of_pixels, of_targets, boxes])[:, groups]
+        return np.vstack([pixel_weights, target_weights, boxes])[:, groups]
 
 
 @dataclass(kw_only=True)

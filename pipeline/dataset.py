@@ -243,7 +243,7 @@ class FolderDataset(Dataset):
         return float(np.mean(self._sizes)) if self._sizes else 0.0
 
     def notes(self) -> list[str]:
-        lost = self._of_some(NOTED, decode.lost_in_rgb)
+        lost = self._sample_files(NOTED, decode.lost_in_rgb)
         counts = Counter(chain.from_iterable(lost))
         return [
             f"{count} of {len(lost)} images looked at have {what}" for what, count in counts.items()
@@ -257,9 +257,9 @@ class FolderDataset(Dataset):
     @cached_property
     def _sizes(self) -> list[int]:
         """Size in bytes of up to SAMPLED files; 0 if one cannot be read."""
-        return self._of_some(SAMPLED, len)
+        return self._sample_files(SAMPLED, len)
 
-    def _of_some(self, number: int, look: Callable[[bytes], T]) -> list[T]:
+    def _sample_files(self, number: int, look: Callable[[bytes], T]) -> list[T]:
         """Call a function with the content of up to `number` files, or b"" for unreadable ones."""
 
         def look_at(row: int) -> T:

@@ -145,9 +145,12 @@ def open_feed(
         decode_modes = decode_modes[:1]
     of_world = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
     labels = datasets.train.labels if config.train.class_weights == "sampled" else None
-    count, seed = len(datasets.train), config.train.seed
     train_sampler = TrainSampler(
-        num_samples=count, seed=seed, repeats=data.repeats, labels=labels, **of_world
+        num_samples=len(datasets.train),
+        seed=config.train.seed,
+        repeats=data.repeats,
+        labels=labels,
+        **of_world,
     )
     val_samples = val_batches(num_samples=len(datasets.val), **of_world)
     highest = datasets.val.fields[IMAGE].highest  # in an evaluation, `train` is a stand-in
@@ -189,9 +192,13 @@ def _batch_transforms(
     label = None
     if not all(isinstance(transform, RandomErasing) for transform in transforms):
         label = _mixed_field(datasets.train.fields)
-    count, seed = len(datasets.classes), config.train.seed
     return BatchTransforms(
-        transforms, count, seed=seed, label=label, rank=world.rank, world_size=world.size
+        transforms,
+        len(datasets.classes),
+        seed=config.train.seed,
+        label=label,
+        rank=world.rank,
+        world_size=world.size,
     )
 
 

@@ -340,14 +340,14 @@ def read_list(path: str, origin: str) -> Classes:
     classes: Classes = {}
     labels: dict[str, str] = {}  # path -> label
     beside = partial(os.path.join, os.path.dirname(os.path.abspath(path)))
-    for line, row in csv_rows(path):
+    for number, (line, row) in enumerate(csv_rows(path)):
         cells = list(filter(None, row))
         if len(cells) != 2:
             cure = "write one image per line, as path,label"
             raise UserError(origin, f"line {line} is not path,label", cure)
         image, label = cells
         names_file = is_image(os.fsencode(image)) or os.path.exists(beside(image))
-        if line == 1 and not names_file:
+        if number == 0 and not names_file:
             continue
         known = labels.setdefault(os.path.normpath(beside(image)), label)
         if known != label:

@@ -69,7 +69,10 @@ class Observer:
         """
 
     def close(self) -> None:
-        """Free what the observer holds; also called after an error of the run."""
+        """Free what the observer holds; also called after an error of the run.
+
+        Not called after one of the observer's own methods has failed.
+        """
 
     @staticmethod
     def evaluated(

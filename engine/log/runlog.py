@@ -54,8 +54,10 @@ class RunLog:
     metrics: Metrics
 
     def __post_init__(self) -> None:
-        self.world, self.config = self.run.world, self.run.config
-        self.path, self.datasets = self.run.path, self.feed.datasets
+        self.world = self.run.world
+        self.config = self.run.config
+        self.path = self.run.path
+        self.datasets = self.feed.datasets
         self.meter = Meter(self.world)
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self.timed_rows: list[TimedRow] = []  # of all log rows of this start
@@ -73,7 +75,7 @@ class RunLog:
         first_row = every * math.ceil(self._first_step / every + 0.5)
         self._first_row = min(self.schedule.stop_step, first_row)
         steps = math.ceil(self.schedule.steps_per_epoch)
-        done = self._first_step % steps
+        done = int(self._first_step % self.schedule.steps_per_epoch)
         bar = console.epoch_bar(steps=steps, done=done, shown=self.world.is_main)
         self._bar = self.tracker.enter_context(bar)
 
@@ -95,7 +97,10 @@ class RunLog:
         return added
 
     def begin_step(self, batch: Batch) -> None:
-        """Note that all ranks have their batch, and call the observers."""
+        """Call the observers, then note that all ranks have their batch.
+
+        So the time of the observers is not part of the step.
+        """
         self._notify(lambda observer: observer.begin_step(batch))
         self.feed.train.clock.ranks_ready()
 
@@ -120,7 +125,10 @@ class RunLog:
         return self.row
 
     def end_interval(self) -> dict[str, Any]:
-        """Wait for the row that is due, unless a signal came before it; return the newest one."""
+        """Report the interval that was sent, if there is one; return the newest row.
+
+        Waits for the last step of the interval.
+        """
         self.feed.train.clock.end_step()
         self._report()
         return self.row
@@ -155,7 +163,8 @@ class RunLog:
         """Report a validation. `row`: the values of its result, and those of the raw model."""
         seconds = time.monotonic() - self._pause_began
         row = row | {"split": "val", "images": result.images, "seconds": seconds}
-        names, epochs = self.metrics.computations(result.rows), self.config.train.epochs
+        names = self.metrics.computations(result.rows)
+        epochs = self.config.train.epochs
         self.tracker.print(console.val_line(row, names, self.metrics, epochs, best=best))
         added = self._notify(lambda observer: observer.validated(row, result.rows))
         self._write(row | added)
@@ -215,7 +224,7 @@ class RunLog:
             "seconds_to_first_step": self._began - started,
             **self._speed(),
             "device": self.compute.name,
-            "made_by": self.run.checkpoint_metadata["made_by"],
+            "made_by": self.run.metadata["made_by"],
             "workers": self.feed.pool.active,
             "unreadable_images": len(unreadable),  # training images replaced on any rank
         }

@@ -51,5 +51,6 @@ def open_run(path: Path, resume: str = "auto", identity: dict[str, Any] = IDENTI
     state = state_of()
     with directory(path, resume) as run:
         resume_with(run, state, identity)
-    assert run.last_saved_step == state.step == (int(run.resumed.stem[5:]) if run.resumed else 0)
-    return run.resumed
+    path = run.resumed_from
+    assert run.last_saved_step == state.step == (int(path.stem[5:]) if path else 0)
+    return path

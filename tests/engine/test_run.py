@@ -121,7 +121,9 @@ def test_changes_are_listed_and_accepted():
 @pytest.mark.parametrize("name", FIXED)
 def test_a_change_that_no_state_fits_is_refused(name):
     changes = changed_keys({"a": 1, name: 1}, {"a": 2, name: 2})
-    with pytest.raises(UserError, match=rf"changed \(2\): {name}=1 \(now 2\), a=1 \(now 2\); "):
+    with pytest.raises(
+        UserError, match=rf"changed \(1\): {name}=1 \(now 2\); give run\.name=NAME to [^,]+ \("
+    ):
         refuse_changes(Path("step-7.pt"), changes, accept=True)
 
 
@@ -163,17 +165,19 @@ COMPLETE = {"status": "finished", "step": 20, "best_by": "top1"}
 
 
 @pytest.mark.parametrize(
-    ("text", "stop_step", "finished"),
+    ("text", "stop_step", "validated", "finished"),
     [
-        (json.dumps(COMPLETE), 10, COMPLETE),  # train.max_steps is less now
-        (json.dumps(COMPLETE), 30, None),
-        (json.dumps({**COMPLETE, "status": "interrupted"}), 20, None),
-        (json.dumps({**COMPLETE, "best_by": "-loss"}), 20, None),
-        ('{"status": "fin', 20, None),
+        (json.dumps(COMPLETE), 10, {"step": 20}, COMPLETE),  # train.max_steps is less now
+        (json.dumps(COMPLETE), 10, {}, None),  # on other images
+        (json.dumps(COMPLETE), 30, {"step": 20}, None),
+        (json.dumps({**COMPLETE, "status": "interrupted"}), 20, {"step": 20}, None),
+        (json.dumps({**COMPLETE, "best_by": "-loss"}), 20, {"step": 20}, None),
+        ('{"status": "fin', 20, {"step": 20}, None),
     ],
 )
-def test_finished_run(run, text, stop_step, finished):
+def test_finished_run(run, text, stop_step, validated, finished):
     """Nothing is written in it; otherwise, an earlier summary is removed."""
+    add_checkpoint(run, 20, last=validated)
     (run / "config.yaml").write_text("mine")
     (run / "summary.json").write_text(text)
     with directory(run) as opened:
