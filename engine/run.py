@@ -93,7 +93,9 @@ class Run(AbstractContextManager["Run"]):
                 )
                 raise UserError(f"checkpoint.resume={given}", wrong, cure)
         elif given not in ("auto", "never"):
-            self.resumed_from = [Path(given), *checkpoint.files(Path(given, "checkpoints"))][-1]
+            path = Path(given)
+            newest_last = checkpoint.files(path) + checkpoint.files(path / "checkpoints")
+            self.resumed_from = [path, *newest_last][-1]
             self._stored = checkpoint.load(self.resumed_from)
         return self._stored
 

@@ -62,7 +62,8 @@ def test_best_is_linked_after_a_kill(run):
 def test_new_run_starts_from_a_path(run, tmp_path):
     ten, twenty = checkpoint.files(run / "checkpoints")
     branch = tmp_path / "branch"
-    assert open_run(branch, str(ten)) == ten
+    for folder in (run, run / "checkpoints"):
+        assert open_run(branch, str(folder)) == twenty
     assert open_run(branch, str(ten)) == ten  # as if it was killed before its first checkpoint
     own = add_checkpoint(branch, 15, history=[f"began at step 10 with {ten}"])
     ten.rename(tmp_path / "elsewhere.pt")  # as if its run had removed it
