@@ -81,6 +81,15 @@ class World:
                     wrong = f"is {show(there)} on rank {rank} and {show(here)} on rank 0"
                     raise UserError(name, wrong, "give every rank the same command and data")
 
+    def has_equal_weights(self, model: nn.Module) -> bool:
+        """Whether the parameters have the same bits on all ranks. Collective; waits for a GPU."""
+        sums = []
+        for weight in model.parameters():
+            bits = weight.detach().view(getattr(torch, f"int{8 * weight.itemsize}"))
+            sums.append(bits.sum(dtype=torch.int64))
+        own = torch.stack(sums).tolist()
+        return all(other == own for other in self.all_gather(own))
+
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place. Collective."""
         if self.size > 1:

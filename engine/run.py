@@ -41,6 +41,10 @@ FIXED = ("model.name", "model.freeze", "optim.name", "optim.args", "loader.batch
 # Keys that decide what a validation measures. If one changes, earlier results are not comparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "data.exif_orientation"}
 VALIDATED_ON |= {"augment.val"}
+UNEQUAL = (
+    "the weights differ between the ranks, and the checkpoint has those of rank 0; random numbers "
+    "that train_step draws after average_gradients must be the same on all ranks"
+)
 RUN_FILES = {"config.yaml", "checkpoints", ".lock"}  # a folder with other files holds one of these
 MOST_SHOWN = 6  # keys that a refusal lists
 
@@ -188,6 +192,8 @@ class Run(AbstractContextManager["Run"]):
         Raises TrainingError if the previous one's weights are not finite; else CheckpointError.
         """
         self.wait()
+        if not self.world.has_equal_weights(state.model):
+            logger.warning("step %d: %s", state.step, UNEQUAL)
         self.world.broadcast_buffers(state.model)
         if self.world.is_main:
             copied = checkpoint.host_copy(state.state_dict())

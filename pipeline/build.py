@@ -17,7 +17,7 @@ from pipeline.batch import IMAGE, LABEL
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, DatasetWrapper, FakeDataset, FolderDataset
 from pipeline.decode import DECODERS, Picture
-from pipeline.splits import held_out, load_splits
+from pipeline.splits import held_out, load_splits, other_classes
 
 # Shapes of images to which each list of transforms is applied before the training starts
 TRIALS = ((400, 300, 3), (300, 400, 3)) * 4
@@ -52,6 +52,9 @@ def build_datasets(
     val_transform = build_image_transforms(config.augment.val, "augment.val")
     build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")  # only to check
     train, val, classes = build_splits(config, data, train_transform, val_transform)
+    if isinstance(train, FolderDataset) and isinstance(val, FolderDataset):
+        if train.index.classes != val.index.classes:
+            raise other_classes(train.index, val.index)
     if len(classes) < 2 and train.fields.get("label") == LABEL:
         cure = f"give two, or data.root={data.root}/{classes[0]} if its folders are the classes"
         raise UserError(f"data.root={data.root}", f"all images have the class {classes[0]}", cure)

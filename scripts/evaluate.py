@@ -25,7 +25,11 @@ from scripts.lib.options import OUT, Parser, parse_paths
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, "[options] [key=value ...]")
     add = parser.add_argument
-    add("--flip", action="store_true", help="average the outputs for an image and its mirror image")
+    add(
+        "--flip",
+        action="store_true",
+        help="average the outputs for an image and its mirror image; not for coordinates",
+    )
     add("--all-outputs", action="store_true", help="also those of classes without images compete")
     add("--real", type=Path, metavar="FILE", help="ReaL labels: a list per image, by file name")
     add("--against", type=Path, metavar="DIR", help="output for another model: McNemar's test")
@@ -87,12 +91,13 @@ class Evaluated:
 
 
 def chosen_outputs(
-    network: nn.Module, images: Tensor, *, places: Tensor | None, flip: bool
+    network: nn.Module, images: Tensor, *, places: Tensor | None, count: int, flip: bool
 ) -> Tensor:
     """Return some of the outputs of a network, [B, ...].
 
     Args:
         places: of the outputs to return, int64 [K]; None for all.
+        count: number of outputs that `places` needs: one for each class of the network.
         flip: average over each image and its mirror image, as float32; outputs [B, ..., H, W] are
             mirrored back. FFCV adds the logits, which gives the same accuracy, but another loss.
     """
@@ -104,6 +109,11 @@ def chosen_outputs(
         outputs = (outputs.float() + mirrored) / 2
     if places is None:
         return outputs
+    if outputs.shape[1:] != (count,):
+        wrong = (
+            f"holds some of the classes, but the outputs {list(outputs.shape)} are not classes only"
+        )
+        raise UserError("data.val", wrong, "give all classes")
     return outputs[:, places]
 
 
@@ -136,7 +146,8 @@ def evaluate_checkpoint(
         kept = torch.tensor(places, device=device)
     network: Any = model  # itself, where that is enough: a fork may call it with more inputs
     if flip or kept is not None:
-        network = partial(chosen_outputs, model, places=kept, flip=flip)
+        count = trained.num_classes
+        network = partial(chosen_outputs, model, places=kept, count=count, flip=flip)
 
     def measure(_: nn.Module, batch: Batch) -> Rows:
         return train.validation_values(network, batch)

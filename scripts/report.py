@@ -99,7 +99,10 @@ class Run:
         values = self.val_rows.get(self.best_name, np.empty(0))
         if np.isfinite(values).any():
             scores = self.sign * values
-            place = np.nanargmax(scores)
+            # After an accepted change, such as of data.val, earlier validations do not count.
+            best_epoch = float(self.summary.get("best_epoch") or "nan")
+            places = np.flatnonzero(np.isclose(self.val_rows["epoch"], best_epoch, atol=1e-3))
+            place = places[-1] if len(places) else np.nanargmax(scores)
             self.score = scores[place]
             self.best = {name: column[place] for name, column in self.val_rows.items()}
 

@@ -184,6 +184,20 @@ def check_validation_stops(world: World) -> None:
             assert len([*validation_batches(feed, stop, num_micro_batches=2)]) == 2 * found
 
 
+def check_equal_weights(world: World) -> None:
+    """Also of two bytes, and in the layout channels_last."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Conv2d(3, 4, 3), nn.Linear(2, 1).bfloat16())
+    model.to(memory_format=torch.channels_last)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.5)
+    assert world.has_equal_weights(model)
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter[0] += 0.01 * world.rank
+        assert not world.has_equal_weights(model)
+        nn.init.constant_(parameter, 0.5)
+
+
 def twice(network: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     return {"twice": 2 * batch["image"]}
 
@@ -217,6 +231,7 @@ def main() -> None:
         check_stops(world)
         check_validation_stops(world)
         check_uneven_validation(world)
+        check_equal_weights(world)
         print(f"rank {world.rank} is done")
 
 

@@ -3,13 +3,15 @@
 import re
 import shutil
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from conf.compose import from_overrides
 from conf.errors import UserError
 from conf.schema import DataConfig
-from pipeline.build import build_datasets
+from pipeline.build import Splits, build_datasets, folder
 from pipeline.index import ImageFolder, Index, load_index
 from pipeline.splits import HeldOut, hold_out, load_splits
 from scripts.lib.trained import build_val
@@ -74,6 +76,19 @@ def test_the_same_images_are_held_out_of_every_storage(changeable, image_root, t
 def test_fake_validation_images_are_a_tenth():
     datasets = build_datasets(from_overrides(["data=fake", "data.fake_images=60"]))
     assert (len(datasets.train), len(datasets.val)) == (60, 6)
+
+
+def other_order(data: DataConfig, *arguments: Any) -> Splits:
+    """A fork's source, which gives the second split other labels."""
+    train, val, classes = folder(data, *arguments)
+    val.index = replace(val.index, classes=classes[::-1])
+    return train, val, classes
+
+
+def test_a_source_whose_splits_have_other_classes_is_refused(image_root):
+    source = f"data.source={__name__}:other_order"
+    with pytest.raises(UserError, match=r"^data\.val=.*: its classes are not those of "):
+        build_datasets(from_overrides([f"data.root={image_root}", source]))
 
 
 def test_lists_that_share_images_are_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Evaluation of a run, of files of other projects and of other data, on small JPEG files."""
 
+import functools
 import json
 import os
 import re
@@ -124,6 +125,17 @@ def test_other_classes(folder, image_root, tmp_path):
     (tmp_path / "val" / "stripes").rename(tmp_path / "val" / "cats")
     with pytest.raises(UserError, match=r"^data\.val=val: .* does not know cats; give "):
         measured(folder, f"data.root={tmp_path}")
+
+
+def test_outputs_that_are_no_classes_are_not_selected():
+    """Such as the corners of a box behind the logits."""
+    places = torch.tensor([2, 0])
+    chosen = functools.partial(
+        evaluate.chosen_outputs, torch.nn.Flatten(), places=places, count=3, flip=False
+    )
+    assert chosen(torch.tensor([[1, 2, 3]])).tolist() == [[3, 1]]
+    with pytest.raises(UserError, match=r"^data\.val: .* \[1, 5\] are not classes only; give all"):
+        chosen(torch.zeros(1, 5))
 
 
 IMAGENET = [*imagenet_names()]

@@ -100,7 +100,8 @@ def copied(run: Path, to: Path, top1: tuple[float, float] = (20.0, 30.0), **keys
         section, _, name = key.partition("__")
         config[section][name] = value
     (to / "config.yaml").write_text(yaml.safe_dump(config))
-    change_summary(to, params_sha256=str(to))
+    best = max(validated, key=lambda row: row["top1"])
+    change_summary(to, params_sha256=str(to), best_epoch=round(best["epoch"], 4))
     return to
 
 
@@ -197,6 +198,22 @@ def test_runs_are_compared(run, tmp_path):
     assert "Do not compare the values: the runs differ in data.val." in page_of(low, other).text
 
 
+def test_the_best_value_is_from_after_an_accepted_change(run, tmp_path):
+    """Of data.val, for example: earlier validations were of other images."""
+    changed = copied(run, tmp_path / "changed", (90.0, 30.0))
+    change_summary(changed, best_epoch=read_rows(run, "val")[-1]["epoch"])
+    assert dict(page_of(changed).table("facts"))["best top1"].startswith("30.00 % ± 11.8 at epoch")
+
+
+def test_each_run_has_the_value_that_it_is_judged_by(run, tmp_path):
+    copied(run, tmp_path / "a", (10.0, 20.0))
+    by_loss = copied(run, tmp_path / "b", train__best_by="-loss")
+    loss = read_rows(by_loss, "val")[1]["loss"]
+    first, second = page_of(tmp_path).rows()
+    assert (first["run"], first["best"]) == ("a", "top1 20.00 % ± 10.3")
+    assert (second["run"], second["best"]) == ("b", f"loss {loss:.4g}")
+
+
 def test_runs_that_differ_only_in_seed_or_fold_are_one_row(run, tmp_path):
     """With their mean; equal weights count once, and a run that has not finished stands alone."""
     for seed, top1 in enumerate([(50.0, 40.0), (10.0, 60.0), (30.0, 64.0)]):
@@ -224,6 +241,7 @@ def test_values_of_a_fork(run, tmp_path):
         to = copied(run, tmp_path / f"{number}", train__best_by="-mae", optim__lr=number)
         rows = [row | {"mae": number + i, "late": 0} for i, row in enumerate(read_rows(run, "val"))]
         write_rows(to, rows)
+        change_summary(to, best_epoch=rows[0]["epoch"])
         change_summary(to, units={"mae": " px"}, warning={"line": "warning   slow"})
     page = page_of(tmp_path)
     assert [row["best mae"] for row in page.rows()] == ["1 px", "2 px"]
