@@ -19,22 +19,6 @@ from engine.schedule import Schedule
 from pipeline.batch import IMAGE
 from pipeline.build import Datasets
 
-# Dense bf16 operations per second, from NVIDIA's data sheets. The words are in torch's name of the
-# GPU, such as NVIDIA A100-SXM4-80GB; an H100 of another kind has another rate.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "H100 80GB HBM3": 989e12,
-    "H100 PCIe": 756e12,
-    "A100": 312e12,
-    "A30": 165e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "4090": 165e12,
-    "3090": 71e12,
-}
 # model.compile=auto compiles for more steps than this. On one H200, ResNet-50 compiles in a minute,
 # at later starts in 11 s, and then saves 18 of the 53 ms of a step of 256 images.
 MANY_STEPS = 2_000
@@ -76,19 +60,6 @@ class Compute:
     def autocast(self) -> torch.autocast:
         """Return the context of every forward pass."""
         return autocast(self.device.type, self.precision)
-
-    def peak_rate(self) -> float | None:
-        """Return the images/s of training at the peak rate of the GPU, or None if it is not known.
-
-        A step takes three times the operations of a forward pass: the backward pass takes two.
-        """
-        if self.dtype == torch.float32:
-            return None
-        words = f"{self.name.replace('-', ' ')} "
-        for name, peak in PEAK_FLOPS.items():
-            if f" {name} " in words:
-                return peak / (3 * self.flops)
-        return None
 
 
 def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False) -> nn.Module:

@@ -175,7 +175,7 @@ class RunLog:
         if interval is None:
             return
         times = self._times_of(interval)
-        row = train_row(interval.step, interval.means, times, self.schedule, self.compute)
+        row = train_row(interval.step, interval.means, times, self.schedule)
         row |= self.monitor.read()
         row |= memory_figures(self.feed.pool.pids, self.world.device)
         self._write(row)
@@ -273,7 +273,7 @@ class RunLog:
 
 
 def train_row(
-    step: int, values: dict[str, float], times: StepTimes, schedule: Schedule, compute: Compute
+    step: int, values: dict[str, float], times: StepTimes, schedule: Schedule
 ) -> dict[str, Any]:
     """Return the log row up to a step, without the figures of the GPU and the memory."""
     rate = times.rate * schedule.ranks
@@ -291,7 +291,4 @@ def train_row(
     row["seconds_left"] = (schedule.stop_step - step) * schedule.batch_size / rate
     if schedule.ranks == 1:  # it would be the time of the observers
         del row["ranks_wait_fraction"]
-    peak = compute.peak_rate()
-    if peak:
-        row["mfu"] = rate / (peak * schedule.ranks)
     return row

@@ -30,7 +30,6 @@ TIME = (
 TAGS = {
     "lr": "lr",
     "images_per_second": "throughput/images_per_second",
-    "mfu": "throughput/mfu",
     "workers": "loader/workers",
 }
 TAGS |= {key: f"time/{key}" for key in TIME}

@@ -1,11 +1,10 @@
-"""A schedule that a test writes down, with the values that it needs, and how a CPU computes it."""
+"""A schedule that a test writes down, with the values that it needs."""
 
 from typing import Any
 
 import torch
 
 from conf.schema import CheckpointConfig, Config, LoaderConfig, LogConfig, TrainConfig
-from engine.compute import Compute
 from engine.distributed import World
 from engine.schedule import Schedule
 from pipeline.clock import StepTimes
@@ -27,9 +26,3 @@ def config(
 
 def schedule(images: int = 100, *given: Any, ranks: int = 1, **changes: Any) -> Schedule:
     return Schedule(config(*given, **changes), images, ranks)
-
-
-def compute(**changes: Any) -> Compute:
-    given = {"device": ALONE.device, "name": "cpu", "precision": "fp32", "channels_last": False}
-    given |= {"compile_mode": "off", "rewrite": None, "image_shape": (3, 224, 224)}
-    return Compute(**{**given, "parameters": 25_557_032, "flops": 8_178_000_000, **changes})

@@ -16,7 +16,6 @@ from engine.compute import (
     has_equal_blocks,
     resolve_compile,
 )
-from tests.engine.plans import compute
 from tests.helpers.processes import run_python
 from tests.models.test_vit import short_vit
 
@@ -103,13 +102,6 @@ def test_precision(monkeypatch, capability, auto):
     choices = ("auto", "bf16", "fp16", "tf32", "fp32")
     assert [choose_precision(choice, CPU) for choice in choices] == ["fp32", *choices[1:]]
     assert [choose_precision(choice, CUDA) for choice in choices] == [auto, *choices[1:]]
-
-
-def test_peak_rate():
-    """Not that of a GPU whose name begins alike."""
-    names = ("H100 80GB HBM3", "A100-SXM4-80GB", "L40", "A10G", "H100 NVL")
-    given = (compute(name=f"NVIDIA {name}", precision="bf16", flops=1) for name in names)
-    assert [each.peak_rate() for each in given] == [989e12 / 3, 312e12 / 3, None, None, None]
 
 
 @pytest.mark.parametrize(
