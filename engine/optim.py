@@ -30,11 +30,10 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     create = _find(config.name)
     try:
         return create(model, config, **config.args)
-    except UserError:
-        raise
     except (TypeError, ValueError) as error:
-        given = f"optim.name={config.name} optim.args={show(config.args)}"
-        raise UserError(given, str(error), "change one of them") from None
+        if not config.args:
+            raise
+        raise UserError(f"optim.args={show(config.args)}", str(error), "change them") from None
 
 
 def _find(name: str) -> Callable[..., Optimizer]:

@@ -86,5 +86,5 @@ def test_a_name_of_timm():
     """It may stand for an option, which a key does not replace."""
     pytest.importorskip("timm")
     assert build_optimizer(nn.Linear(2, 2), OptimConfig("timm/nesterov")).defaults["nesterov"]
-    with pytest.raises(UserError, match="Optimizer lino not found"):
+    with pytest.raises(UserError, match="timm has no such optimiser"):
         build_optimizer(nn.Linear(2, 2), OptimConfig("timm/lino"))
