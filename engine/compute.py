@@ -206,10 +206,8 @@ def has_equal_blocks(model: nn.Module) -> bool:
 
     Such modules differ in their weights only, and one compilation serves them all.
     """
-    blocks = getattr(model, "blocks", None)
-    if not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
-        return False
-    return len({repr(block) for block in blocks}) == 1
+    blocks = dict(model.named_children()).get("blocks", nn.Sequential())
+    return len(set(map(repr, blocks.children()))) == 1
 
 
 def compile_blocks(model: nn.Module) -> None:
