@@ -273,7 +273,7 @@ def validate(log: RunLog, stop: StopSignal) -> None:
         for network in networks:
             log.world.broadcast_buffers(network)
         batches = validation_batches(feed, stop, log.schedule.num_micro_batches)
-        with log.compute.autocast(), feed.for_validation():
+        with log.compute.for_validation(), feed.for_validation():
             result, *raw_results = evaluate(networks, validation_values, batches, log.world)
         if result.images < len(feed.datasets.val):
             return  # a signal has ended it
@@ -352,7 +352,7 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
         if world.is_main:  # other ranks need not import them
             named_observers(config)  # refuses a wrong name
     # Validate on zeros, so that a wrong train.best_by is refused before the training.
-    with compute.autocast():
+    with compute.for_validation():
         example = Batch.zeros(datasets.train.fields, world.device)
         (dry_run,) = evaluate([state.model], validation_values, [example], world)
     metrics.best_by.check(metrics.computations(dry_run.rows))

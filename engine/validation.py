@@ -46,8 +46,6 @@ def evaluate(
     outputs: list[Columns] = [{} for _ in networks]
     numbers: list[Tensor] = []  # of the samples of each batch
     with ExitStack() as stack:
-        # Compiled blocks (engine/compute.py) would be compiled again for each size of a batch.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
         for network in networks:
             stack.enter_context(in_eval_mode(network))
         for batch in batches:

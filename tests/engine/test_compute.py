@@ -9,6 +9,7 @@ from torch import nn
 import models
 from conf.compose import from_overrides
 from engine.compute import (
+    Compute,
     choose_precision,
     compile_blocks,
     compile_function,
@@ -69,6 +70,23 @@ def test_blocks_that_differ_are_compiled_with_the_whole_step():
     assert has_equal_blocks(model)
     model.blocks = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.2))
     assert not has_equal_blocks(model)
+
+
+def test_compiled_blocks_are_not_compiled_again_for_a_validation():
+    compiled = []
+
+    def compiler(graph, examples):
+        compiled.append(graph)
+        return graph
+
+    block = nn.Flatten()
+    block.compile(backend=compiler)
+    sizes = {"image_shape": (3, 8, 8), "parameters": 0, "flops": 0}
+    with Compute(CPU, "cpu", "fp32", False, "blocks", None, **sizes).for_validation():
+        block(torch.zeros(2, 3))
+    assert not compiled
+    block(torch.zeros(2, 3))
+    assert compiled
 
 
 @pytest.mark.slow

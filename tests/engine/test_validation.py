@@ -97,19 +97,6 @@ def test_model_is_unchanged(model, data, mode):
     assert same(model.state_dict(), before)
 
 
-def test_compiled_blocks_are_not_compiled_again(data):
-    compiled = []
-
-    def compiler(graph, examples):
-        compiled.append(graph)
-        return graph
-
-    model = nn.Flatten()
-    model.compile(backend=compiler)
-    evaluate([model], measure, padded(*data, 20), ALONE)
-    assert not compiled
-
-
 @pytest.mark.gpu
 def test_nothing_waits_for_the_gpu(model, data):
     """Until the sums are read, also with deterministic kernels."""
