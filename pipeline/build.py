@@ -1,7 +1,7 @@
 """Config in, datasets out: the table of datasets, and the transforms of both splits."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,8 +13,8 @@ from conf.errors import UserError, describe, did_you_mean
 from conf.named import create_object, import_object, object_names_in, split_entry
 from conf.schema import Config, DataConfig
 from pipeline.augment import TRANSFORMS, Compose, build_by_name
-from pipeline.batch import IMAGE, LABEL
-from pipeline.batch_augment import BATCH_TRANSFORMS
+from pipeline.batch import IMAGE, LABEL, Field
+from pipeline.batch_augment import BATCH_TRANSFORMS, RandomErasing
 from pipeline.dataset import Dataset, DatasetWrapper, FakeDataset, FolderDataset
 from pipeline.decode import DECODERS, Picture
 from pipeline.splits import held_out, load_splits, other_classes
@@ -50,7 +50,7 @@ def build_datasets(
     data = config.data
     train_transform = build_image_transforms(config.augment.train, "augment.train")
     val_transform = build_image_transforms(config.augment.val, "augment.val")
-    build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")  # only to check
+    batch_transforms = build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     train, val, classes = build_splits(config, data, train_transform, val_transform)
     if isinstance(train, FolderDataset) and isinstance(val, FolderDataset):
         if train.index.classes != val.index.classes:
@@ -62,6 +62,7 @@ def build_datasets(
     if len(formats) > 1:
         raise UserError("data.mean: fields with image=True differ in dtype or number of channels")
     check_channels(data, val.fields[IMAGE].shape[-1])
+    mixed_field(batch_transforms, train.fields)  # refuses what cannot be mixed
     modes: tuple[str, ...] = ("cpu",)
     if device is not None:
         for entry in data.on_device:
@@ -72,6 +73,22 @@ def build_datasets(
     return Datasets(
         train, val, classes, train_transform.image_size, val_transform.image_size, modes
     )
+
+
+def mixed_field(transforms: Sequence[Any], fields: Mapping[str, Field]) -> str | None:
+    """Return the field that batch transforms mix as the images: the only one that is no image.
+
+    None if nothing is mixed. Raises UserError if there is no such field.
+    """
+    if all(isinstance(transform, RandomErasing) for transform in transforms):
+        return None
+    others = [name for name, field in fields.items() if not field.image and not field.partial]
+    if len(others) == 1:
+        field = fields[others[0]]
+        if not field.shape or np.dtype(field.dtype).kind == "f":
+            return others[0]
+    wrong = f"mixup and cutmix mix a class number or floats; a sample has {', '.join(fields)}"
+    raise UserError("augment.batch", wrong, "leave them out")
 
 
 def choose_decode_modes(

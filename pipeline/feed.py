@@ -3,22 +3,20 @@
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import numpy as np
 import torch
 
-from conf.errors import UserError
 from conf.schema import Config
 from pipeline import machine
 from pipeline.augment import build_by_name
-from pipeline.batch import IMAGE, Field, ImageFormat
-from pipeline.batch_augment import BATCH_TRANSFORMS, BatchTransforms, RandomErasing
-from pipeline.build import Datasets
+from pipeline.batch import IMAGE, ImageFormat
+from pipeline.batch_augment import BATCH_TRANSFORMS, BatchTransforms
+from pipeline.build import Datasets, mixed_field
 from pipeline.clock import StepTimes
 from pipeline.loader import Loader, Pool, Ring, slots_needed
 from pipeline.prefetcher import Prefetcher
@@ -189,25 +187,11 @@ def _batch_transforms(
     transforms = build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     if not transforms:
         return None
-    label = None
-    if not all(isinstance(transform, RandomErasing) for transform in transforms):
-        label = _mixed_field(datasets.train.fields)
     return BatchTransforms(
         transforms,
         len(datasets.classes),
         seed=config.train.seed,
-        label=label,
+        label=mixed_field(transforms, datasets.train.fields),
         rank=world.rank,
         world_size=world.size,
     )
-
-
-def _mixed_field(fields: Mapping[str, Field]) -> str:
-    """Return the only field that is no image: mixup mixes it, too. Raises UserError."""
-    others = [name for name, field in fields.items() if not field.image and not field.partial]
-    if len(others) == 1:
-        field = fields[others[0]]
-        if not field.shape or np.dtype(field.dtype).kind == "f":
-            return others[0]
-    wrong = f"mixup and cutmix mix a class number or floats; a sample has {', '.join(fields)}"
-    raise UserError("augment.batch", wrong, "leave them out")
