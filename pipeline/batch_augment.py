@@ -212,7 +212,7 @@ BATCH_TRANSFORMS: dict[str, Callable[..., BatchTransform]] = {
 class BatchTransforms:
     """Batch transforms for training, in order; a batch is this rank's part of the global batch."""
 
-    transforms: list[BatchTransform]
+    transforms: Sequence[BatchTransform]
     num_classes: int
     seed: int
     rank: int = 0

@@ -14,7 +14,7 @@ from conf.named import create_object, import_object, object_names_in, split_entr
 from conf.schema import Config, DataConfig
 from pipeline.augment import TRANSFORMS, Compose, build_by_name
 from pipeline.batch import IMAGE, LABEL, Field
-from pipeline.batch_augment import BATCH_TRANSFORMS, RandomErasing
+from pipeline.batch_augment import BATCH_TRANSFORMS, BatchTransform, RandomErasing
 from pipeline.dataset import Dataset, DatasetWrapper, FakeDataset, FolderDataset
 from pipeline.decode import DECODERS, Picture
 from pipeline.splits import held_out, load_splits, other_classes
@@ -34,6 +34,8 @@ class Datasets:
     val_image_size: int
     # Modes of the training split to compare; training begins with the first one
     decode_modes: tuple[str, ...] = ("cpu",)
+    batch_transforms: Sequence[BatchTransform] = ()  # of augment.batch, for the training batches
+    mixed_field: str | None = None  # what they mix as the images; None: nothing
 
 
 def build_datasets(
@@ -62,7 +64,6 @@ def build_datasets(
     if len(formats) > 1:
         raise UserError("data.mean: fields with image=True differ in dtype or number of channels")
     check_channels(data, val.fields[IMAGE].shape[-1])
-    mixed_field(batch_transforms, train.fields)  # refuses what cannot be mixed
     modes: tuple[str, ...] = ("cpu",)
     if device is not None:
         for entry in data.on_device:
@@ -71,11 +72,20 @@ def build_datasets(
             train = create(train, config, device, **parameters)
         modes = choose_decode_modes(config, train, stored_decode_mode)
     return Datasets(
-        train, val, classes, train_transform.image_size, val_transform.image_size, modes
+        train,
+        val,
+        classes,
+        train_transform.image_size,
+        val_transform.image_size,
+        modes,
+        batch_transforms,
+        find_mixed_field(batch_transforms, train.fields),
     )
 
 
-def mixed_field(transforms: Sequence[Any], fields: Mapping[str, Field]) -> str | None:
+def find_mixed_field(
+    transforms: Sequence[BatchTransform], fields: Mapping[str, Field]
+) -> str | None:
     """Return the field that batch transforms mix as the images: the only one that is no image.
 
     None if nothing is mixed. Raises UserError if there is no such field.

@@ -13,10 +13,9 @@ import torch
 
 from conf.schema import Config
 from pipeline import machine
-from pipeline.augment import build_by_name
 from pipeline.batch import IMAGE, ImageFormat
-from pipeline.batch_augment import BATCH_TRANSFORMS, BatchTransforms
-from pipeline.build import Datasets, mixed_field
+from pipeline.batch_augment import BatchTransforms
+from pipeline.build import Datasets
 from pipeline.clock import StepTimes
 from pipeline.loader import Loader, Pool, Ring, slots_needed
 from pipeline.prefetcher import Prefetcher
@@ -153,7 +152,16 @@ def open_feed(
     val_samples = val_batches(num_samples=len(datasets.val), **of_world)
     highest = datasets.val.fields[IMAGE].highest  # in an evaluation, `train` is a stand-in
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
-    batch_transforms = _batch_transforms(config, datasets, world)
+    batch_transforms = None
+    if datasets.batch_transforms:
+        batch_transforms = BatchTransforms(
+            datasets.batch_transforms,
+            len(datasets.classes),
+            seed=config.train.seed,
+            label=datasets.mixed_field,
+            rank=world.rank,
+            world_size=world.size,
+        )
     local_batch_size = loader.batch_size // world.size
     # The batch of the step and 4 ready ones (8 were not faster), or 2 of more than 2,048 images.
     in_use = 5 if local_batch_size <= 2048 else 3
@@ -178,20 +186,3 @@ def open_feed(
         pool.activate(workers)
         feed.set_decode_mode(decode_modes[0])
         yield feed
-
-
-def _batch_transforms(
-    config: Config, datasets: Datasets, world: RankInfo
-) -> BatchTransforms | None:
-    """Return the transforms of augment.batch; None if the list is empty."""
-    transforms = build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    if not transforms:
-        return None
-    return BatchTransforms(
-        transforms,
-        len(datasets.classes),
-        seed=config.train.seed,
-        label=mixed_field(transforms, datasets.train.fields),
-        rank=world.rank,
-        world_size=world.size,
-    )
