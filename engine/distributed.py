@@ -83,6 +83,8 @@ class World:
 
     def has_equal_weights(self, model: nn.Module) -> bool:
         """Whether the parameters have the same bits on all ranks. Collective; waits for a GPU."""
+        if self.size == 1:
+            return True
         sums = []
         for weight in model.parameters():
             bits = weight.detach().view(getattr(torch, f"int{8 * weight.itemsize}"))

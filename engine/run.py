@@ -192,8 +192,7 @@ class Run(AbstractContextManager["Run"]):
         Raises TrainingError if the previous one's weights are not finite; else CheckpointError.
         """
         self.wait()
-        are_equal = self.world.has_equal_weights(state.model)
-        if self.world.is_main and not are_equal:
+        if not self.world.has_equal_weights(state.model):
             logger.warning("step %d: %s", state.step, UNEQUAL)
         self.world.broadcast_buffers(state.model)
         if self.world.is_main:

@@ -49,10 +49,10 @@ def evaluate(
         for network in networks:
             stack.enter_context(in_eval_mode(network))
         for batch in batches:
-            numbers.append(batch.samples[:, 1].clone())
+            numbers.append(batch.samples[:, 1].clone())  # the batch's memory is reused
             for network, columns in zip(networks, outputs, strict=True):
                 for name, value in measure(network, batch).items():
-                    # A copy: the memory of the batch, of which it may be a part, is reused.
+                    # A copy: it may be a part of the batch.
                     columns.setdefault(name, []).append(value.clone())
     return [collect(columns, numbers, world) for columns in outputs]
 

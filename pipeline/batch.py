@@ -65,11 +65,6 @@ class Batch:
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
 
-    @property
-    def valid(self) -> Tensor:
-        """Rows with a sample, bool [B]: the last batch of a validation may have others."""
-        return self.samples[:, 1] >= 0
-
     @classmethod
     def zeros(cls, fields: Mapping[str, Field], device: torch.device, samples: int = 1) -> "Batch":
         """Return samples of zeros, images in float32, to find out what a network makes of them."""

@@ -19,6 +19,7 @@ from torch import nn
 from conf.errors import UserError
 from engine import checkpoint
 from engine.checkpoint import host_copy, load, load_newest, save
+from engine.distributed import World
 from engine.files import json_text
 from engine.state import TrainingError
 from tests.engine.run_dirs import content_of, directory, open_run, resume_with, state_of
@@ -198,6 +199,14 @@ def test_one_checkpoint_at_a_time(tmp_path, monkeypatch):
         assert run.last_saved_step == 7
         run.wait()
     assert order == ["begins 6", "has written 1", "begins 7", "has written 2"]
+
+
+def test_weights_that_differ_between_ranks_are_told(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(World, "has_equal_weights", lambda *_: False)
+    with directory(tmp_path) as run:
+        resume_with(run, state_of(), {})
+        run.save(state_of(5))
+    assert "step 5: the weights differ between the ranks, and the checkpoint" in caplog.text
 
 
 def test_weights_that_are_not_finite_are_not_written(tmp_path):
