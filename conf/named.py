@@ -97,7 +97,8 @@ def require_call(called: Any, origin: str, /, *arguments: Any, **parameters: Any
         with suppress(ValueError):  # code in C has no signature
             inspect.signature(called).bind(*arguments, **parameters)
     except TypeError as error:
-        raise UserError(origin, f"cannot be called: {error}", "see docs/fork.md") from None
+        wrong = f"cannot be called with {len(arguments)} positional arguments: {error}"
+        raise UserError(origin, wrong, "see docs/fork.md") from None
 
 
 def split_entry(entry: Any, key: str) -> tuple[str, dict[str, Any]]:

@@ -130,7 +130,7 @@ def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.imag
     except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
         reason = str(error).splitlines()[0]
         wrong = f"the model does not take images of {shape[-1]} px with {shape[-3]} channels"
-        raise UserError(key, f"{wrong} ({reason})", "give another") from None
+        raise UserError(key, f"{wrong} ({reason})", "give another, or correct the model") from None
     return int(counter.get_total_flops())
 
 

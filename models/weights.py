@@ -150,7 +150,7 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
         first = _first_head(own, head)
         shown = ", ".join(head)
         count = own[head[0]].shape[0]
-        logger.info(f"{origin}: {shown} start anew: the file has no head for these {count} classes")
+        logger.info(f"{origin}: {shown} start at zero: the file has no head of {count} classes")
         weights |= first
         fitting |= first.keys()
     # The oldest weights of torchvision have no num_batches_tracked.

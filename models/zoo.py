@@ -137,14 +137,14 @@ def _download(instead: str) -> Iterator[None]:
     except Exception as error:  # libraries raise many kinds, some with many lines
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         wrong = f"the weights cannot be loaded ({reason})"
-        cure = f"give {instead}; see Without internet in docs/quickstart.md"
+        cure = f"give {instead}; see The weights in docs/finetune.md"
         raise UserError("model.weights=pretrained", wrong, cure) from None
 
 
 def import_timm(origin: str) -> ModuleType:
     """Import timm; raise UserError if it is missing. `origin`: the key=value that asks for it."""
     if importlib.util.find_spec("timm") is None:
-        raise UserError(origin, "timm is not installed", "pip install timm")
+        raise UserError(origin, "timm is not installed", "make env EXTRAS=timm or pip install timm")
     import timm
 
     return timm

@@ -144,13 +144,13 @@ def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
     for seed, shape in enumerate(TRIALS):
         picture = Picture(rng.integers(0, 256, shape, np.uint8))
         try:
-            made = Compose(transforms)(picture, random.Random(seed))
+            width, height = Compose(transforms)(picture, random.Random(seed)).size
         except Exception as error:  # torchvision raises many kinds
+            error.add_note(f"{key}: a transform gets (picture, rng) and returns a Picture")
             if object_names_in(list(entries)):  # the traceback of own code helps
                 raise
             raise UserError(key, f"fails on an image: {describe(error)}") from None
-        sizes.add(made.size)
-    width, height = made.size
+        sizes.add((width, height))
     if sizes != {(width, width)}:
         wrong = f"does not end in images of one size, but makes some of {width}x{height} px"
         raise UserError(key, wrong, "end it with random_resized_crop or center_crop: {size: 224}")

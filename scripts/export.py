@@ -39,7 +39,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     packages = FORMATS[to]
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        cure = f"`pip install {' '.join(packages)}`"
+        cure = f"make env EXTRAS={to}, or pip install {' '.join(packages)}"
         parser.error(f"--to {to}: needs {', '.join(missing)}; {cure}")
     if options.preprocessing and to in ("safetensors", "hub"):
         parser.error("--preprocessing: a safetensors file has no graph; give onnx or pt2")

@@ -262,7 +262,9 @@ class RunLog:
         """Return images/s and the verdict of rows like the newest, which tell more. Collective."""
         settled: list[StepTimes] = []
         rate = 0.0
-        if self.timed_rows:
+        if self.state.step > self._first_step:
+            if not self.timed_rows:  # it was stopped before the first row
+                self._times_of(Interval(self.state.step, self.state.step - self._first_step, {}))
             newest = self.timed_rows[-1]
             settled = [row.times for row in self.timed_rows if row.resembles(newest)]
             rate = mean_of(settled).rate * self.world.size

@@ -98,7 +98,7 @@ def test_head_that_does_not_fit_starts_at_zero(caplog):
         assert not now.pop("fc.weight").any()
         assert not now.pop("fc.bias").any()
         assert same(now, body)
-        assert "test: fc.weight, fc.bias start anew: " in caplog.text
+        assert "test: fc.weight, fc.bias start at zero: " in caplog.text
 
 
 def test_a_new_head_before_a_relu_learns():
