@@ -67,18 +67,18 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     # First data.val: evaluate.py gives it for both splits, and the error names this key.
     val = load_index(os.path.join(root, data.val), key="data.val", storage=data.storage)
     train = load_index(os.path.join(root, data.train), key="data.train", storage=data.storage)
-    if train.root != val.root and train.sources == val.sources:
+    if train.root != val.root and ".csv" in (train.root[-4:], val.root[-4:]):
         refuse_shared_images(train, val)
     return train, val
 
 
 def refuse_shared_images(train: Index, val: Index) -> None:
-    """Raise UserError if two lists beside each other have images in common."""
-    shared = np.intersect1d(train.paths.array, val.paths.array)
-    if len(shared):
-        example = os.fsdecode(shared[0])
-        wrong = f"{len(shared):,} of its images are also in {train.root}, such as {example}"
-        raise UserError(f"data.val={val.root}", wrong, "remove them from one of the lists")
+    """Raise UserError if splits have images in common, however their paths are written."""
+    paths = map(os.path.normpath, map(val.path, range(len(val))))
+    shared = set(paths).intersection(map(os.path.normpath, map(train.path, range(len(train)))))
+    if shared:
+        wrong = f"{len(shared):,} of its images are also in {train.root}, such as {min(shared)}"
+        raise UserError(f"data.val={val.root}", wrong, "remove them from one of the splits")
 
 
 def other_classes(train: Index, val: Index) -> UserError:
