@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 # Tensor shapes or step numbers depend on these: no checkpoint can resume with other values.
 FIXED = ("model.name", "model.freeze", "optim.name", "optim.args", "loader.batch_size", "classes")
-# Keys that decide what a validation measures. If one changes, earlier results are not comparable.
+# Keys that decide what validations measure, or which is best: earlier results are not comparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "data.exif_orientation"}
-VALIDATED_ON |= {"augment.val"}
+VALIDATED_ON |= {"augment.val", "train.best_by"}
 UNEQUAL = (
     "the weights differ between the ranks, and the checkpoint has those of rank 0; random numbers "
     "that train_step draws after average_gradients must be the same on all ranks"
@@ -139,6 +139,8 @@ class Run(AbstractContextManager["Run"]):
         """Load the state of a checkpoint, unless it is of another training."""
         changes = changed_keys(self._stored["identity"], identity)
         refuse_changes(path, changes, accept=self.config.checkpoint.accept_changes)
+        by = {"train.best_by": self.config.train.best_by}  # may change without accept_changes
+        changes |= changed_keys({**by, **self._stored["config"]}, by)
         _load_state(state, path, self._stored)
         if self.is_first_start:
             state.forget_validations()  # the best checkpoint is in another folder
@@ -178,11 +180,11 @@ class Run(AbstractContextManager["Run"]):
 
     def _summary_of_finished(self, state: TrainState) -> dict[str, Any] | None:
         """Return the summary of an earlier start if it has finished the run with this state."""
-        expected = {"status": "finished", "step": state.step, "best_by": self.config.train.best_by}
+        expected = {"status": "finished", "step": state.step}
         with suppress(OSError, ValueError, AttributeError):  # none, or cut off by a full disk
             summary: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
             is_finished = state.step >= self.stop_step and expected.items() <= summary.items()
-            if is_finished and state.last_validation:  # none after data.val has changed
+            if is_finished and state.last_validation:  # none after a change in VALIDATED_ON
                 return summary
         return None
 

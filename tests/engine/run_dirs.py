@@ -14,6 +14,7 @@ from engine.state import TrainState
 from tests.engine.plans import ALONE
 
 IDENTITY = {"dataset": "abc", "model.name": "resnet_tiny"}
+CONFIG = {"train.best_by": "top1"}
 
 
 def state_of(step: int = 0, weight: float = 0.5) -> TrainState:
@@ -24,7 +25,7 @@ def state_of(step: int = 0, weight: float = 0.5) -> TrainState:
 
 def content_of(step: int, state: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a checkpoint."""
-    return {"step": step, "state": state, "identity": IDENTITY, "config": {}, "model_input": {}}
+    return {"step": step, "state": state, "identity": IDENTITY, "config": CONFIG, "model_input": {}}
 
 
 def add_checkpoint(path: Path, step: int, **changes: Any) -> Path:
