@@ -126,5 +126,5 @@ def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
             high = min(max(1, high), count - 1)
         rows = by_class[stop - count : stop]
         by_hash = sorted(rows, key=lambda row: blake2b(paths[row], digest_size=8).digest())
-        is_val[by_hash[low:high]] = True
+        is_val[rows] = np.isin(paths[rows], paths[by_hash[low:high]])  # a list may repeat some
     return np.flatnonzero(~is_val), np.flatnonzero(is_val)
