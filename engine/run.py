@@ -179,12 +179,11 @@ class Run(AbstractContextManager["Run"]):
         return summary
 
     def _summary_of_finished(self, state: TrainState) -> dict[str, Any] | None:
-        """Return the summary of an earlier start if it has finished the run with this state."""
-        expected = {"status": "finished", "step": state.step}
+        """Return the summary of an earlier start that finished with this state and validation."""
         with suppress(OSError, ValueError, AttributeError):  # none, or cut off by a full disk
             summary: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
-            is_finished = state.step >= self.stop_step and expected.items() <= summary.items()
-            if is_finished and state.last_validation:  # none after a change in VALIDATED_ON
+            ended = {"status": "finished", "step": state.step}.items() <= summary.items()
+            if ended and state.step >= self.stop_step and state.last_validation:
                 return summary
         return None
 

@@ -164,7 +164,7 @@ def test_second_process_is_refused_until_the_first_one_is_killed(tmp_path):
     assert open_run(tmp_path / "run", identity={}) is None
 
 
-COMPLETE = {"status": "finished", "step": 20, "best_by": "top1"}
+COMPLETE = {"status": "finished", "step": 20}
 
 
 @pytest.mark.parametrize(
