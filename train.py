@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
     CONFIG = parse(sys.argv[1:], script=SCRIPT, purpose=__doc__)
     announce()
-    gc.disable()  # until `garbage_collection_paused`: imports and torch.compile are faster
+    gc.disable()  # until `train` ends: imports, torch.compile and then the steps are faster
     keep_compiled_kernels()
     from pipeline.start import start_forkserver
 
@@ -183,7 +183,9 @@ def train_step(
         Named values to log, "loss" among them. One that you add appears in all logs and the report.
     """
     for group in state.optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
+        group["lr"] = lr
+        if "lr_scale" in group:
+            group["lr"] = lr * group["lr_scale"]
     logged: list[Values] = []
     for number, micro_batch in enumerate(batch.split(num_micro_batches), start=1):
         set_ddp_sync(network, enabled=number == num_micro_batches)
@@ -215,8 +217,15 @@ def build_loss(config: Config, datasets: Datasets, compute: Compute) -> Loss:
     Raises UserError if train.loss or a key that belongs to it is wrong.
     """
     weights = class_weights(config.train, datasets, compute.device)
-    loss_fn = compute.autocast()(compile_function(training_loss, compute.compile_mode))
-    return partial(loss_fn, criterion=build_criterion(config.train, weights))
+    criterion = build_criterion(config.train, weights)
+    compiled = compile_function(training_loss, compute.compile_mode)
+    context = compute.autocast()  # made once: it queries the device
+
+    def loss_fn(network: nn.Module, batch: Batch) -> tuple[Tensor, Values]:
+        with context:
+            return compiled(network, batch, criterion=criterion)
+
+    return loss_fn
 
 
 def training_loss(
@@ -314,10 +323,11 @@ def resolve_config(config: Config, world: World) -> Config:
         name, parameters = split_entry(config.train.prepare, "train.prepare")
         config = create_object(name, "train.prepare", Config, config, world, **parameters)
     config = replace(config, run=world.on_rank_0(lambda: config.run))
-    shared = {
-        key: value for key, value in config_values(config).items() if key not in CHOOSE_SAMPLES
-    }
-    world.require_same({**shared, "train.device": world.device.type})
+    shared = config_values(config)
+    for name in CHOOSE_SAMPLES:
+        del shared[name]
+    shared["train.device"] = world.device.type
+    world.require_same(shared)
     return config
 
 
@@ -390,7 +400,9 @@ def main(config: Config) -> int:
 
     def status() -> int:
         signal_number = train(config)["signal"]
-        return 128 + signal_number if signal_number else 0
+        if signal_number:
+            return 128 + signal_number
+        return 0
 
     cli.log_to_stderr(force=True)
     return cli.run_main(status, limits=explain_limit)
