@@ -103,19 +103,22 @@ def file_name(step: int) -> str:
 
 def files(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder in the order of their steps, which may have 9 digits."""
-    paths = [path for path in folder.glob("step-*.pt") if path.stem[5:].isdecimal()]
+    paths = [path for path in folder.glob("step-*.pt") if _digits(path).isdecimal()]
     return sorted(paths, key=step_of)
 
 
 def step_of(path: Path) -> int:
-    return int(path.stem[5:])
+    return int(_digits(path))
+
+
+def _digits(path: Path) -> str:
+    return path.stem.removeprefix("step-")
 
 
 def before_growth(folder: Path) -> Path | None:
     """Return the newest checkpoint of a run from before its loss grew; None if there is none.
 
-    The loss has grown after the last row whose training loss is nearer to the lowest than to the
-    first.
+    It has grown after the last training row whose loss is nearer to the lowest than to the first.
     """
     losses: dict[int, float] = {}
     with suppress(OSError, ValueError, LookupError):  # no such file, or rows of something else
@@ -125,10 +128,13 @@ def before_growth(folder: Path) -> Path | None:
                 losses[row["step"]] = row["loss"]
     if not losses:
         return None
-    limit = (next(iter(losses.values())) + min(losses.values())) / 2
+    first, *_ = losses.values()
+    limit = (first + min(losses.values())) / 2
     newest = max((step for step, loss in losses.items() if loss < limit), default=0)
-    earlier = [path for path in files(folder / "checkpoints") if step_of(path) < newest]
-    return earlier[-1] if earlier else None
+    for path in reversed(files(folder / "checkpoints")):
+        if step_of(path) < newest:
+            return path
+    return None
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -141,7 +147,7 @@ def find_checkpoint(path: str | Path) -> Path:
     if not path.is_dir():
         return path
     paths = files(path) + files(path / "checkpoints")
-    paths += [*path.glob(BEST), *path.glob(f"checkpoints/{BEST}")]
+    paths += [*path.glob(BEST), *path.glob(f"checkpoints/{BEST}")]  # none or one
     if not paths:
         raise UserError(str(path), "holds no checkpoints", "give the folder of a run with some")
     if paths[-1].name != BEST:

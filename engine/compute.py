@@ -40,8 +40,6 @@ SWITCH_SECONDS = 1e-4
 
 @dataclass(frozen=True)
 class Compute:
-    """How the device computes the model of a run."""
-
     device: torch.device
     name: str  # name of the GPU; "cpu" on a CPU
     precision: str
@@ -93,6 +91,9 @@ def choose_compute(
         val_shape = datasets.val.fields[IMAGE].device_shape
         count_flops(model, val_shape, key="data.val_size, augment.val")
     on_gpu = device.type == "cuda"
+    name = device.type
+    if on_gpu:
+        name = torch.cuda.get_device_name(device)
     precision = choose_precision(config.train.precision, device)
     steps = schedule.stop_step
     operations = 3 * flops * steps * schedule.local_batch_size  # of this rank, in the whole run
@@ -104,7 +105,7 @@ def choose_compute(
         rewrite = config.model.rewrite
     return Compute(
         device=device,
-        name=torch.cuda.get_device_name(device) if on_gpu else device.type,
+        name=name,
         precision=precision,
         channels_last=models.use_channels_last(config.model.channels_last, model, device.type),
         compile_mode=mode,
@@ -213,7 +214,8 @@ def has_equal_blocks(model: nn.Module) -> bool:
     Such modules differ in their weights only, and one compilation serves them all.
     """
     blocks = dict(model.named_children()).get("blocks", nn.Sequential())
-    return len(set(map(repr, blocks.children()))) == 1
+    printed = set(map(repr, blocks.children()))
+    return len(printed) == 1
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -242,16 +242,14 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
         if size > 1:
             # Objects and the stop signal are sent with gloo: NCCL would need the GPU.
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            timeout = timedelta(seconds=TIMEOUT_FACTOR * timeout_seconds)
-            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            limit = timedelta(seconds=TIMEOUT_FACTOR * timeout_seconds)
+            store, _, _ = next(dist.rendezvous("env://", timeout=limit))
             # torchrun's store keeps addresses of earlier processes: on one node, prefix the restart
             # count (nodes may count differently).
             prefix = ""
             if local_size == size:
                 prefix = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(prefix, store)
-            dist.init_process_group(
-                backend, timeout=timeout, store=store, rank=rank, world_size=size
-            )
+            dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
             stack.callback(dist.destroy_process_group)
         yield World(rank, size, local_size, device)

@@ -16,16 +16,16 @@ def json_text(content: Any, *, indent: int | None = None) -> str:
 
     Python would write NaN or Infinity, which most other readers refuse with the whole line.
     """
-    return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None), indent=indent)
+    text = json.dumps(content)
+    finite = json.loads(text, parse_constant=lambda constant: None)
+    return json.dumps(finite, indent=indent)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace a JSON file atomically."""
     replace_file(path, json_text(content, indent=2) + "\n")
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a text file atomically."""
     with replacing(path) as temporary:
         temporary.write_bytes(text.encode(errors="surrogateescape"))
 

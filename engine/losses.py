@@ -51,9 +51,7 @@ def keys_of(*loss_functions: Callable[..., Tensor]) -> set[str]:
     return parameters & vars(TrainConfig()).keys()
 
 
-def class_weights(
-    config: TrainConfig, datasets: Datasets, device: torch.device | None = None
-) -> Tensor | None:
+def class_weights(config: TrainConfig, datasets: Datasets, device: torch.device) -> Tensor | None:
     """Return the weight of each class, float32 [classes]; None: all count alike, also if sampled.
 
     Raises UserError if a name is not that of a class, or the dataset has no labels.

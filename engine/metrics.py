@@ -83,7 +83,8 @@ class BestBy:
 
     def prefers(self, row: Mapping[str, float], best: Mapping[str, float]) -> bool:
         """Whether a validation replaces the best one so far, which may be empty or NaN."""
-        new, old = row[self.name], best.get(self.name, math.nan)
+        new = row[self.name]
+        old = best.get(self.name, math.nan)
         if math.isnan(old):
             return True
         if self.lower_is_better:
@@ -138,7 +139,8 @@ class Metrics:
         computed: dict[str, Computation] = {}
         for name, metric in self.entries.items():
             inputs.update(metric.inputs)
-            if metric.compute and rows.keys() >= set(metric.inputs):
+            has_inputs = set(metric.inputs) <= rows.keys()
+            if metric.compute and has_inputs:
                 arguments = map(rows.__getitem__, metric.inputs)
                 computed[name] = partial(metric.compute, *arguments)
         inputs -= self.entries.keys()

@@ -93,8 +93,8 @@ def from_class(
 ) -> Optimizer:
     """Create another optimiser of torch.optim, with lr, weight_decay and optim.args only."""
     _refuse_moments(config)
-    on_gpu = _is_on_gpu(model)
-    values = {"lr": config.lr, "weight_decay": config.weight_decay, "capturable": on_gpu}
+    values: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    values["capturable"] = _is_on_gpu(model)
     takes = inspect.signature(optimizer_class).parameters
     keys: dict[str, Any] = {name: values[name] for name in values if name in takes}
     return _refusing_capture(optimizer_class(decay_groups(model, config), **keys, **args))

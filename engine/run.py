@@ -61,8 +61,7 @@ class Run(AbstractContextManager["Run"]):
         self.path = Path(config.run.dir)
         self.checkpoints = self.path / "checkpoints"
         self.resumed_from: Path | None = None  # the checkpoint from which this start continues
-        # Whether the folder has no checkpoint of its own; `resumed_from` is then None, or that of
-        # another run.
+        # Whether the folder has no checkpoint of its own: `resumed_from` is None or another run's
         self.is_first_start = True
         self.finished_summary: dict[str, Any] | None = None  # if an earlier start finished it
         self.metadata: dict[str, Any] = {}  # stored in each checkpoint
@@ -92,14 +91,13 @@ class Run(AbstractContextManager["Run"]):
             began = any(line.endswith(f" with {given}") for line in history)
             if given != "auto" and not began:
                 wrong = f"{self.path} holds a run that began without it"
-                cure = (
-                    f"leave the key out to resume from {self.resumed_from.name}, or give a run.name"
-                )
+                ours = self.resumed_from.name
+                cure = f"leave the key out to resume from {ours}, or give a run.name"
                 raise UserError(f"checkpoint.resume={given}", wrong, cure)
         elif given not in ("auto", "never"):
             path = Path(given)
-            newest_last = checkpoint.files(path) + checkpoint.files(path / "checkpoints")
-            self.resumed_from = [path, *newest_last][-1]
+            newest_last = [path, *checkpoint.files(path), *checkpoint.files(path / "checkpoints")]
+            self.resumed_from = newest_last[-1]  # the path itself, if it is a file
             self._stored = checkpoint.load(self.resumed_from)
         return self._stored
 
@@ -139,8 +137,9 @@ class Run(AbstractContextManager["Run"]):
         """Load the state of a checkpoint, unless it is of another training."""
         changes = changed_keys(self._stored["identity"], identity)
         refuse_changes(path, changes, accept=self.config.checkpoint.accept_changes)
-        by = {"train.best_by": self.config.train.best_by}  # may change without accept_changes
-        changes |= changed_keys({**by, **self._stored["config"]}, by)
+        best_by = self.config.train.best_by  # may change without accept_changes
+        before = self._stored["config"].get("train.best_by", best_by)
+        changes |= changed_keys({"train.best_by": before}, {"train.best_by": best_by})
         _load_state(state, path, self._stored)
         if self.is_first_start:
             state.forget_validations()  # the best checkpoint is in another folder
@@ -180,10 +179,10 @@ class Run(AbstractContextManager["Run"]):
 
     def _summary_of_finished(self, state: TrainState) -> dict[str, Any] | None:
         """Return the summary of an earlier start that finished with this state and validation."""
-        with suppress(OSError, ValueError, AttributeError):  # none, or cut off by a full disk
+        with suppress(OSError, ValueError, KeyError, TypeError):  # none, or cut off by a full disk
             summary: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
-            ended = {"status": "finished", "step": state.step}.items() <= summary.items()
-            if ended and state.step >= self.stop_step and state.last_validation:
+            finished = summary["status"] == "finished" and summary["step"] == state.step
+            if finished and state.step >= self.stop_step and state.last_validation:
                 return summary
         return None
 
@@ -300,9 +299,8 @@ def refuse_changes(path: Path, changes: Mapping[str, str], *, accept: bool) -> N
     if refused:
         shown = ", ".join(list(refused.values())[:MOST_SHOWN])
         wrong = f"keys that affect the result have changed ({len(refused)}): {shown}"
-        raise UserError(
-            f"cannot resume {path}", wrong, f"{cure} ({', '.join(FIXED)} cannot change)"
-        )
+        cure += f" ({', '.join(FIXED)} cannot change)"
+        raise UserError(f"cannot resume {path}", wrong, cure)
 
 
 def _is_finite(values: Tensor) -> bool:

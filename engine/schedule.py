@@ -13,6 +13,7 @@ from conf.schema import Config
 from engine.distributed import World
 
 NOTHING_STORED: Mapping[str, Any] = {}  # there is no checkpoint to resume
+LEAST_BATCH = 8  # enough for BatchNorm
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,6 @@ class Schedule:
 
     @property
     def log_every(self) -> int:
-        """The steps between log rows."""
         return self.config.log.every_steps or min(50, math.ceil(self.stop_step / 10))
 
     @property
@@ -99,16 +99,16 @@ class Schedule:
         return step * self.batch_size // self.images
 
     def due(self, step: int) -> Due:
-        """Return what is due after `step` optimiser steps."""
         left = self.stop_step - step
         ended = self.epochs_ended(step)
         before = self.epochs_ended(max(0, step - 1))
         every = self.config.train.validate_every_epochs
         validate = left == 0 or ended // every > before // every
         # The last row has at least half of its steps: the mean of fewer would look like a change.
-        log = step % self.log_every == 0 and 2 * left >= self.log_every
+        is_whole_row = step % self.log_every == 0 and 2 * left >= self.log_every
+        log = is_whole_row or left == 0
         save = step % self.config.checkpoint.every_steps == 0 or validate
-        return Due(log=log or left == 0, epoch=ended > before, validate=validate, save=save)
+        return Due(log=log, epoch=ended > before, validate=validate, save=save)
 
 
 def constant(schedule: Schedule, step: int) -> float:
@@ -177,5 +177,5 @@ def with_batch_size(config: Config, size: int) -> str:
 
 
 def suited_batch(images: int) -> int:
-    """Return the largest power of two with 16 or more steps per epoch, at least 8 for BatchNorm."""
-    return max(8, 2 ** int(math.log2(images / 16)))
+    """Return the largest power of two with 16 or more steps per epoch, at least LEAST_BATCH."""
+    return max(LEAST_BATCH, 2 ** int(math.log2(images / 16)))

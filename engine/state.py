@@ -47,7 +47,6 @@ def check_loss(row: Mapping[str, float], folder: Path) -> None:
 
 
 def tensors(module: nn.Module) -> list[Tensor]:
-    """Return all parameters and buffers."""
     return [*module.parameters(), *module.buffers()]
 
 
@@ -72,7 +71,6 @@ class MovingAverage(nn.Module):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Update the average with the weights after an optimiser step."""
         weight = (9 / (10 + self.n_averaged)).clamp(min=1.0 - self.decay)  # of the new values
         means: list[Tensor] = []
         values: list[Tensor] = []
@@ -137,8 +135,8 @@ class TrainState:
             else:  # train.ema_decay is turned on at this resume
                 self.ema.module.load_state_dict(stored["model"])
                 self.ema.n_averaged.zero_()
-        if stored.get("loss_scale"):  # empty without fp16
-            self.scaler.load_state_dict(self.scaler.state_dict() | stored["loss_scale"])
+        # Empty without fp16
+        self.scaler.load_state_dict(self.scaler.state_dict() | stored.get("loss_scale", {}))
         # The optimiser's state, such as momentum, comes from the checkpoint, and so do the steps
         # that some optimisers of timm count in their groups. Its options are those of this
         # start: weight decay, and also `capturable`, which decides on which device the state is.

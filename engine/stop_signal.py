@@ -41,10 +41,11 @@ class StopSignal(ExitStack):
         return self.number != 0
 
     def _receive(self, number: int, _: object) -> None:
-        if number == signal.SIGINT == self.received and self.world.size == 1:
+        is_ctrl_c = number == signal.SIGINT and self.world.size == 1
+        if is_ctrl_c and self.received == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number
-        if number == signal.SIGINT and self.world.size == 1:  # no `print` in a handler
+        if is_ctrl_c:  # no `print` in a handler
             os.write(2, b"\nstopping after this step; Ctrl-C again stops without a checkpoint\n")
 
     def poll(self) -> bool:

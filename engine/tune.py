@@ -83,7 +83,8 @@ class Rule:
         differs = abs(window.demand / self.last_window.demand - 1) > NOISE
         if added == 0:
             if differs or self.windows_kept > FORGET_WINDOWS:  # other programs have begun or ended
-                self.slope, self.correction = 0.0, 1.0
+                self.slope = 0.0
+                self.correction = 1.0
                 self.changes = 0
                 self.windows_kept = 1
                 self.recent.clear()
@@ -167,7 +168,7 @@ class Tuner:
         feed.pool.activate(workers)
         # Again, now that the number of workers is known.
         feed.set_decode_mode(mode, demand=ENOUGH_ON_DEVICE * feed.step_rate)
-        self.say(f"autotune  decoder={feed.decoder_name}, at first {workers=}")
+        self.say(f"autotune  decoder={feed.decoder_name}, at first workers={workers}")
 
     def measure_step(self, train_on_batch: StepGraph, resident: Batch) -> float:
         """Return the images/s of the step on a batch on the device: the median of rounds."""

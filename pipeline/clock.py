@@ -73,7 +73,10 @@ class StepTimes(NamedTuple):
     @property
     def idle(self) -> float:
         """Share of the time between the steps, in which the device did not compute."""
-        return self.data_wait + self.late + (0.0 if self.on_gpu else self.copy)
+        idle = self.data_wait + self.late
+        if not self.on_gpu:
+            idle += self.copy
+        return idle
 
     @property
     def compute(self) -> float:
@@ -89,18 +92,22 @@ class TimedRow(NamedTuple):
     first_epoch: bool  # which reads cold files
 
     def resembles(self, other: "TimedRow") -> bool:
-        return self[1:] == other[1:]
+        return self.starting == other.starting and self.first_epoch == other.first_epoch
+
+
+def column(rows: Sequence[StepTimes], name: str) -> list[Any]:
+    return [getattr(row, name) for row in rows]
 
 
 def mean_of(rows: Sequence[StepTimes]) -> StepTimes:
     """Average rows, weighted by their seconds; what is no average is that of the last one."""
-    columns = dict(zip(StepTimes._fields, zip(*rows, strict=True), strict=True))
+    seconds = column(rows, "seconds")
     values: dict[str, Any] = {}
     for name, kind in StepTimes.__annotations__.items():
         if kind is float:
-            values[name] = float(np.average(columns[name], weights=columns["seconds"]))
-    values["seconds"] = sum(columns["seconds"])
-    values["steps"] = sum(columns["steps"])
+            values[name] = float(np.average(column(rows, name), weights=seconds))
+    values["seconds"] = sum(seconds)
+    values["steps"] = sum(column(rows, "steps"))
     return rows[-1]._replace(**values)
 
 
@@ -111,7 +118,6 @@ class HostEvent:
         self.seconds = time.perf_counter()
 
     def query(self) -> bool:
-        """Whether it has passed."""
         return True
 
     def synchronize(self) -> None:
@@ -125,8 +131,6 @@ class HostEvent:
 
 @dataclass
 class BatchEvents:
-    """The events of one batch."""
-
     copy_begin: Any = None
     copy_end: Any = None
     idle: Any = None  # the previous step or pause has ended
@@ -137,10 +141,7 @@ class BatchEvents:
 
 
 class StepClock:
-    """Marks the points in time of every batch, and reads them when the device has passed them.
-
-    `cuda`: whether batches are on a GPU.
-    """
+    """Marks the points in time of every batch, and reads them when the device has passed them."""
 
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
@@ -184,7 +185,6 @@ class StepClock:
         self._current = events
 
     def ranks_ready(self) -> None:
-        """Mark that all ranks have their batches."""
         if self._current is not None:
             self._current.ready = self.now()
 
@@ -231,8 +231,9 @@ class StepClock:
             waits = np.maximum(0, gaps - copies)
             copying = float(copies.sum())
         total = max(float(gaps.sum() + spans.sum()), 1e-6)
-        began, before = self._core
-        self._core = (time.perf_counter(), waited_for_core())
+        began, waited_before = self._core
+        now, waited = time.perf_counter(), waited_for_core()
+        self._core = now, waited
         return StepTimes(
             steps=len(events),
             seconds=total / 1000,
@@ -241,7 +242,7 @@ class StepClock:
             copy=float(copies.sum()) / total,
             ranks_wait=float(ms("begin", "ready").sum()) / total,
             drained=sum(m.drained for m in events) / len(events),
-            core_wait=min(1.0, (self._core[1] - before) / max(self._core[0] - began, 1e-6)),
+            core_wait=min(1.0, (waited - waited_before) / max(now - began, 1e-6)),
             copy_ms=float(np.median(copies)),
             step_ms=float(np.median(spans)),
             step_worst_ms=float(spans.max()),

@@ -174,7 +174,7 @@ class RunLog:
         interval = self.meter.read()
         if interval is None:
             return
-        times = self._times_of(interval)
+        times = self._add_timed_row(interval)
         row = train_row(interval.step, interval.means, times, self.schedule)
         row |= self.monitor.read()
         row |= memory_figures(self.feed.pool.pids, self.world.device)
@@ -185,8 +185,8 @@ class RunLog:
         self.tracker.print(line)
         self.row = row
 
-    def _times_of(self, interval: Interval) -> StepTimes:
-        """Return the mean times of the steps of an interval, without the first of this start."""
+    def _add_timed_row(self, interval: Interval) -> StepTimes:
+        """Note and return the mean times of an interval, without the first steps of this start."""
         before = interval.step - interval.steps
         first_steps = FIRST_STEPS if self.world.device.type == "cuda" else 1
         skip = max(0, self._first_step + first_steps - before)
@@ -194,7 +194,8 @@ class RunLog:
         reason = self.train_on_batch.disabled_reason
         times = times._replace(graph_refused=reason, slowed=self.monitor.slowed())
         first_epoch = before * self.schedule.batch_size < self.schedule.images
-        self.timed_rows.append(TimedRow(times, skip >= interval.steps, first_epoch))
+        starting = skip >= interval.steps
+        self.timed_rows.append(TimedRow(times, starting=starting, first_epoch=first_epoch))
         return times
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -210,7 +211,8 @@ class RunLog:
         self.run.wait()
         stop.poll()
         self._bar.close()
-        unreadable = set[int]().union(*self.world.all_gather(self.feed.pool.unreadable))
+        of_ranks = self.world.all_gather(self.feed.pool.unreadable)
+        unreadable = set[int]().union(*of_ranks)
         summary = {
             "status": "interrupted" if stop else "finished",
             "signal": stop.number,  # the exit status follows from it
@@ -264,7 +266,8 @@ class RunLog:
         rate = 0.0
         if self.state.step > self._first_step:
             if not self.timed_rows:  # it was stopped before the first row
-                self._times_of(Interval(self.state.step, self.state.step - self._first_step, {}))
+                steps = self.state.step - self._first_step
+                self._add_timed_row(Interval(self.state.step, steps, means={}))
             newest = self.timed_rows[-1]
             settled = [row.times for row in self.timed_rows if row.resembles(newest)]
             rate = mean_of(settled).rate * self.world.size

@@ -110,8 +110,8 @@ def memory_figures(worker_pids: Iterable[int], device: torch.device) -> dict[str
     if device.type != "cuda":
         return figures
     stats = torch.cuda.memory_stats(device)
-    for name in ("allocated", "reserved"):
-        figures[f"memory/{name}_gib"] = stats[f"{name}_bytes.all.current"] / GIB
+    figures["memory/allocated_gib"] = stats["allocated_bytes.all.current"] / GIB
+    figures["memory/reserved_gib"] = stats["reserved_bytes.all.current"] / GIB
     return figures | {"memory/alloc_retries": stats["num_alloc_retries"]}
 
 

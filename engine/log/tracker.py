@@ -78,8 +78,8 @@ class Tracker(ExitStack):
                 # A killed process leaves an incomplete line; a user may have added others.
                 with suppress(ValueError, TypeError, KeyError):
                     if json.loads(line)["step"] <= self._start_step:
-                        kept.append(line)
-        replace_file(path, "\n".join([*kept, ""]))  # a new file, also for a link
+                        kept.append(f"{line}\n")
+        replace_file(path, "".join(kept))  # a new file, also for a link
         file = open(path, "a", buffering=1)  # noqa: SIM115 - the stack closes it
         self.callback(self.guard, "metrics.jsonl", file.close)
         return file
@@ -122,7 +122,6 @@ class Tracker(ExitStack):
             self._board.add_image(tag, np.asarray(image), step, dataformats="HWC")
 
     def write_json(self, name: str, content: Any) -> None:
-        """Write a JSON file into the run directory."""
         if self.folder is not None:
             self.guard(name, write_json, self.folder / name, content)
 
