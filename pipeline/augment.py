@@ -21,7 +21,7 @@ import torch
 from conf.errors import UserError, did_you_mean
 from conf.named import create_object, is_object_name, split_entry
 from conf.schema import FRACTION, Check, each, number, one_of, span, whole
-from pipeline.decode import INTERPOLATIONS, Box, CropResize, Picture, crop
+from pipeline.decode import INTERPOLATIONS, Box, CropResize, Picture, crop, size_of
 
 Transform = Callable[[Picture, random.Random], Picture]
 LARGEST = 4096  # side of an image after a transform, in pixels
@@ -44,8 +44,6 @@ def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
 
 @dataclass(eq=False)
 class Compose:
-    """Apply transforms in order."""
-
     transforms: Sequence[Transform]  # the result of `build_by_name`
     image_size: int = 0  # side of the resulting square images in pixels; 0 if it is not known
 
@@ -199,8 +197,7 @@ def _v2_transform(made: TorchvisionTransform) -> Any:
 def transform_target(target: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
     """Crop, resize and flip a mask or points as their image was; decodes nothing.
 
-    Raises ValueError if a mask has another size than the file, or a transform changed the pixels in
-    another way.
+    Raises ValueError for a mask of another size than the file, and after any other transform.
 
     Args:
         target: a mask or a map, [H, W] or [H, W, C] of the size of the image's file, whose result
@@ -218,7 +215,7 @@ def transform_target(target: np.ndarray, picture: Picture, *, fill: int = 0) -> 
         for step in picture.geometry:
             target = _transform_points(target, step)
         return target
-    size = target.shape[1::-1]
+    size = size_of(target)
     if size != picture.full_size:
         text = f"the mask's (width, height) is {size}, its image's {picture.full_size}"
         raise ValueError(f"{text}; return points as float [N, 2]")
@@ -264,7 +261,6 @@ def build_by_name(entries: Sequence[Any], table: dict[str, Any], *, key: str) ->
     Args:
         entries: each `name` or `{name: {parameter: value}}`; a name may be `module:name`.
         table: the allowed names: TRANSFORMS here, BATCH_TRANSFORMS for whole batches.
-        key: the config key, for messages.
     """
     transforms = []
     for entry in entries:

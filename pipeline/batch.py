@@ -18,8 +18,6 @@ ROWS = " [H, W, C]"  # after the name of a field: its memory in this order
 
 @dataclass(frozen=True)
 class Field:
-    """One named array of a sample."""
-
     dtype: Any  # numpy dtype, which torch must have too
     shape: tuple[int, ...] = ()  # shape in one sample; an image is [..., H, W, C]
     # Whether the field is normalised and goes through batch transforms. On the device, it is
@@ -73,7 +71,9 @@ class Batch:
             if field.partial and not field.image:
                 continue  # `Dataset.on_device` makes images of it
             rows = torch.from_numpy(np.zeros((samples, *field.shape), field.dtype)).to(device)
-            tensors[name] = channels_first(rows).float() if field.image else rows
+            tensors[name] = rows
+            if field.image:
+                tensors[name] = channels_first(rows).float()
         return cls(tensors, torch.zeros(samples, 2, dtype=torch.int64, device=device), step=0)
 
     def clone(self) -> "Batch":

@@ -223,7 +223,8 @@ class BatchTransforms:
     def targets(self, fields: Mapping[str, Tensor]) -> Tensor:
         """What is mixed: one-hot float32 [B, classes], or the numbers, float32 [B, ...]."""
         if self.label is None:
-            return torch.zeros(len(next(iter(fields.values()))), 0)
+            first, *_ = fields.values()
+            return torch.zeros(len(first), 0)
         label = fields[self.label]
         if label.is_floating_point():
             return label.float()

@@ -25,8 +25,6 @@ TRIALS = ((400, 300, 3), (300, 400, 3)) * 4
 
 @dataclass(frozen=True)
 class Datasets:
-    """Both splits."""
-
     train: Dataset
     val: Dataset
     classes: tuple[str, ...]  # names of the classes; a label is a position in it
@@ -75,11 +73,11 @@ def build_datasets(
         train,
         val,
         classes,
-        train_transform.image_size,
-        val_transform.image_size,
-        modes,
-        batch_transforms,
-        find_mixed_field(batch_transforms, train.fields),
+        train_image_size=train_transform.image_size,
+        val_image_size=val_transform.image_size,
+        decode_modes=modes,
+        batch_transforms=batch_transforms,
+        mixed_field=find_mixed_field(batch_transforms, train.fields),
     )
 
 
@@ -101,9 +99,7 @@ def find_mixed_field(
     raise UserError("augment.batch", wrong, "leave them out")
 
 
-def choose_decode_modes(
-    config: Config, dataset: Dataset, stored: str | None = None
-) -> tuple[str, ...]:
+def choose_decode_modes(config: Config, dataset: Dataset, stored: str | None) -> tuple[str, ...]:
     """Resolve loader.decoder to modes of a dataset, the first one to begin with.
 
     `stored`: that of the checkpoint to resume, which loader.decoder=auto keeps; None without a

@@ -125,7 +125,6 @@ class Dataset(ABC):
         yield from [*same[position + 1 :].tolist(), *same[:position].tolist()]
 
     def class_counts(self, num_classes: int) -> list[int]:
-        """Return the number of samples of each class."""
         if self.labels is None:
             raise UserError("train.class_weights", "the dataset has no `labels`", "leave it out")
         return np.bincount(self.labels, minlength=num_classes).tolist()
@@ -229,7 +228,10 @@ class FolderDataset(Dataset):
             raise UnreadableError(describe(error)) from error
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        self._ahead = {i: self._ahead.get(i) or READERS.submit(self.index.read, i) for i in indices}
+        begun = self._ahead
+        self._ahead = {}
+        for index in indices:
+            self._ahead[index] = begun.get(index) or READERS.submit(self.index.read, index)
 
     def name(self, index: int) -> str:
         return self.index.path(index)
@@ -245,9 +247,8 @@ class FolderDataset(Dataset):
     def notes(self) -> list[str]:
         lost = self._sample_files(NOTED, decode.lost_in_rgb)
         counts = Counter(chain.from_iterable(lost))
-        return [
-            f"{count} of {len(lost)} images looked at have {what}" for what, count in counts.items()
-        ]
+        seen = f"of {len(lost)} images looked at"
+        return [f"{count} {seen} have {what}" for what, count in counts.items()]
 
     def fingerprint(self) -> str:
         """Hash all names and labels, and some sizes: smaller copies may have the same names."""

@@ -91,7 +91,7 @@ class JpegFile:
         if scale == 1:
             return resize(self.region(step.box, 1), step.size, step.interpolation)
         x, y = left // scale, top // scale
-        outer = self.region((x, y, -(-right // scale), -(-bottom // scale)), scale)
+        outer = self.region((x, y, math.ceil(right / scale), math.ceil(bottom / scale)), scale)
         small = Image.fromarray(np.ascontiguousarray(outer))
         # The region's edges lie between pixels of the smaller image, so Pillow gets fractions.
         x_stop = min(right / scale - x, small.width)
@@ -122,7 +122,9 @@ class Picture:
 
     @property
     def full_size(self) -> tuple[int, int]:  # (width, height) before the geometry
-        return self.source.size if isinstance(self.source, JpegFile) else self.source.shape[1::-1]
+        if isinstance(self.source, JpegFile):
+            return self.source.size
+        return size_of(self.source)
 
     @property
     def size(self) -> tuple[int, int]:  # (width, height)
@@ -142,7 +144,6 @@ class Picture:
         return self._then(CropResize(box or (0, 0, *self.size), size, interpolation, quick))
 
     def cropped(self, box: Box, *, fill: int | None = 0) -> "Picture":
-        """Crop the region `box`; see `CropResize`."""
         left, top, right, bottom = box
         return self._then(CropResize(box, (right - left, bottom - top), fill=fill))
 
@@ -158,7 +159,10 @@ class Picture:
         Raises UnreadableError if the file cannot be decoded.
         """
         image = self.source
-        for step in self.geometry or (CropResize((0, 0, *self.size), self.size),):
+        steps = self.geometry
+        if not steps:  # the whole image
+            steps = (CropResize((0, 0, *self.size), self.size),)
+        for step in steps:
             if isinstance(image, JpegFile):
                 image = image.cropped(step)
             else:
@@ -222,13 +226,19 @@ def _reflected(start: int, stop: int, length: int) -> np.ndarray:
     return abs(shifted % max(1, 2 * last) - last)
 
 
+def size_of(pixels: np.ndarray) -> tuple[int, int]:
+    """Return (width, height) of [H, W, ...]."""
+    height, width = pixels.shape[:2]
+    return width, height
+
+
 def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str) -> np.ndarray:
     """Resize with the kernel of torchvision's resize of uint8 tensors, with antialiasing.
 
     Within 2 levels of Pillow's, which has the same filters and takes five times as long. `pixels`:
     uint8 or float32 [H, W, C]; `size`: (width, height).
     """
-    if pixels.shape[1::-1] == size:
+    if size_of(pixels) == size:
         return pixels
     # In this order the result keeps the layout [H, W, 3] in memory; otherwise copying it into the
     # batch takes 110 us instead of 2. from_numpy would warn of read-only memory, as Pillow's is.
@@ -280,7 +290,9 @@ def colour_size(data: bytes) -> tuple[int, int] | None:
             content = data[at + 4 : min(end, at + 10)].ljust(6, b"\0")
             bits, height, width, components = struct.unpack(">BHHB", content)
             usual = (bits, components) == (8, 3) and 0 < width * height <= MAX_PIXELS
-            return (width, height) if usual else None
+            if usual:
+                return width, height
+            return None
         if marker not in SKIPPED or data.startswith(b"MPF\0", at + 4):  # several images
             return None
     return None

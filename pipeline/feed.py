@@ -4,10 +4,10 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -57,7 +57,6 @@ class Feed:
         return self.datasets.train.decoder if self.decode_mode == "cpu" else self.decode_mode
 
     def console_line(self) -> str:
-        """Return the number of active workers and the decoder."""
         return f"loader    workers={self.pool.active} decoder={self.decoder_name}"
 
     def set_decode_mode(self, mode: str, *, demand: float = math.inf) -> None:
@@ -70,7 +69,8 @@ class Feed:
 
     def step_times(self, steps: int = sys.maxsize, *, skip: int = 0) -> StepTimes:
         """Return `StepClock.step_times` of the training, with its rates and workers."""
-        times, loader = self.train.clock.step_times(steps, skip=skip), self.train.loader
+        loader = self.train.loader
+        times = self.train.clock.step_times(steps, skip=skip)
         return times._replace(
             rate=times.steps * loader.local_batch_size / times.seconds,
             step_rate=self.step_rate,
@@ -95,7 +95,9 @@ class Feed:
         batches = self.train.batches(first_step, sys.maxsize)
         next(batches)  # not counted: all workers begin with it, and the device may compile
         loader.ring.replies.clear()
-        began, images, seconds = time.perf_counter(), 0, 0.0
+        images = 0
+        seconds = 0.0
+        began = time.perf_counter()
         while seconds < MEASURE_SECONDS:
             images += len(next(batches).samples)
             seconds = time.perf_counter() - began
@@ -130,24 +132,20 @@ def open_feed(
     """
     loader, data = config.loader, config.data
     num_cores = machine.cores_for_workers(world.local_size)
-    measured = is_measured(config, world.device)
     decode_modes = datasets.decode_modes
     workers = max_workers = loader.workers
     if loader.workers == "auto":
         # All cores validate, even if few workers are enough for training.
         workers = max_workers = num_cores
-    if measured:
+    if is_measured(config, world.device):
         max_workers = 2 * num_cores  # those that wait for storage need no core
     else:
         decode_modes = decode_modes[:1]
     of_world = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
     labels = datasets.train.labels if config.train.class_weights == "sampled" else None
+    seed = config.train.seed
     train_sampler = TrainSampler(
-        num_samples=len(datasets.train),
-        seed=config.train.seed,
-        repeats=data.repeats,
-        labels=labels,
-        **of_world,
+        num_samples=len(datasets.train), seed=seed, repeats=data.repeats, labels=labels, **of_world
     )
     val_samples = val_batches(num_samples=len(datasets.val), **of_world)
     highest = datasets.val.fields[IMAGE].highest  # in an evaluation, `train` is a stand-in
@@ -157,7 +155,7 @@ def open_feed(
         batch_transforms = BatchTransforms(
             datasets.batch_transforms,
             len(datasets.classes),
-            seed=config.train.seed,
+            seed=seed,
             label=datasets.mixed_field,
             rank=world.rank,
             world_size=world.size,
@@ -165,24 +163,22 @@ def open_feed(
     local_batch_size = loader.batch_size // world.size
     # The batch of the step and 4 ready ones (8 were not faster), or 2 of more than 2,048 images.
     in_use = 5 if local_batch_size <= 2048 else 3
-    slots_of = partial(
-        slots_needed, batch_size=local_batch_size, workers=max_workers, in_use=in_use
-    )
+    needed = partial(slots_needed, batch_size=local_batch_size, workers=max_workers, in_use=in_use)
     limit = data.max_bad_fraction if data.on_error == "skip" else None
-    slots = slots_of(datasets.train)
+    slots = needed(datasets.train)
     train_ring = Ring(datasets.train, local_batch_size, slots, limit, REPLACE_OR_SKIP)
-    val_ring = Ring(datasets.val, local_batch_size, slots_of(datasets.val))
-    rings = train_ring, val_ring
-    pool = Pool(rings, timeout_seconds=loader.timeout_seconds)
-    train = Prefetcher(
-        Loader(pool, 0, train_sampler.samples, in_use=in_use), images, batch_transforms
-    )
-    val = Prefetcher(Loader(pool, 1, val_samples.__getitem__, in_use=in_use), images)
+    val_ring = Ring(datasets.val, local_batch_size, needed(datasets.val))
+    pool = Pool((train_ring, val_ring), timeout_seconds=loader.timeout_seconds)
+    loader_of = partial(Loader, pool, in_use=in_use)
+    train = Prefetcher(loader_of(0, train_sampler.samples), images, batch_transforms)
+    val = Prefetcher(loader_of(1, val_samples.__getitem__), images)
     feed = Feed(
         config, datasets, pool, train, val, len(val_samples), decode_modes, num_cores, max_workers
     )
-    locked = page_locked([buffer for ring in rings for buffer in ring.buffers])
-    with locked if train.cuda else nullcontext(), pool, closing(train), closing(val):
+    locked: AbstractContextManager[Any] = nullcontext()
+    if train.cuda:
+        locked = page_locked([*train_ring.buffers, *val_ring.buffers])
+    with locked, pool, closing(train), closing(val):
         pool.activate(workers)
         feed.set_decode_mode(decode_modes[0])
         yield feed

@@ -63,8 +63,6 @@ class Storage(ABC):
 
 @dataclass(frozen=True)
 class ImageFolder(Storage):
-    """Image files below a folder."""
-
     path: str
 
     def where(self, name: str) -> str:
@@ -77,8 +75,6 @@ class ImageFolder(Storage):
 
 @dataclass(frozen=True)
 class TarFile(Storage):
-    """A tar file."""
-
     path: str
     stamp: tuple[int, int]  # mtime (ns) and size (bytes) when the members were listed
 
@@ -230,7 +226,9 @@ def find_split(place: str, storage: Any = None) -> Callable[[str], Index] | None
         if found is not None:
             return found
     files = find_storage(place)
-    return partial(load_files, files, os.path.commonpath(files)) if files else None
+    if not files:
+        return None
+    return partial(load_files, files, os.path.commonpath(files))
 
 
 def load_index(place: str | os.PathLike[str], *, key: str, storage: Any = None) -> Index:

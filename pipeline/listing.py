@@ -62,7 +62,6 @@ class ClassFolder(NamedTuple):
 
 
 def is_hidden(name: bytes) -> bool:
-    """Whether a file or folder is hidden, or of the system."""
     return name.startswith(HIDDEN_NAMES)
 
 

@@ -18,8 +18,6 @@ import numpy as np
 
 @dataclass(kw_only=True, eq=False)
 class TrainSampler:
-    """Order of training samples."""
-
     num_samples: int
     batch_size: int  # global batch; a multiple of `world_size`
     seed: int

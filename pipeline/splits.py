@@ -67,18 +67,22 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     # First data.val: evaluate.py gives it for both splits, and the error names this key.
     val = load_index(os.path.join(root, data.val), key="data.val", storage=data.storage)
     train = load_index(os.path.join(root, data.train), key="data.train", storage=data.storage)
-    if train.root != val.root and ".csv" in (train.root[-4:], val.root[-4:]):
+    has_list = train.root.endswith(".csv") or val.root.endswith(".csv")
+    if has_list and train.root != val.root:
         refuse_shared_images(train, val)
     return train, val
 
 
 def refuse_shared_images(train: Index, val: Index) -> None:
     """Raise UserError if splits have images in common, however their paths are written."""
-    paths = map(os.path.normpath, map(val.path, range(len(val))))
-    shared = set(paths).intersection(map(os.path.normpath, map(train.path, range(len(train)))))
+    shared = _normal_paths(train) & _normal_paths(val)
     if shared:
         wrong = f"{len(shared):,} of its images are also in {train.root}, such as {min(shared)}"
         raise UserError(f"data.val={val.root}", wrong, "remove them from one of the splits")
+
+
+def _normal_paths(index: Index) -> set[str]:
+    return {os.path.normpath(index.path(i)) for i in range(len(index))}
 
 
 def other_classes(train: Index, val: Index) -> UserError:

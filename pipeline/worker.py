@@ -66,8 +66,6 @@ class Reply(NamedTuple):
 
 @dataclass(eq=False)
 class Ring:
-    """A dataset and the memory for its batches."""
-
     dataset: Dataset
     local_batch_size: int  # rows of this rank
     slots: int
@@ -172,7 +170,8 @@ def _write(ring: Ring, batch: SlotArrays, row: int, sample: Mapping[str, Any]) -
 
 def _fitting(name: str, given: Any, rows: np.ndarray) -> np.ndarray:
     """Return a field of a sample as an array. Raises ValueError if it is not as stated."""
-    value, shape = np.asarray(given), rows.shape[1:]
+    value = np.asarray(given)
+    shape = rows.shape[1:]
     is_cut = value.dtype.kind == "f" and rows.dtype.kind != "f"  # numbers in [0, 1] would be 0
     if value.shape != shape or is_cut:
         stated = f"the dataset states {rows.dtype} {shape} in `fields`"
@@ -195,7 +194,10 @@ def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
         while True:
             while not tasks or pipe.poll():
                 tasks.append(pipe.recv())
-            following = _following(tasks) if reads_ahead else []
+            following: list[int] = []
+            if reads_ahead:
+                same = [task.samples[:, 1] for task in tasks if task.ring == tasks[0].ring]
+                following = np.concatenate(same).tolist()
             reply = run_task(tasks.pop(0), rings, following)
             pipe.send(reply)
             excess = max(0.0, reply.storage_seconds - reply.core_seconds) / max(1, reply.rows)
@@ -214,12 +216,6 @@ def _unblock_signals(_: object) -> None:
 
 
 util.register_after_fork(_unblock_signals, _unblock_signals)
-
-
-def _following(tasks: Sequence[Task]) -> list[int]:
-    """Return the samples of all tasks for the ring of the first one."""
-    same = [task.samples[:, 1] for task in tasks if task.ring == tasks[0].ring]
-    return np.concatenate(same).tolist()
 
 
 def _exit_with_parent() -> None:

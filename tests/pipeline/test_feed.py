@@ -64,7 +64,7 @@ def test_batches_that_nothing_uses(image_root):
 def test_decoder_and_modes():
     plain, moded = Files(9), Files(9)
     moded.decode_modes = ("cpu", "gpu", "hybrid")
-    assert choose_decode_modes(small(), moded) == moded.decode_modes
+    assert choose_decode_modes(small(), moded, None) == moded.decode_modes
     for stored in moded.decode_modes:  # a resumed run keeps its pixels
         assert choose_decode_modes(small(), moded, stored) == (stored,)
     assert choose_decode_modes(small("loader.decoder=pillow"), moded, "gpu") == ("cpu",)
