@@ -285,11 +285,8 @@ def validate(log: RunLog, stop: StopSignal) -> None:
             result, *raw_results = evaluate(networks, validation_values, batches, log.world)
         if result.images < len(feed.datasets.val):
             return  # a signal has ended it
-        row = {
-            "step": state.step,
-            "epoch": log.schedule.epoch(state.step),
-            **result.values(log.metrics),
-        }
+        row = {"step": state.step, "epoch": log.schedule.epoch(state.step)}
+        row |= result.values(log.metrics)
         for raw in raw_results:
             row |= {f"{name}_raw": value for name, value in raw.values(log.metrics).items()}
         best = log.metrics.best_by.prefers(row, state.best_validation)

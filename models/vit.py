@@ -26,8 +26,6 @@ def positions(rows: int, columns: int, width: int, device: torch.device | None =
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention."""
-
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -136,8 +134,6 @@ class VisionTransformer(nn.Module):
         image_size: image side in pixels, a multiple of the patch side. For other sizes, positions
             are computed at each call.
         patch_embed: its channels, a multiple of 4 * heads, are those of the blocks.
-        depth: number of blocks.
-        hidden: number of channels inside the MLP.
     """
 
     positions: Tensor

@@ -119,7 +119,8 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     origin = f"model.weights={path}"
     content = read_file(path, origin=origin, give=f"{ANY_FILE}, or model.weights=pretrained")
     weights = weights_in(content, origin=origin)
-    if _named_classes(path, content) not in ("[]", json.dumps(list(classes))):
+    named = _named_classes(path, content)
+    if named not in ("[]", json.dumps(list(classes))):  # the head is for other classes
         for name in head_of(model):
             weights.pop(name, None)
     fit_weights(model, weights, origin=origin, new_head=True)
@@ -158,10 +159,10 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     missing = own.keys() - weights.keys() - set(counters)
     unknown = weights.keys() - own.keys()
     misshapen = shared - fitting
-    wrong = [*sorted(missing)[:1], *sorted(unknown)[:1], *sorted(misshapen)[:1]]
-    if wrong:
+    examples = [*sorted(missing)[:1], *sorted(unknown)[:1], *sorted(misshapen)[:1]]
+    if examples:
         counts = f"keys: {len(missing)} missing, {len(unknown)} unknown, "
-        counts += f"{len(misshapen)} of another shape, such as {', '.join(wrong)}"
+        counts += f"{len(misshapen)} of another shape, such as {', '.join(examples)}"
         cure = "check model.name, data.image_size and the channels of the images"
         raise UserError(origin, f"does not fit the model: {counts}", cure)
     own.update(weights)  # `own` also has the versions of layers (`_metadata`), for MNASNet
@@ -202,6 +203,5 @@ def head_of(model: nn.Module) -> list[str]:
 
 
 def safetensors_metadata(path: Path) -> dict[str, str]:
-    """Return the `__metadata__` of a safetensors file."""
     with safe_open(path, "pt") as file:
         return file.metadata() or {}

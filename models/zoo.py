@@ -94,12 +94,7 @@ def _function(name: str, pretrained: bool) -> Create:
 
 
 def _build_torchvision(
-    name: str,
-    pretrained: bool,
-    num_classes: int,
-    image_size: int,
-    in_channels: int = RGB,
-    **options: Any,
+    name: str, pretrained: bool, num_classes: int, size: int, in_channels: int = RGB, **options: Any
 ) -> nn.Module:
     from torchvision import models as vision
 
@@ -113,7 +108,7 @@ def _build_torchvision(
         wrong = f"takes images of 3 channels, not {in_channels}"
         raise UserError(given, wrong, f"give model.name=timm/NAME, or one of {ours}")
     if name.startswith("vit_"):
-        options["image_size"] = image_size
+        options["image_size"] = size
     create = partial(vision.get_model, name, num_classes=num_classes, **options)
     try:
         model: nn.Module = create()
@@ -151,12 +146,7 @@ def import_timm(origin: str) -> ModuleType:
 
 
 def _build_timm(
-    name: str,
-    pretrained: bool,
-    num_classes: int,
-    image_size: int,
-    in_channels: int = RGB,
-    **options: Any,
+    name: str, pretrained: bool, num_classes: int, size: int, in_channels: int = RGB, **options: Any
 ) -> nn.Module:
     timm = import_timm(f"model.name=timm/{name}")
     if ":" not in name and not timm.is_model(name):  # hf_hub: and local-dir: are not listed
@@ -165,7 +155,7 @@ def _build_timm(
     options |= {"num_classes": num_classes, "in_chans": in_channels}
     create = partial(timm.create_model, name, **options)
     if _depends_on_size(create):
-        create = partial(create, img_size=image_size)
+        create = partial(create, img_size=size)
     if not pretrained:
         return create()
     with _download("model.weights=FILE"):
@@ -204,12 +194,12 @@ def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
             part.requires_grad_(False)
         except AttributeError:
             raise UserError(given, f"there is no {name}", known) from None
-    if True not in _gradients_of(model):
+    if True not in _requires_grad_in(model):
         raise UserError(given, "leaves nothing to train with", known)
     train_mode(model)
 
 
-def _gradients_of(module: nn.Module) -> set[bool]:
+def _requires_grad_in(module: nn.Module) -> set[bool]:
     return {parameter.requires_grad for parameter in module.parameters()}
 
 
@@ -220,6 +210,6 @@ def train_mode(model: nn.Module, mode: bool = True) -> nn.Module:
     """
     model.train(mode)
     for module in model.modules():
-        if _gradients_of(module) == {False}:
+        if _requires_grad_in(module) == {False}:
             module.eval()
     return model
