@@ -337,7 +337,7 @@ def read_list(path: str, origin: str) -> Classes:
     Raises UserError if a line is something else, or gives an image a second label.
     """
     classes: Classes = {}
-    labels: dict[str, str] = {}  # path -> label
+    listed: dict[str, tuple[str, str]] = {}  # path -> label, and the path as it is written first
     beside = partial(os.path.join, os.path.dirname(os.path.abspath(path)))
     for number, (line, row) in enumerate(csv_rows(path)):
         cells = list(filter(None, row))
@@ -348,12 +348,12 @@ def read_list(path: str, origin: str) -> Classes:
         names_file = is_image(os.fsencode(image)) or os.path.exists(beside(image))
         if number == 0 and not names_file:
             continue
-        known = labels.setdefault(os.path.normpath(beside(image)), label)
+        known, written = listed.setdefault(os.path.normpath(beside(image)), (label, image))
         if known != label:
             wrong = f"line {line}: {image} is {label}, but {known} in an earlier line"
             raise UserError(origin, wrong, "give each image one label")
-        classes.setdefault(os.fsencode(label), []).append(os.fsencode(image))
-    first = list(labels)[:100]
+        classes.setdefault(os.fsencode(label), []).append(os.fsencode(written))
+    first = list(listed)[:100]
     if not any(map(os.path.exists, first)):
         wrong = f"holds no images, or no file is at their paths, such as {', '.join(first[:1])}"
         cure = f"write lines path,label; a path is absolute, or relative to {beside('')}"

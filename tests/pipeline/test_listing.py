@@ -201,7 +201,7 @@ def test_a_folder_comes_before_a_tar_file_and_a_list(tmp_path):
 def test_list_with_other_folders_and_wrong_lists(tmp_path):
     (tmp_path / "one, two.jpg").write_bytes(JPEG)
     (tmp_path / "three.jpg").write_bytes(JPEG)
-    text = f'\npath,label\n"one, two.jpg", "z"\n"{tmp_path / "three.jpg"}",a b\n'
+    text = f'\npath,label\n"one, two.jpg", "z"\n"{tmp_path / "three.jpg"}",a b\n./three.jpg,a b\n'
     (tmp_path / "train.csv").write_text(text, encoding="utf-8-sig")
     index = load_index(tmp_path / "train", key="data.train")
     assert (index.classes, [*dict(content_of(index)).values()]) == (("a b", "z"), [JPEG] * 2)
