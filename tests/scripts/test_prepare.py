@@ -389,6 +389,7 @@ WRONG: list[tuple[Source, str]] = [
     # Shards and Parquet.
     (lambda: {"train.tar": tar(WITHOUT_LABEL)}, "train/a.jpg has no label; add train/a.cls"),
     (lambda: {"train.tar": tar({"a.jpg": b"", "a.json": b"["})}, "a.json: holds no label"),
+    (lambda: {"train.tar": tar({**WITHOUT_LABEL, "a.json": b'{"label": null}'})}, "a.jpg has no "),
     (lambda: {"a.tar": tar({"1.jpg": b"", "1.txt": b"a cat"})}, "a: 1.txt: holds a caption, not a"),
     (lambda: {"train.tar": tar(SEVERAL)}, "several"),
     (lambda: {"a.parquet": one_image("a", "b", label=[1])[:-100]}, "a.parquet: is damaged or inc"),

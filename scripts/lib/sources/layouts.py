@@ -8,6 +8,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -230,8 +231,8 @@ def record_label(key: str, files: Tree) -> str:
             raise UserError(f"{key}.txt", "holds a caption, not a label", "add the label as .cls")
         return ""
     try:
-        record = json.loads(read_place(files["json"]))
-        return str(record["label"])
+        label = json.loads(read_place(files["json"]))["label"]
+        return "" if label is None else str(label)
     except (ValueError, TypeError, LookupError):
         raise UserError(f"{key}.json", 'holds no label, as {"label": 3} does', "add one") from None
 
@@ -271,11 +272,8 @@ def read_folder(
 
 def has_splits(images: Tree, splits: Mapping[str, str]) -> bool:
     """Return whether a folder is the training split: a class may be called train, too."""
-    for path in images:
-        top, _, rest = path.partition("/")
-        if "/" in rest and split_of_folder(top, splits) == "train":
-            return True
-    return False
+    tops = {path.split("/")[0] for path in images if path.count("/") > 1}
+    return "train" in map(partial(split_of_folder, splits=splits), tops)
 
 
 def split_of_folder(name: str, splits: Mapping[str, str]) -> str:
