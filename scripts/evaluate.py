@@ -309,13 +309,14 @@ def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
 
     The file is real.json of arXiv 2006.07159. Raises UserError if an image has no list or several.
     """
-    lists = json.loads(path.read_bytes())
+    lists = read_json(path, f"--real {path}", "give real.json of the paper's authors")
+    count = list(map(type, lists)).count(list)
     paths = map(dataset.name, range(len(dataset)))
     names = list(map(os.path.basename, paths))
     in_order = sorted(set(names))
-    if not len(lists) == len(in_order) == len(names):
+    if not count == len(lists) == len(in_order) == len(names):
         images = f"{len(names):,} images with {len(in_order):,} different names"
-        wrong = f"has {len(lists):,} lists for {images}"
+        wrong = f"has {count:,} lists for {images}"
         raise UserError(f"--real {path}", wrong, "give one for each")
     labels = dict(zip(in_order, lists, strict=True))
     return list(map(labels.__getitem__, names))
@@ -345,12 +346,12 @@ def hits_of(result: Evaluated) -> dict[str, bool]:
     return hits
 
 
-def read_hits(folder: Path) -> dict[str, bool]:
-    """Read the hits of another evaluation. Raises UserError if it has none."""
+def read_json(path: Path, origin: str, cure: str) -> Any:
+    """Read a file that an option names. Raises UserError if it is missing or damaged."""
     try:
-        return dict(json.loads((folder / HITS).read_bytes()))
+        return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(f"--against {folder}", str(error), "evaluate the model again") from None
+        raise UserError(origin, str(error), cure) from None
 
 
 def compare(hits: dict[str, bool], others: dict[str, bool]) -> str:
@@ -435,7 +436,8 @@ def evaluate_one(options: argparse.Namespace) -> int:
     overrides = options.overrides
     others = None
     if options.against is not None:
-        others = read_hits(options.against)
+        given = f"--against {options.against}"
+        others = read_json(options.against / HITS, given, "evaluate the model again")
     trained = open_trained(path, overrides, classes=options.classes)
     if trained.config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model

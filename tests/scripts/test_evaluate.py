@@ -202,20 +202,22 @@ def test_folders_named_by_number(published, folder, tmp_path, name):
 
 def test_real_labels(folder, found, tmp_path):
     """Sets of labels, in the order of the names of the files; an empty one does not count."""
-    names = [f"{i:02d}.jpg" for i in np.random.default_rng(0).permutation(15)]
-    for old, new in zip([found.datasets.val.name(i) for i in range(15)], names, strict=True):
+    names = map("{:02d}.jpg".format, np.random.default_rng(0).permutation(15))
+    for old, new in zip(map(found.datasets.val.name, range(15)), names, strict=True):
         (tmp_path / "val" / Path(old).parent.name).mkdir(parents=True, exist_ok=True)
         shutil.copy(old, tmp_path / "val" / Path(old).parent.name / new)
-    sets = [[], [0], [1, 2], [0, 1, 2], [2]] * 3
-    real = tmp_path / "real.json"
+    sets, real = [[], [0], [1, 2], [0, 1, 2], [2]] * 3, tmp_path / "real.json"
     real.write_text(json.dumps(sets))
     own = measured(folder, f"data.root={tmp_path}", real=real)
     labels = [sets[int(Path(own.datasets.val.name(i)).stem)] for i in range(15)]
     pairs = zip(own.rows["prediction"].tolist(), labels, strict=True)
     hits = [prediction in known for prediction, known in pairs if known]
-    assert own.values["top1_real"] == pytest.approx(100 * sum(hits) / 12) and len(hits) == 12
-    with pytest.raises(UserError, match="has 15 lists for 15 images with 5 different names; give"):
+    assert own.values["top1_real"] == pytest.approx(100 * sum(hits) / 12)
+    real.write_text("[0]")
+    with pytest.raises(UserError, match="has 0 lists for 15 images with 5 different names; give"):
         measured(folder, real=real)
+    with pytest.raises(UserError, match=r"^--real .* line 1 column"):
+        measured(folder, real=Path(__file__))
 
 
 def test_another_task(folder, tmp_path, monkeypatch, capsys):

@@ -373,9 +373,7 @@ INNER = tar({"n02119789.tar": tar(FOXES)})
 NO_KIT = {"ILSVRC2012_img_train.tar": INNER, "ILSVRC2012_img_val.tar": tar(FLAT)}
 GIVEN_TWICE = {"train-0.tar": tar(IMAGES), "train-1.tar": tar(IMAGES)}
 NO_SPLIT = {"part-0.tar": SPLITS_IN_A_TAR, "part-1.tar": SPLITS_IN_A_TAR}
-TWO_DATASETS = {"a/1.tar": tar({}), "b/train.tar": b""}
 WITHOUT_LABEL = {"a.jpg": jpeg(1), "b.jpg": jpeg(1), "b.cls": b"1"}
-SEVERAL = dict.fromkeys(("a.1.jpg", "a.1.cls", "a.2.jpg"), b"")
 WRONG: list[tuple[Source, str]] = [
     (lambda: {"imagenet.zip": b"PK"}, "holds no images in class folders; give"),
     (lambda: {"a/1.jpg": b"", "b.tar": b""}, "has images (a/1.jpg) and tar files (b.tar); give"),
@@ -383,7 +381,7 @@ WRONG: list[tuple[Source, str]] = [
     (lambda: {"cat/1.jpg": b"", "cat /2.jpg": b""}, "2 classes have the name cat; rename one"),
     (lambda: NO_SPLIT, "no tar file has train or val in its name; rename them"),
     (lambda: {"train-0.tar": b"", "x.tar": b""}, "x.tar: the name does not contain train or"),
-    (lambda: TWO_DATASETS, "several datasets (a, b); give the folder"),
+    (lambda: {"a/1.tar": tar({}), "b/train.tar": b""}, "several datasets (a, b); give the folder"),
     (lambda: {"train.tar": b"no tar"}, "train.tar: cannot be read at byte 0: "),
     (lambda: {"all.tar.gz": tar(IMAGES, "w:gz")[:-9]}, "all.tar.gz: is damaged or incomplete"),
     # Shards and Parquet.
@@ -391,7 +389,7 @@ WRONG: list[tuple[Source, str]] = [
     (lambda: {"train.tar": tar({"a.jpg": b"", "a.json": b"["})}, "a.json: holds no label"),
     (lambda: {"train.tar": tar({**WITHOUT_LABEL, "a.json": b'{"label": null}'})}, "a.jpg has no "),
     (lambda: {"a.tar": tar({"1.jpg": b"", "1.txt": b"a cat"})}, "a: 1.txt: holds a caption, not a"),
-    (lambda: {"train.tar": tar(SEVERAL)}, "several"),
+    (lambda: {"train.tar": tar(dict.fromkeys(("a.1.jpg", "a.1.cls", "a.2.jpg"), b""))}, "several"),
     (lambda: {"a.parquet": one_image("a", "b", label=[1])[:-100]}, "a.parquet: is damaged or inc"),
     (lambda: {"a.parquet": one_image(caption=[""])}, "image, caption, not one of images and one"),
     # CIFAR.
