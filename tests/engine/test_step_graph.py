@@ -104,8 +104,7 @@ def test_a_graph_gives_the_same_bits(mixed, overrides, world, monkeypatch):
         assert train_on_batch.disabled_reason == refused
         found.append((weights(state), logged))
     assert found[0] == found[1]
-    # Each step has another batch. The first losses of a ViT, whose head begins with zeros, may be
-    # equal after rounding.
+    # Each step has another batch. The head of a ViT begins with zeros: its first losses are equal.
     assert len({row["loss"] for row in found[0][1]}) >= STEPS - 1
 
 

@@ -206,7 +206,8 @@ def test_real_labels(folder, found, tmp_path):
     for old, new in zip(map(found.datasets.val.name, range(15)), names, strict=True):
         (tmp_path / "val" / Path(old).parent.name).mkdir(parents=True, exist_ok=True)
         shutil.copy(old, tmp_path / "val" / Path(old).parent.name / new)
-    sets, real = [[], [0], [1, 2], [0, 1, 2], [2]] * 3, tmp_path / "real.json"
+    sets = [[], [0], [1, 2], [0, 1, 2], [2]] * 3
+    real = tmp_path / "real.json"
     real.write_text(json.dumps(sets))
     own = measured(folder, f"data.root={tmp_path}", real=real)
     labels = [sets[int(Path(own.datasets.val.name(i)).stem)] for i in range(15)]

@@ -392,7 +392,6 @@ WRONG: list[tuple[Source, str]] = [
     (lambda: {"train.tar": tar(dict.fromkeys(("a.1.jpg", "a.1.cls", "a.2.jpg"), b""))}, "several"),
     (lambda: {"a.parquet": one_image("a", "b", label=[1])[:-100]}, "a.parquet: is damaged or inc"),
     (lambda: {"a.parquet": one_image(caption=[""])}, "image, caption, not one of images and one"),
-    # CIFAR.
     (lambda: ONE_BATCH, "data_batch_2: is damaged or incomplete"),
     (lambda: {**CIFAR_10, CIFAR_3: pickle.dumps(os.mkdir)}, "(its pickle names posix.mkdir)"),
     # ImageNet, and the tables of Kaggle and of Tiny ImageNet.
