@@ -244,11 +244,11 @@ def test_early_stopping_ends_all_ranks_and_the_next_start(tree, tmp_path):
     assert "give schedule=constant" in fork.run([*words, "schedule=cosine"], status=2)
 
 
-TESTS = {name: name for name in ("profiler", "mlflow", "grad_cam", "roc")}
-TESTS |= {"regression": "table", "segmentation": "masks"}
+TESTS = [("mlflow", "mlflow"), ("grad_cam", "grad_cam"), ("roc", "roc"), ("regression", "table")]
+TESTS += [("segmentation", "masks"), pytest.param("profiler", "profiler", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(("name", "tests"), TESTS.items())
+@pytest.mark.parametrize(("name", "tests"), TESTS)
 def test_tests_of_a_patch_pass(name, tests, tree, tmp_path):
     skip_without_package(name)
     fork = Fork(tree, tmp_path / "tree", name)
