@@ -50,8 +50,6 @@ WARM_UP_STEPS = {"cuda": 20}  # type of the device -> steps, 2 of others
 
 
 class Stage(NamedTuple):
-    """A row of the table."""
-
     name: str
     rates: list[float]  # images/s in each window
     note: str  # for the table, perhaps with lines below it

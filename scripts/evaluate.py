@@ -408,9 +408,11 @@ def name_of(trained: Trained) -> str:
 
 
 def are_trained_on(data: DataConfig, run: DataConfig) -> bool:
-    """Whether data.val are the training images of a run, or all of which it held out some."""
+    """Whether data.val are training images of a run: all, or another part than it held out."""
+    root = root_of(run)
     split = replace(run, val=run.train, val_fraction=0.0, val_fold=None)
-    return images_of(data) in (images_of(split), (root_of(run), None))
+    trained_on = {images_of(split), (root, None), (root, held_out(data))} - {images_of(run)}
+    return images_of(data) in trained_on
 
 
 def print_result(result: Evaluated, folder: Path) -> None:

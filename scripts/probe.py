@@ -42,8 +42,6 @@ NEIGHBOURS, TEMPERATURE = 20, 0.07
 
 
 class Features(NamedTuple):
-    """The features of some images."""
-
     values: np.ndarray  # float32 [N, C]
     folders: np.ndarray  # names, [N]
 

@@ -90,7 +90,7 @@ def test_the_images_are_those_of_local_files(bucket, tars, protocol, name):
     assert content(load(url)) == content(local)
     assert bucket.ranges.total() == len(found)  # the list of members is cached
     if protocol == "s3":
-        val = load_index(tars / "one" / "val", key="data.val")
+        val = load_index(tars / "one/val", key="data.val")
         # As data.val=s3://...; a URL is no path below data.root.
         assert content(load(f"/data/{root}/val")) == content(val)
 
@@ -99,11 +99,11 @@ def test_an_index_file_of_another_tar_file_is_not_used(bucket, tars, monkeypatch
     """Of one of the same size, the headers have other names."""
     bucket.put(tars / "prepared", "stale")
     bucket.put(tars / "one", "stale")
-    local = load_index(tars / "one" / "val", key="data.val")
+    local = load_index(tars / "one/val", key="data.val")
     assert content(load(f"{S3}/stale/val")) == content(local)
     monkeypatch.setattr(index, "PAUSES", ())
     bucket.put(tars / "prepared", "stale")
-    members = (tars / "prepared" / "train.tar.json").read_bytes()
+    members = (tars / "prepared/train.tar.json").read_bytes()
     bucket.send("PUT", "/photos/stale/train.tar.json", members.replace(b"dots/", b"dots/x"))
     with pytest.raises(OSError, match=r"\.jpg is in its place: .*/train\.tar\.json is of another"):
         content(load(f"{S3}/stale/train"))
@@ -112,7 +112,7 @@ def test_an_index_file_of_another_tar_file_is_not_used(bucket, tars, monkeypatch
 def test_a_redirect_to_another_signature_is_no_change(bucket, tars):
     bucket.redirects = True
     found = load(f"{bucket.url}/photos/one/val")
-    assert content(found) == content(load_index(tars / "one" / "val", key="data.val"))
+    assert content(found) == content(load_index(tars / "one/val", key="data.val"))
 
 
 def test_a_server_without_range_requests_is_refused(tars):
@@ -131,7 +131,7 @@ def test_a_failed_request_is_repeated(bucket, tars, monkeypatch, fault, protocol
     url = f"{protocol}/one/val".replace("http/", f"{bucket.url}/photos/")
     found = load(url)
     bucket.fault = lambda number: fault if number % 3 else ""
-    assert content(found) == content(load_index(tars / "one" / "val", key="data.val"))
+    assert content(found) == content(load_index(tars / "one/val", key="data.val"))
     bucket.fault = lambda number: fault
     with pytest.raises(OSError, match=r"Errno 5"):
         found.read(0)
@@ -151,7 +151,7 @@ def test_an_object_that_is_replaced_is_not_read(bucket, tars, monkeypatch):
 
 
 def test_the_cache_keeps_what_was_read(bucket, tars, tmp_path):
-    local = content(load_index(tars / "one" / "train", key="data.train"))
+    local = content(load_index(tars / "one/train", key="data.train"))
     folder = tmp_path / "disk"
     found = load(f"{S3}/one/train", cache=str(folder))
     with file_size_limit(100):  # as a full disk

@@ -258,8 +258,8 @@ def test_run_on_a_part_of_the_images(whole_runs, image_root, tmp_path):
     whole = opened(folder, f"data.val={flat}")  # with those that were held out
     assert evaluate.name_of(whole) == f"{whole.name}{flat}".replace("/", ",")
     run = evaluate.data_of_run(whole)
-    assert evaluate.are_trained_on(whole.config.data, run)
-    assert not evaluate.are_trained_on(opened(folder).config.data, run)
+    places = [whole.config.data, run, replace(run, val_fraction=0.5)]
+    assert [evaluate.are_trained_on(place, run) for place in places] == [True, False, True]
     shutil.copytree(image_root / "val", flat / "test")
     as_tar(image_root / "val", flat / "packed.tar")
     as_list(image_root / "val", flat / "listed.csv")
