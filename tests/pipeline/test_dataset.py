@@ -128,8 +128,7 @@ def test_stale_container_is_opened_anew(image_root, tmp_path, monkeypatch):
 def test_table_of_imagenet():
     """The IDs are those of ImageNet-1k, in the order of the labels of published weights."""
     names = imagenet_names()
-    ids = list(names)
-    digest = hashlib.sha256(" ".join(ids).encode()).hexdigest()
+    digest = hashlib.sha256(" ".join(names).encode()).hexdigest()
     assert digest == "791ce0333040dd249d13133f90d28ef0263ffc01e5de0afd85b3e32048d7d456"
     from torchvision.models import ResNet18_Weights
 

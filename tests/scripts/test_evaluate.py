@@ -1,12 +1,12 @@
 """Evaluation of a run, of files of other projects and of other data, on small JPEG files."""
 
-import functools
 import json
 import os
 import re
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +130,10 @@ def test_other_classes(folder, image_root, tmp_path):
 def test_outputs_that_are_no_classes_are_not_selected():
     """Such as the corners of a box behind the logits."""
     places = torch.tensor([2, 0])
-    chosen = functools.partial(
-        evaluate.chosen_outputs, torch.nn.Flatten(), places=places, count=3, flip=False
-    )
-    assert chosen(torch.tensor([[1, 2, 3]])).tolist() == [[3, 1]]
+    pick = partial(evaluate.chosen_outputs, torch.nn.Flatten(), places=places, count=3, flip=False)
+    assert pick(torch.tensor([[1, 2, 3]])).tolist() == [[3, 1]]
     with pytest.raises(UserError, match=r"^data\.val: .* \[1, 5\] are not classes only; give all"):
-        chosen(torch.zeros(1, 5))
+        pick(torch.zeros(1, 5))
 
 
 IMAGENET = [*imagenet_names()]
@@ -213,7 +211,7 @@ def test_real_labels(folder, found, tmp_path):
     labels = [sets[int(Path(own.datasets.val.name(i)).stem)] for i in range(15)]
     pairs = zip(own.rows["prediction"].tolist(), labels, strict=True)
     hits = [prediction in known for prediction, known in pairs if known]
-    assert own.values["top1_real"] == pytest.approx(100 * sum(hits) / 12)
+    assert own.values["top1_real"] == pytest.approx(100 * sum(hits) / 12) and len(hits) == 12
     real.write_text("[0]")
     with pytest.raises(UserError, match="has 0 lists for 15 images with 5 different names; give"):
         measured(folder, real=real)

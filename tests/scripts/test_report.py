@@ -207,8 +207,7 @@ def test_the_best_value_is_from_after_an_accepted_change(run, tmp_path):
 
 def test_each_run_has_the_value_that_it_is_judged_by(run, tmp_path):
     copied(run, tmp_path / "a", (10.0, 20.0))
-    by_loss = copied(run, tmp_path / "b", train__best_by="-loss")
-    loss = read_rows(by_loss, "val")[1]["loss"]
+    loss = read_rows(copied(run, tmp_path / "b", train__best_by="-loss"), "val")[1]["loss"]
     first, second = page_of(tmp_path).rows()
     assert (first["run"], first["best"]) == ("a", "top1 20.00 % ± 10.3")
     assert (second["run"], second["best"]) == ("b", f"loss {loss:.4g}")

@@ -75,8 +75,7 @@ def test_what_an_observer_is_told(image_root, tmp_path):
 @pytest.mark.parametrize("event", ["made", "begin", "end", "logged", "validated", "finish"])
 def test_one_that_fails_is_one_warning(event, image_root, tmp_path, caplog):
     """It is not called again; another one goes on."""
-    summary = observed(image_root, tmp_path, f"{{fails: {event}}}")
-    assert summary["status"] == "finished"
+    assert observed(image_root, tmp_path, f"{{fails: {event}}}")["status"] == "finished"
     assert CALLS[-1][0] == event
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     text = f"no {event}; training continues without it"

@@ -31,10 +31,10 @@ SENTENCES = ("a sentence.", "Remedy: use more PCIe lanes.")  # of the fixture `j
 
 # What differs from RUNS_WELL, and what the verdict says, in parts.
 ONE_RANK: list[tuple[dict[str, Any], str]] = [
-    (HOT, "compute-bound: ... waited 0.4% ... process 6,627 img/s and received 6,600 ... 12% of"),
+    (HOT, "compute-bound: ... waited 0.4% ... process 6,627 img/s and got 6,600 ... clock 12% of"),
     (
         WAITS,
-        "input-bound by decode and augmentation: ... waited 38.0% ... and received 4,150 ... with "
+        "input-bound by decode and augmentation: ... waited 38.0% ... img/s and got 4,150 ... with "
         "15 workers, an image takes 3.6 ms to compute, 0.0 ms of waiting for storage and 0.1 ms",
     ),
     (
