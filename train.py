@@ -105,7 +105,7 @@ def train(config: Config) -> dict[str, Any]:
         train_on_batch = enter(build_step(schedule, compute, parts.loss_fn, state, world))
         stop = enter(StopSignal(world, feed.pool))
         first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
-        # It may reduce the micro-batch, in the schedule that it returns and in train_on_batch.
+        # fit_memory may reduce the micro-batch, in its schedule and in train_on_batch.
         schedule = fit_memory(schedule, train_on_batch, state, world, first_batches)
         tuner = tune_loader(feed, train_on_batch, state, run, tracker.print)
         run.note_measured(schedule.fitted_micro_batch, feed.decode_mode)

@@ -118,7 +118,7 @@ def _digits(path: Path) -> str:
 def before_growth(folder: Path) -> Path | None:
     """Return the newest checkpoint of a run from before its loss grew; None if there is none.
 
-    It has grown after the last training row whose loss is nearer to the lowest than to the first.
+    The loss has grown after the last row whose loss is nearer to the lowest than to the first.
     """
     losses: dict[int, float] = {}
     with suppress(OSError, ValueError, LookupError):  # no such file, or rows of something else

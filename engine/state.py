@@ -135,7 +135,7 @@ class TrainState:
             else:  # train.ema_decay is turned on at this resume
                 self.ema.module.load_state_dict(stored["model"])
                 self.ema.n_averaged.zero_()
-        # Empty without fp16
+        # The stored loss scale is empty without fp16.
         self.scaler.load_state_dict(self.scaler.state_dict() | stored.get("loss_scale", {}))
         # The optimiser's state, such as momentum, comes from the checkpoint, and so do the steps
         # that some optimisers of timm count in their groups. Its options are those of this

@@ -145,7 +145,7 @@ class VisionTransformer(nn.Module):
         patch_embed: PatchEmbed,
         depth: int,
         heads: int,
-        hidden: int,
+        hidden: int,  # channels inside the MLP
     ) -> None:
         super().__init__()
         width = patch_embed.proj.out_channels

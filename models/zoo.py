@@ -102,7 +102,7 @@ def _build_torchvision(
     ours = ", ".join(OURS)
     if name not in available():
         near = did_you_mean(name, available(), count=3)
-        others = f"write timm/{name} for one of timm, module:function for yours; our own are {ours}"
+        others = f"write timm/{name} for a model of timm, module:function for yours; ours: {ours}"
         raise UserError(given, "no such model", others + near)
     if in_channels != RGB:
         wrong = f"takes images of 3 channels, not {in_channels}"

@@ -142,8 +142,8 @@ def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
         try:
             width, height = Compose(transforms)(picture, random.Random(seed)).size
         except Exception as error:  # torchvision raises many kinds
-            error.add_note(f"{key}: a transform gets (picture, rng) and returns a Picture")
             if object_names_in(list(entries)):  # the traceback of own code helps
+                error.add_note(f"{key}: a transform gets (picture, rng) and returns a Picture")
                 raise
             raise UserError(key, f"fails on an image: {describe(error)}") from None
         sizes.add((width, height))

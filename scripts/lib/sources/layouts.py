@@ -8,7 +8,6 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from functools import partial
 
 import numpy as np
 
@@ -272,8 +271,8 @@ def read_folder(
 
 def has_splits(images: Tree, splits: Mapping[str, str]) -> bool:
     """Return whether a folder is the training split: a class may be called train, too."""
-    tops = {path.split("/")[0] for path in images if path.count("/") > 1}
-    return "train" in map(partial(split_of_folder, splits=splits), tops)
+    found = {split_of_folder(path.split("/")[0], splits) for path in images if path.count("/") > 1}
+    return "train" in found
 
 
 def split_of_folder(name: str, splits: Mapping[str, str]) -> str:
