@@ -55,6 +55,7 @@ from engine.compute import (
     compile_blocks,
     compile_function,
     garbage_collection_paused,
+    is_search_worthwhile,
     set_up_kernels,
 )
 from engine.distributed import World, average_gradients, join_world, set_ddp_sync
@@ -141,7 +142,7 @@ def build_step(
     config = schedule.config
     network = world.wrap(state.model, compute.image_shape)
     # From here on: a search takes seconds, and there were only examples before.
-    torch.backends.cudnn.benchmark = not config.train.deterministic
+    torch.backends.cudnn.benchmark = is_search_worthwhile(config, schedule.stop_step)
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
     lr = torch.zeros((), dtype=dtype, device=world.device)

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
-from torch import Tensor
 
 from conf.compose import to_yaml
 from conf.errors import UserError
@@ -204,9 +203,9 @@ class Run(AbstractContextManager["Run"]):
         self.last_saved_step = state.step
 
     def _write(self, content: dict[str, Any]) -> None:
-        weights = content["state"]["model"].values()
-        if not all(map(_is_finite, weights)):
-            raise diverged(f"the weights are not finite at step {content['step']}", self.path)
+        for weights in content["state"]["model"].values():
+            if not weights.isfinite().all():
+                raise diverged(f"the weights are not finite at step {content['step']}", self.path)
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 
     def wait(self) -> None:
@@ -301,10 +300,6 @@ def refuse_changes(path: Path, changes: Mapping[str, str], *, accept: bool) -> N
         wrong = f"keys that affect the result have changed ({len(refused)}): {shown}"
         cure += f" ({', '.join(FIXED)} cannot change)"
         raise UserError(f"cannot resume {path}", wrong, cure)
-
-
-def _is_finite(values: Tensor) -> bool:
-    return bool(values.isfinite().all())
 
 
 def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:

@@ -66,9 +66,7 @@ class StepTimes(NamedTuple):
         device = 0.0
         if self.decode_mode != "cpu":
             device = self.copy
-        if self.workers == 0:
-            return device
-        return max(device, self.rate / (self.workers * self.per_worker))
+        return max(device, self.rate / (max(1, self.workers) * self.per_worker))
 
     @property
     def idle(self) -> float:

@@ -40,6 +40,7 @@ from engine.log.verdict import judge
 from engine.memory import fit_memory
 from engine.meter import Meter
 from pipeline.batch import Batch
+from pipeline.clock import StepClock
 from pipeline.feed import Feed, open_feed
 from scripts.lib.trained import run_main
 
@@ -130,7 +131,7 @@ def measure_steps(parts: train.Parts, world: World, seconds: float) -> list[Stag
     compute, state, schedule = parts.compute, parts.state, parts.schedule
     device = world.device
     train_on_batch = train.build_step(schedule, compute, parts.loss_fn, state, world)
-    meter = Meter(world)
+    meter = Meter(world, StepClock(device.type == "cuda"))
 
     def trained(batches: Iterable[Batch]) -> Iterator[int]:
         for batch in batches:

@@ -133,7 +133,6 @@ def evaluate_checkpoint(
     metrics = Metrics.of(config)
     precision = choose_precision(config.train.precision, device)
     set_up_kernels(deterministic=config.train.deterministic, precision=precision)
-    torch.backends.cudnn.benchmark = not config.train.deterministic
     datasets = build_val(config)
     classes, places = outputs_of(trained, datasets, all_outputs=all_outputs)
     labels: list[list[int]] = []

@@ -58,7 +58,7 @@ class RunLog:
         self.config = self.run.config
         self.path = self.run.path
         self.datasets = self.feed.datasets
-        self.meter = Meter(self.world)
+        self.meter = Meter(self.world, self.feed.train.clock)
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self.timed_rows: list[TimedRow] = []  # of all log rows of this start
         self._judged = 0  # how many of these rows are of epochs that were judged

@@ -17,9 +17,9 @@ IDENTITY = {"dataset": "abc", "model.name": "resnet_tiny"}
 CONFIG = {"train.best_by": "top1"}
 
 
-def state_of(step: int = 0, weight: float = 0.5) -> TrainState:
+def state_of(step: int = 0, weight: Any = 0.5) -> TrainState:
     model = nn.Linear(2, 1)
-    nn.init.constant_(model.weight, weight)
+    model.weight.data[0] = torch.tensor(weight)
     return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=step)
 
 

@@ -16,12 +16,14 @@ from engine.compute import (
     compile_function,
     count_flops,
     has_equal_blocks,
+    is_search_worthwhile,
     resolve_compile,
 )
 from tests.helpers.processes import run_python
 from tests.models.test_vit import short_vit
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
 
 def test_compiled_kernels_are_kept_in_the_cache(cache, monkeypatch):
@@ -34,10 +36,9 @@ def test_compiled_kernels_are_kept_in_the_cache(cache, monkeypatch):
 
 
 @pytest.mark.slow
+@NEEDS_COMPILER
 def test_recompute_keeps_fewer_activations():
     """Activations are computed twice, and the gradients are the same."""
-    if shutil.which("g++") is None:
-        pytest.skip("no C++ compiler")
     network = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
     weights = {parameter.data_ptr() for parameter in network.parameters()}
     images = torch.randn(256, 64)
@@ -48,8 +49,9 @@ def test_recompute_keeps_fewer_activations():
         kept = {}  # address of what the backward pass needs -> bytes
 
         def keep(tensor):
-            if tensor.untyped_storage().data_ptr() not in weights:
-                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -83,9 +85,8 @@ def test_compiled_blocks_are_not_compiled_again_for_a_validation():
 
 
 @pytest.mark.slow
+@NEEDS_COMPILER
 def test_equal_blocks_are_compiled_once():
-    if shutil.which("g++") is None:
-        pytest.skip("no C++ compiler")
     torch._dynamo.reset()
     model, images = short_vit(7, 32), torch.randn(4, 3, 32, 32)
     nn.init.normal_(model.head.weight)
@@ -116,21 +117,22 @@ def test_precision(monkeypatch, capability, auto):
 
 
 @pytest.mark.parametrize(
-    ("word", "device", "epochs", "found"),  # of 5,004.5 steps
+    # Epochs of 5,004.5 steps of 256 images, 3 * 8.18e9 operations for each
+    ("word", "device", "epochs", "found", "searches"),
     [
-        ("model.compile=auto", CPU, 90, "off"),
-        ("model.compile=default", CPU, 1, "default"),
-        ("model.compile=off", CUDA, 90, "off"),
-        ("model.compile=auto", CUDA, 0.3, "off"),
-        ("model.compile=auto", CUDA, 60, "default"),
-        ("model.compile=auto", CUDA, 90, "tuned"),
-        ("train.deterministic=true", CUDA, 90, "default"),
+        ("model.compile=auto", CPU, 90, "off", True),
+        ("model.compile=default", CPU, 1, "default", False),
+        ("model.compile=auto", CUDA, 0.3, "off", False),
+        ("model.compile=auto", CUDA, 60, "default", True),
+        ("model.compile=auto", CUDA, 90, "tuned", True),
+        ("train.deterministic=true", CUDA, 90, "default", False),
     ],
 )
-def test_compile_mode_of_resnet50(word, device, epochs, found):
+def test_compile_mode_of_resnet50(word, device, epochs, found, searches):
     config = from_overrides(["data=fake", f"train.epochs={epochs}", word])
     steps = round(5_004.5 * epochs)
-    assert resolve_compile(config, device, steps, 3 * 8_180_000_000 * 256 * steps) == found
+    assert resolve_compile(config, device, steps, 6.28e12 * steps) == found
+    assert is_search_worthwhile(config, steps) == searches
 
 
 def test_published_flops():
