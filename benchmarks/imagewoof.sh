@@ -13,7 +13,7 @@ for seed in 1 2 3 4 5; do
     python train.py recipe=imagewoof data.root="$data" data.image_size=128 train.seed=$seed
     python train.py recipe=imagewoof data.root="$data" data.image_size=192 train.seed=$seed
     python train.py recipe=imagewoof data.root="$data" data.image_size=256 train.seed=$seed
-    python train.py recipe=imagewoof data.root="$data" data.image_size=128 train.epochs=20 train.seed=$seed optim.lr=0.01 'optim.args={rate:0.03,fixed_norm:true}'
+    python train.py recipe=imagewoof data.root="$data" data.image_size=128 train.epochs=20 train.seed=$seed
     python train.py recipe=imagewoof data.root="$data" data.image_size=192 train.epochs=20 train.seed=$seed
     python train.py recipe=imagewoof data.root="$data" data.image_size=256 train.epochs=20 train.seed=$seed
 done
