@@ -17,7 +17,7 @@ from conf.errors import LoaderError, describe
 from engine.distributed import World
 from engine.run import Run
 from engine.state import TrainState, restored_on_exit
-from engine.step_graph import FIRST_STEPS, StepGraph
+from engine.step_graph import StepGraph
 from pipeline.batch import Batch
 from pipeline.clock import StepTimes, TimedRow, mean_of
 from pipeline.feed import Feed, is_measured
@@ -174,7 +174,7 @@ class Tuner:
         """Return the images/s of the step on a batch on the device: the median of rounds."""
         step = partial(train_on_batch, resident)
         seconds_of = self.feed.train.clock.seconds_of
-        seconds_of(step, FIRST_STEPS)  # may compile
+        seconds_of(step, train_on_batch.steps_before_capture + 1)  # compiles, captures
         count = math.ceil(ROUND_SECONDS / seconds_of(step, 2))
         count = min(MAX_STEPS, self.world.max(count))  # all ranks average gradients together
         seconds = median(seconds_of(step, count) for _ in range(ROUNDS))
