@@ -35,7 +35,7 @@ from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 14  # format of a scan, in the name of its file
+CACHE_FORMAT = 15  # format of a scan, in the name of its file
 # A scan so soon after a change of a folder is not cached: another change could have the same mtime.
 SETTLED_SECONDS = 2.0
 # Errors of a network file system or a disk that may be over a moment later, and the seconds before

@@ -262,7 +262,7 @@ def tar_members(
 
     It begins at byte `start` of `path` and has `length` bytes, or fewer if `path` ends. `shown`:
     the path for messages; `opened`: opens `path`, as `open` does. Raises UserError if it is damaged
-    or holds a link; OSError of the system.
+    or holds a link or a file without its zeros (sparse); OSError of the system.
     """
     members: Members = {}
     at = start
@@ -270,10 +270,10 @@ def tar_members(
         with opened(path, "rb") as file, _open_tar(file, start) as tar:
             header = tar.next()
             while header is not None:
-                if tar.offset <= at:
-                    raise ValueError(f"{header.name} has a negative size")
-                at = tar.offset
                 _add_member(members, header)
+                if not at < header.offset_data + header.size <= tar.offset:
+                    raise ValueError(f"{header.name} is sparse (tar --sparse), or of negative size")
+                at = tar.offset
                 tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
                 header = tar.next()
             end = file.seek(0, os.SEEK_END)

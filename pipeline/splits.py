@@ -116,11 +116,12 @@ def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
     """
     labels = index.labels.array
     paths: Any = index.paths.array  # bytes [n]
-    by_class = labels.argsort(kind="stable")
     counts = np.bincount(labels, minlength=len(index.classes))
-    stops = counts.cumsum()
+    by_class = np.split(labels.argsort(kind="stable"), counts.cumsum()[:-1])
     is_val = np.zeros(len(labels), bool)
-    for name, count, stop in zip(index.classes, counts, stops, strict=True):
+    for name, rows in zip(index.classes, by_class, strict=True):
+        images = np.unique(paths[rows])  # a list may repeat some
+        count = len(images)
         if count < held.fewest:
             wrong = f"class {name} has {count} of the {held.fewest} images that it needs"
             raise UserError(held.origin, wrong, "add images, or remove the class")
@@ -128,7 +129,6 @@ def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
         high = round(held.stop * count)
         if low == 0:
             high = min(max(1, high), count - 1)
-        rows = by_class[stop - count : stop]
-        by_hash = sorted(rows, key=lambda row: blake2b(paths[row], digest_size=8).digest())
-        is_val[rows] = np.isin(paths[rows], paths[by_hash[low:high]])  # a list may repeat some
+        by_hash = sorted(images, key=lambda path: blake2b(path, digest_size=8).digest())
+        is_val[rows] = np.isin(paths[rows], by_hash[low:high])
     return np.flatnonzero(~is_val), np.flatnonzero(is_val)

@@ -25,8 +25,8 @@ are no baseline JPEGs in RGB or grey, become baseline RGB JPEGs of quality 90, 4
 orientation. Other files are kept. docs/performance.md compares sizes.
 
 Every image is decoded. unreadable.txt lists damaged ones, which are left out; then the exit status
-is 1. The same command resumes, while the source has the same images. prepare.json has the settings
-and the totals.
+is 1. The same command resumes, while the source has the same images; those of newer files are
+converted again. prepare.json has the settings and the totals.
 """
 
 import argparse
@@ -154,9 +154,12 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
     Raises OSError if it cannot be written.
     """
     target = options.to / sample.split / sample.label / sample.name
-    # A power failure can leave a file of 0 bytes.
-    if options.format == "folder" and target.exists() and target.stat().st_size > 0:
-        return Result("done_earlier")
+    if target.exists():  # only if the output is folders
+        changed = os.path.getmtime(getattr(sample.place, "file", target))
+        # A power failure can leave a file of 0 bytes.
+        if os.path.getsize(target) > 0 and os.path.getmtime(target) >= changed:
+            return Result("done_earlier")
+        target.unlink()
     try:
         output, outcome = read_checked(sample, options.side)
     except Exception as error:
@@ -176,7 +179,6 @@ def linked(target: Path, place: Place | np.ndarray) -> bool:
     """Make a hard link to a file; False if the place is no whole file of this file system."""
     if not isinstance(place, Place) or place.size != WHOLE:
         return False
-    target.unlink(missing_ok=True)
     try:
         target.hardlink_to(os.path.realpath(place.file))
     except OSError:
@@ -194,8 +196,7 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
             for split in {sample.split for sample in samples}:
                 file = stack.enter_context(replacing(options.to / f"{split}.tar"))
                 archives[split] = stack.enter_context(tarfile.open(file, "w"))
-        num_threads = max(THREADS, machine.cores())
-        done = in_threads(num_threads, partial(convert, options), samples)
+        done = in_threads(max(THREADS, machine.cores()), partial(convert, options), samples)
         done = with_progress(done, len(samples), "images")
         for sample, result in zip(samples, done, strict=True):
             name = f"{sample.label}/{sample.name}"

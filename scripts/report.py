@@ -281,9 +281,7 @@ def curve(tables: list[Rows], name: str) -> tuple[Array, Array]:
 
 def means_by(places: Array, values: Array) -> Array:
     """Return the mean of the values with place 0, place 1, ...; each has a value."""
-    sums = np.bincount(places, values)
-    counts = np.bincount(places)
-    return sums / counts
+    return np.bincount(places, values) / np.bincount(places)
 
 
 def differing_keys(runs: list[Run]) -> list[str]:

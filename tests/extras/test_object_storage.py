@@ -128,8 +128,7 @@ def test_a_server_without_range_requests_is_refused(tars):
 @pytest.mark.parametrize("fault", ["500", "cut"])
 def test_a_failed_request_is_repeated(bucket, tars, monkeypatch, fault, protocol):
     monkeypatch.setattr(index, "PAUSES", (0, 0, 0))
-    url = f"{protocol}/one/val".replace("http/", f"{bucket.url}/photos/")
-    found = load(url)
+    found = load(f"{protocol}/one/val".replace("http/", f"{bucket.url}/photos/"))
     bucket.fault = lambda number: fault if number % 3 else ""
     assert content(found) == content(load_index(tars / "one/val", key="data.val"))
     bucket.fault = lambda number: fault

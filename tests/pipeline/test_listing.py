@@ -174,6 +174,10 @@ def test_refused_members(tmp_path):
     for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
         write_tar(path, "a/1.jpg", special("a/2.jpg", kind))
         assert "a/2.jpg is a link; it may be damaged" in refusal(path)
+    sparse = tarfile.TarInfo("a/2.bmp")
+    sparse.pax_headers = {"GNU.sparse.map": "0,7", "GNU.sparse.size": "9000"}  # then zeros
+    write_tar(path, "a/1.jpg", sparse)
+    assert "a/2.bmp is sparse (tar --sparse), or of negative size; it may be" in refusal(path)
     write_tar(path, "a/1.jpg", "b/1.jpg", "./a/1.jpg")
     assert "a second file has the name ./a/1.jpg; it may be damaged" in refusal(path)
     write_tar(path, "000.jpg", "000.cls")

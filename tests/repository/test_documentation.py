@@ -62,14 +62,10 @@ def commands_in(text: str) -> list[str]:
     return list(dict.fromkeys(COMMAND.findall(text)))
 
 
-def commands_of_the_notebook() -> list[str]:
-    text = (DOCS / "colab.ipynb").read_text().replace("runs/colab", "runs/NAME")
-    text = text.replace("{DATA}", "cifar10").replace("{VAL}", "val")
-    return re.findall(r'"!(python [^"\\]*)', text)
-
-
 COMMANDS = {page.name: commands_of(page) for page in PAGES}
-COMMANDS["colab.ipynb"] = commands_of_the_notebook()
+NOTEBOOK = (DOCS / "colab.ipynb").read_text().replace("runs/colab", "runs/NAME")
+NOTEBOOK = NOTEBOOK.replace("{DATA}", "cifar10").replace("{VAL}", "val")
+COMMANDS["colab.ipynb"] = re.findall(r'"!(python [^"\\]*)', NOTEBOOK)
 COMMANDS |= {path.name: commands_in(path.read_text()) for path in (ROOT / "benchmarks").glob("*")}
 
 

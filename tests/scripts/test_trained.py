@@ -81,8 +81,7 @@ def test_checkpoint(folder, name):
     # The choices for another machine are not used.
     assert (config.loader.workers, config.train.device) == ("auto", "auto")
     for key in ("data.image_size", "model"):
-        fixed = f"^{key}: is fixed by the checkpoint; leave"
-        with pytest.raises(UserError, match=fixed):
+        with pytest.raises(UserError, match=f"^{key}: is fixed by the checkpoint; leave"):
             open_trained(folder, [f"{key}=40"])
 
 

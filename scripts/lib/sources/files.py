@@ -78,6 +78,7 @@ def inflated(path: str) -> Any:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise damaged(path, error) from None
     file.flush()
+    shutil.copystat(path, file.name)  # the time says whether the images have changed
     return file
 
 

@@ -64,13 +64,13 @@ def recognise(source: str) -> tuple[list[Sample], list[str]]:
 def used_splits(splits: set[str]) -> tuple[dict[str, str], list[str]]:
     """Return the split that each split becomes, without those left out; and what was decided."""
     used = {"train": "train", "": "train", "val": "val"}
-    if "test" not in splits and "val" not in splits:
-        return used, ["There is no validation split; data.val_fraction holds out images for it."]
-    if "val" not in splits:
-        return used | {"test": "val"}, ["The test split is the validation split."]
+    if "val" in splits:
+        if "test" in splits:
+            return used, ["The test split was left out."]
+        return used, []
     if "test" in splits:
-        return used, ["The test split was left out."]
-    return used, []
+        return used | {"test": "val"}, ["The test split is the validation split."]
+    return used, ["There is no validation split; data.val_fraction holds out images for it."]
 
 
 def class_folders(source: str, labels: set[str]) -> dict[str, str]:
