@@ -227,7 +227,7 @@ def test_runs_that_differ_only_in_seed_or_fold_are_one_row(run, tmp_path):
     assert (alone["run"], alone["n"]) == ("stopped interrupted", "1")
     assert (single["run"], single["best top1"]) == ("other", "62.00 % ± 12.5")
     assert (group["run"], group["n"]) == ("seed2 and 2 more", "3")
-    assert group["best top1"].startswith(f"{mean([50, 60, 64]):.2f} % ± ")
+    assert group["best top1"] == "58.00 % ± 7.4"  # each fold has 15 other images
     assert group["standard deviation"] == f"{stdev([50, 60, 64]):.2f} %"
     assert page.curves("top1")["seed2 and 2 more"][1] == [mean([50, 10, 30]), mean([40, 60, 64])]
     write_rows(tmp_path / "seed1", [row | {"top1": None} for row in read_rows(run, "val")])
