@@ -111,7 +111,7 @@ def test_the_page_of_a_run(run):
     error = (top1 * (100 - top1) / 15) ** 0.5
     facts = dict(page.table("facts"))
     assert facts["best top1"] == f"{top1:.2f} % ± {error:.1f} at epoch {summary['best_epoch']:.4g}"
-    assert facts["limited by"] == " ".join(summary["verdict"])
+    assert facts["limited by"] == (" ".join(summary["verdict"]) or "–")
     assert facts["status"] == "finished" and facts["command"].startswith("python train.py recipe=")
     conditions = page.conditions
     assert (conditions["model.name"], conditions["torch"]) == ("resnet_tiny", torch.__version__)
