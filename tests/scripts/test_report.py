@@ -83,7 +83,7 @@ def change_summary(run: Path, **values: Any) -> None:
 def run(whole_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run. The runs of most tests are copies of it with other values."""
     folder = tmp_path_factory.mktemp("runs") / "first"
-    small_run.run(image_root, folder)
+    small_run.run(image_root, folder, "train.ema_decay=0.9")
     return folder
 
 
@@ -115,14 +115,14 @@ def test_the_page_of_a_run(run):
     assert (conditions["model.name"], conditions["torch"]) == ("resnet_tiny", torch.__version__)
     assert conditions["commit"][:8] == summary["made_by"]["git_commit"][:8]
     for split, label in (("val", "validation"), ("train", "training")):
-        rows = read_rows(run, split)
-        expected = [row["epoch"] for row in rows], [row["loss"] for row in rows]
+        expected = results.column(run, split, "epoch"), results.column(run, split, "loss")
         assert page.curves("loss")[label] == expected
     charts = page.root.findall("./body/div//div[@aria-label]")  # in the parts that are not folded
     assert [chart.attrib["aria-label"] for chart in charts] == ["top1", "loss", "lr"]
     workers = page.curves("workers")
     assert workers["validation"] == ([], []) and set(workers["training"][1]) == {1}
     assert "tickformat" in page.figure("compute_fraction")["layout"]["yaxis"]
+    assert page.figure("top1_raw")["layout"]["yaxis"]["ticksuffix"] == " %"
     assert " ".join((run / "config.yaml").read_text().split()) in page.text
 
 
@@ -190,7 +190,7 @@ def test_runs_are_compared(run, tmp_path):
     values = ["high", "30.00 % ± 11.8", "–", "1", "0.7", "1,234", "input-bound"]
     assert first == dict(zip(names, values, strict=True))
     assert [*second.values()][:5] == ["low", "10.00 % ± 7.7", "–", "1", "0.3"]
-    epochs = [row["epoch"] for row in read_rows(run, "val")]
+    epochs = results.column(run, "val", "epoch")
     assert page.curves("top1") == {"high": (epochs, [20, 30]), "low": (epochs, [10, 9])}
     assert page.conditions["model.name"] == "resnet_tiny" and "optim.lr" not in page.conditions
     assert "Do not compare" not in page.text
