@@ -238,12 +238,12 @@ class RunLog:
         return summary
 
     def _newest_values(self) -> dict[str, Any]:
-        """Return the values of the last validation, names and units of those without `_raw`."""
+        """Return the values of the last validation, their units, and the names without `_raw`."""
         values = dict(self.state.last_validation)
         values.pop("step", None)
         values.pop("epoch", None)
         names = [name for name in values if not name.endswith("_raw")]
-        units = {name: self.metrics[name].unit for name in names}
+        units = {name: self.metrics[name.removesuffix("_raw")].unit for name in values}
         return {**values, "values": names, "units": units}
 
     def _best_values(self) -> dict[str, Any]:

@@ -124,8 +124,7 @@ def test_a_folder_for_timm(trained, tmp_path):
 def test_the_accuracy_on_a_card(trained):
     row = {"step": 7, "top1": 90.0}
     stored = {"step": 7, "validation": row, "identity": {"data.val": "1,000 images, SHA-256 0"}}
-    said = "90.00 % top-1 of 1,000 images"
-    assert export.accuracy(replace(trained, stored=stored)) == said
+    assert export.accuracy(replace(trained, stored=stored)) == "90.00 % top-1 of 1,000 images"
     assert export.accuracy(replace(trained, stored=stored | {"step": 8})) == "not known"
 
 
