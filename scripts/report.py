@@ -266,16 +266,16 @@ def draw(name: str, curves: Curves, unit: Any) -> dict:
 
 
 def curve(tables: list[Rows], name: str) -> tuple[Array, Array]:
-    """Return epochs and values of at most POINTS points: means over runs and neighbours."""
-    points: list[tuple] = []
+    """Return epochs and values of at most POINTS points: means over runs, then of neighbours."""
+    epochs = values = np.empty(0)
     for rows in tables:
         if name in rows:
-            _, order = np.unique(rows["epoch"], return_inverse=True)  # those of folds differ
-            points += zip(order - order.max(), rows["epoch"], rows[name], strict=True)
-    table = np.reshape(points, (-1, 3))
-    numbers, epochs, values = table[np.isfinite(table[:, 2])].T
-    found, places = np.unique(numbers, return_inverse=True)
-    places //= math.ceil(len(found) / POINTS)
+            epochs = np.append(epochs, rows["epoch"])
+            values = np.append(values, rows[name])
+    known = np.isfinite(values)
+    epochs, places = np.unique(epochs[known], return_inverse=True)
+    values = means_by(places, values[known])
+    places = np.arange(len(epochs)) // math.ceil(len(epochs) / POINTS)
     return means_by(places, epochs), means_by(places, values)
 
 
