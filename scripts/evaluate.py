@@ -98,8 +98,7 @@ def chosen_outputs(
     Args:
         places: of the outputs to return, int64 [K]; None for all.
         count: number of outputs that `places` needs: one for each class of the network.
-        flip: average over each image and its mirror image, as float32; outputs [B, ..., H, W] are
-            mirrored back. FFCV adds the logits, which gives the same accuracy, but another loss.
+        flip: average over each image and its mirror image; outputs [B, ..., H, W] are turned back.
     """
     outputs: Tensor = network(images)
     if flip:
@@ -354,10 +353,7 @@ def read_json(path: Path, origin: str, cure: str) -> Any:
 
 
 def compare(hits: dict[str, bool], others: dict[str, bool]) -> str:
-    """State McNemar's exact test of two models: a sign test of the images where they differ.
-
-    Raises UserError if their images are not the same.
-    """
+    """State McNemar's exact test (a sign test). Raises UserError unless the images are the same."""
     if hits.keys() != others.keys():
         raise UserError("--against", "has other images", "evaluate both models on the same ones")
     differing = dict(hits.items() - others.items())
@@ -428,8 +424,12 @@ def print_result(result: Evaluated, folder: Path) -> None:
     kept, every = len(result.classes), trained.num_classes
     if kept < every:
         say(f"note      only {kept:,} classes with images competed, not {every:,} (--all-outputs)")
-    if trained.stored and are_trained_on(trained.config.data, data_of_run(trained)):
-        say("note      this counts training images, which the model knows")
+    run = data_of_run(trained)
+    validated_on = trained.stored.get("identity", {}).get("data.val")
+    if validated_on != result.datasets.val.fingerprint():  # then it has held out other images
+        run = replace(run, val_fraction=0.0, val_fold=None)
+    if trained.stored and are_trained_on(trained.config.data, run):
+        say("note      this may count training images, which the model knows")
 
 
 def evaluate_one(options: argparse.Namespace) -> int:

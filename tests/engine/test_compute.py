@@ -117,8 +117,7 @@ def test_precision(monkeypatch, capability, auto):
 
 
 @pytest.mark.parametrize(
-    # Epochs of 5,004.5 steps of 256 images, 3 * 8.18e9 operations for each
-    ("word", "device", "epochs", "found", "searches"),
+    ("word", "device", "epochs", "found", "searches"),  # of 5,004.5 steps
     [
         ("model.compile=auto", CPU, 90, "off", True),
         ("model.compile=default", CPU, 1, "default", False),
