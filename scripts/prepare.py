@@ -155,7 +155,7 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
     """
     target = options.to / sample.split / sample.label / sample.name
     if target.exists():  # only if the output is folders
-        changed = os.path.getmtime(getattr(sample.place, "file", target))
+        changed = os.path.getmtime(getattr(sample.place, "file", target))  # CIFAR has arrays
         # A power failure can leave a file of 0 bytes.
         if os.path.getsize(target) > 0 and os.path.getmtime(target) >= changed:
             return Result("done_earlier")
