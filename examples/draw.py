@@ -177,9 +177,12 @@ def draw_masks(root: Path) -> None:
 
 def draw_database(root: Path) -> None:
     """The images of `make demo` in SQLite, a database for each split."""
+    demo = root.parent / "demo"
+    if not demo.is_dir():
+        raise SystemExit(f"{demo} is missing: run `make demo` first")
     root.mkdir()
     for split in ("train", "val"):
-        files = (root.parent / "demo" / split).glob("*/*.jpg")
+        files = (demo / split).glob("*/*.jpg")
         rows = [(file.parent.name, file.name, file.read_bytes()) for file in files]
         with sqlite3.connect(root / f"{split}.sqlite") as database:
             database.execute("CREATE TABLE images (class, name, data, PRIMARY KEY (class, name))")
