@@ -1,6 +1,7 @@
 """Which images are the training and the validation split: data.root to data.val_fold."""
 
 import os
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,10 +54,7 @@ def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str)
 
 
 def load_splits(data: DataConfig) -> tuple[Index, Index]:
-    """Find and scan the images of both splits, and choose those to use.
-
-    If data.train equals data.val, only one has to exist. Raises UserError for wrong content.
-    """
+    """Find and scan the images of both splits. Raises UserError for wrong content."""
     assert data.root is not None, "compose refuses it"
     root = os.path.expanduser(data.root)
     held = held_out(data)
@@ -75,14 +73,16 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
 
 def refuse_shared_images(train: Index, val: Index) -> None:
     """Raise UserError if splits have images in common, however their paths are written."""
-    shared = _normal_paths(train) & _normal_paths(val)
+    shared = _real_paths(train) & _real_paths(val)
     if shared:
         wrong = f"{len(shared):,} of its images are also in {train.root}, such as {min(shared)}"
         raise UserError(f"data.val={val.root}", wrong, "remove them from one of the splits")
 
 
-def _normal_paths(index: Index) -> set[str]:
-    return {os.path.normpath(index.path(i)) for i in range(len(index))}
+def _real_paths(index: Index) -> set[str]:
+    real = cache(os.path.realpath)  # of the folders: for each image, it would take too long
+    paths = map(os.path.split, map(index.path, range(len(index))))
+    return {os.path.join(real(folder), name) for folder, name in paths}
 
 
 def other_classes(train: Index, val: Index) -> UserError:
@@ -110,9 +110,8 @@ def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the training and the validation samples, the same part of each class.
 
     Which images are held out depends on a hash of their paths only, so it is the same for every
-    seed and storage, and stays nearly the same when images are added.
-
-    Returns: two int64 [n], sorted, which together are all samples.
+    seed and storage, and stays nearly the same when images are added. Returns two int64 [n],
+    sorted, which together are all samples.
     """
     labels = index.labels.array
     paths: Any = index.paths.array  # bytes [n]

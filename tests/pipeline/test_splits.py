@@ -92,7 +92,8 @@ def test_a_source_whose_splits_have_other_classes_is_refused(image_root):
 @pytest.mark.parametrize("train", ["../train", "train"])
 def test_a_list_that_shares_images_is_refused(changeable, tmp_path, train):
     image = next(changeable.glob("*/*"))
-    (tmp_path.parent / "train.csv").write_text(f"{image},a\n")  # written in another way
+    (tmp_path / "link").symlink_to(image.parent)
+    (tmp_path.parent / "train.csv").write_text(f"{tmp_path}/link/{image.name},a\n")
     (tmp_path / "val.csv").write_text(f"3.jpg,a\n./{image.relative_to(tmp_path)},b\n")
     with pytest.raises(UserError, match=f"val.csv: 1 of its .* also in .*, such as {image}; "):
         splits(tmp_path, train=train)

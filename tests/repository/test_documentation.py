@@ -66,7 +66,7 @@ COMMANDS = {page.name: commands_of(page) for page in PAGES}
 NOTEBOOK = (DOCS / "colab.ipynb").read_text().replace("runs/colab", "runs/NAME")
 NOTEBOOK = NOTEBOOK.replace("{DATA}", "cifar10").replace("{VAL}", "val")
 COMMANDS["colab.ipynb"] = re.findall(r'"!(python [^"\\]*)', NOTEBOOK)
-COMMANDS |= {path.name: commands_in(path.read_text()) for path in (ROOT / "benchmarks").glob("*")}
+COMMANDS |= {path.name: commands_in(path.read_text()) for path in ROOT.glob("benchmarks/*")}
 
 
 @pytest.fixture

@@ -157,7 +157,7 @@ def test_published_weights_on_some_of_the_classes(published, image_root, tmp_pat
     for i, place in enumerate(places):
         folder = tmp_path / "val" / IMAGENET[place]
         folder.mkdir(parents=True)
-        shutil.copy(sorted((image_root / "val").glob("*/*"))[i], folder)
+        shutil.copy(sorted(image_root.glob("val/*/*"))[i], folder)
     some, every = (published_on(published, tmp_path, all_outputs=each) for each in (False, True))
     logits, labels = outputs(some), torch.tensor(places)
     for found, kept, own in ((some, logits[:, places], torch.arange(7)), (every, logits, labels)):
