@@ -22,7 +22,7 @@ from pipeline.build import Datasets
 # model.compile=auto compiles for more steps than this. On one H200, ResNet-50 compiles in a minute,
 # at later starts in 11 s, and then saves 18 of the 53 ms of a step of 256 images.
 MANY_STEPS = 2_000
-# In longer runs, cuDNN searches: for 1 to 40 s, and a step is then 1 to 1.06 times as fast (H200).
+# In longer runs, cuDNN searches for faster algorithms: for 1 to 40 s; a step takes 0 to 6 % less.
 SEARCH_STEPS = 10_000
 # With more operations per GPU than this, auto is `tuned`: ResNet-50 takes 3 hours for them on an
 # H200. Its first start then takes 132 s more, and a step is 1.06 times as fast.
@@ -184,7 +184,7 @@ def resolve_compile(config: Config, device: torch.device, steps: int, operations
 
 
 def is_search_worthwhile(config: Config, steps: int) -> bool:
-    """Whether cuDNN searches; each start may choose other algorithms, which round differently."""
+    """Whether cuDNN searches for algorithms. A start may find others, which round differently."""
     return steps > SEARCH_STEPS and not config.train.deterministic
 
 

@@ -98,7 +98,7 @@ def chosen_outputs(
     Args:
         places: of the outputs to return, int64 [K]; None for all.
         count: number of outputs that `places` needs: one for each class of the network.
-        flip: average over each image and its mirror image; outputs [B, ..., H, W] are turned back.
+        flip: float32 mean over an image and its mirror image; outputs [B, ..., H, W] are mirrored.
     """
     outputs: Tensor = network(images)
     if flip:
@@ -353,7 +353,7 @@ def read_json(path: Path, origin: str, cure: str) -> Any:
 
 
 def compare(hits: dict[str, bool], others: dict[str, bool]) -> str:
-    """State McNemar's exact test (a sign test). Raises UserError unless the images are the same."""
+    """State McNemar's exact test of two models. Raises UserError if their images differ."""
     if hits.keys() != others.keys():
         raise UserError("--against", "has other images", "evaluate both models on the same ones")
     differing = dict(hits.items() - others.items())
@@ -424,12 +424,12 @@ def print_result(result: Evaluated, folder: Path) -> None:
     kept, every = len(result.classes), trained.num_classes
     if kept < every:
         say(f"note      only {kept:,} classes with images competed, not {every:,} (--all-outputs)")
-    run = data_of_run(trained)
-    validated_on = trained.stored.get("identity", {}).get("data.val")
-    if validated_on != result.datasets.val.fingerprint():  # then it has held out other images
-        run = replace(run, val_fraction=0.0, val_fold=None)
-    if trained.stored and are_trained_on(trained.config.data, run):
-        say("note      this may count training images, which the model knows")
+    if trained.stored:
+        run = data_of_run(trained)
+        if trained.stored["identity"].get("data.val") != result.datasets.val.fingerprint():
+            run = replace(run, val_fraction=0.0, val_fold=None)  # it has held out other images
+        if are_trained_on(trained.config.data, run):
+            say("note      this may count training images, which the model knows")
 
 
 def evaluate_one(options: argparse.Namespace) -> int:
