@@ -1,11 +1,12 @@
 #!/bin/bash
-# Fine-tunes at 224 px with recipe=finetune and with a plain loop, as in docs/accuracy.md.
+# Fine-tunes at 224 px with recipe=finetune and with a plain loop; docs/accuracy.md has no table of it yet.
 # Each job gets a GPU and its share of the cores, and prints a line when it ends: top-1 after the last epoch, and the seconds.
-# Hardware: one H200 with 16 cores, shared by up to eight jobs. Time: 36 to 306 s for a job; the cores limit the plain loops.
-# Needs: .venv is active, with torchvision and timm. First, for DATA/sets: benchmarks/finetune_photos.sh images DATA.
-# Then the arguments are: a folder with the sets, each with train and val; a folder with the weights, such as lite0.safetensors and woof.pt, which state their model; a new folder for the
-# logs; and jobs SET,WEIGHTS,METHOD,SEED, where METHOD is `recipe` or a learning rate of the plain loop:
-#   benchmarks/finetune_photos.sh data weights logs flowers,lite0,{recipe,0.001,0.003,0.01,0.03,0.1},0
+# Hardware: one H200 with 16 cores, which up to eight jobs shared. Time: 36 to 306 s for a job; the cores limit the plain loops.
+# Needs: .venv is active, with torchvision and timm. First, make the images: benchmarks/finetune_photos.sh images DATA.
+# Then give DATA/sets, whose folders have train and val; a folder with the weights, such as lite0.safetensors and woof.pt,
+# which state their model; a new folder for the logs; and jobs SET,WEIGHTS,METHOD,SEED, where METHOD is `recipe` or a learning
+# rate of the plain loop:
+#   benchmarks/finetune_photos.sh data/sets weights logs flowers,lite0,{recipe,0.001,0.003,0.01,0.03,0.1},0
 # lite0.safetensors is made of the lite0.pth of benchmarks/finetune.sh: python scripts/export.py lite0.pth --to safetensors
 # model.name=timm/tf_efficientnet_lite0. woof.pt is the best.pt of a run. Then seeds 1 and 2 of the recipe and of the best learning rate.
 #
@@ -33,18 +34,17 @@ if [ "${1-}" = images ]; then
         for class in "$1"/*; do
             chosen=$3/$(basename "$class")
             mkdir -p "$chosen"
-            (cd "$class" && find . -type f | sort -V | head -n "$2") | (cd "$class" && xargs cp -t "$chosen")
+            find "$class" -type f | sort -V | head -n "$2" | xargs cp -t "$chosen"
         done
     }
     choose "$data/intel/train" 50 "$data/sets/scenes300/train"
     choose "$data/intel/train" 250 "$data/sets/scenes1500/train"
-    for set in scenes300 scenes1500; do
-        choose "$data/intel/test" 1000000 "$data/sets/$set/val"
-    done
     choose "$data/imagenette/train" 100 "$data/sets/imagenette1000/train"
-    choose "$data/imagenette/val" 1000000 "$data/sets/imagenette1000/val"
     choose "$data/cifar10/train" 50 "$data/sets/cifar500/train"
     choose "$data/cifar10/test" 200 "$data/sets/cifar500/val"
+    ln -s "$data/intel/test" "$data/sets/scenes300/val"
+    ln -s "$data/intel/test" "$data/sets/scenes1500/val"
+    ln -s "$data/imagenette/val" "$data/sets/imagenette1000/val"
     exit
 fi
 
