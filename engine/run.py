@@ -195,7 +195,7 @@ class Run(AbstractContextManager["Run"]):
             logger.warning("step %d: %s", state.step, UNEQUAL)
         self.world.broadcast_buffers(state.model)
         if self.world.is_main:
-            copied = checkpoint.host_copy(state.state_dict())
+            copied = checkpoint.host_copy(state.state_dict(), self.world.device)
             content = {"step": state.step, "state": copied, **self.metadata}
             # timm, among others, looks for weights under this key. The file holds them only once.
             content["state_dict"] = copied["ema"] or copied["model"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from conf.errors import RunError
-from engine.checkpoint import before_growth
+from engine.checkpoint import BEST
 
 
 class TrainingError(RunError):
@@ -23,10 +23,10 @@ class TrainingError(RunError):
 
 def diverged(reason: str, folder: Path) -> TrainingError:
     """Return the error of a training that has diverged; `folder`: of the run."""
-    path = before_growth(folder)  # the newest checkpoint may be of a large, finite loss
+    best = folder / "checkpoints" / BEST  # the newest one may be of a large, finite loss
     start = "start again with checkpoint.resume=never"
-    if path is not None:
-        start = f"give another run.name, checkpoint.resume={path} (from before the loss grew) and "
+    if best.exists():
+        start = f"give another run.name, checkpoint.resume={best} and "
         start += "checkpoint.accept_changes=true"
     cure = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"
     return TrainingError(f"{reason}; these weights were not saved: {cure}, and {start}")

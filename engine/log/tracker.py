@@ -3,6 +3,7 @@
 A full disk or a missing TensorBoard causes one warning; training continues.
 """
 
+import io
 import json
 import logging
 import re
@@ -11,7 +12,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from conf.errors import UserError
@@ -118,8 +118,21 @@ class Tracker(ExitStack):
             self.guard("images", self._add_images, draw, step)
 
     def _add_images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         for tag, image in draw().items():
-            self._board.add_image(tag, np.asarray(image), step, dataformats="HWC")
+            # `add_image` writes PNG: its compression and TensorBoard's checksum of the longer file
+            # (in Python) took 0.4 s for 16 photos, with JPEG 0.05 s.
+            file = io.BytesIO()
+            image.save(file, "JPEG", quality=90, subsampling=0)
+            picture = Summary.Image(
+                height=image.height,
+                width=image.width,
+                colorspace=3,  # RGB
+                encoded_image_string=file.getvalue(),
+            )
+            summary = Summary(value=[Summary.Value(tag=tag, image=picture)])
+            self._board.file_writer.add_summary(summary, step)
 
     def write_json(self, name: str, content: Any) -> None:
         if self.folder is not None:

@@ -154,7 +154,7 @@ def test_every_kind_of_tensor_is_copied(device, tmp_path):
     expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
     model = nn.BatchNorm1d(3).to(device)
     state = {"tensors": tensors, "model": model.state_dict(), "best": {"step": 7}}
-    copied = host_copy(content_of(1, state))
+    copied = host_copy(content_of(1, state), device)
     state["best"]["step"] = -1
     for tensor in tensors.values():
         tensor.zero_()
@@ -216,17 +216,3 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path):
         with pytest.raises(TrainingError, match="the weights are not finite at step 6; these weig"):
             run.wait()
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000005.pt"]
-
-
-def test_the_checkpoint_before_the_loss_grew(tmp_path):
-    """By the training losses alone: a validation of the average can lag, a row can have no loss."""
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    paths = [folder / checkpoint.file_name(step) for step in (10, 20, 30)]
-    for path in paths:
-        path.touch()
-    losses = {5: 6.9, 10: None, 15: 2.0, 20: 1.5, 25: 7.0, 30: 7.1}
-    rows = [{"split": "train", "step": step, "loss": loss} for step, loss in losses.items()]
-    rows.append({"split": "val", "step": 30, "loss": 1.4})
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert checkpoint.before_growth(tmp_path) == paths[0]
