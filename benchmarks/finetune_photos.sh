@@ -1,14 +1,17 @@
 #!/bin/bash
-# Fine-tunes at 224 px with recipe=finetune and with a plain loop; docs/accuracy.md has no table of it yet.
-# Each job gets a GPU and its share of the cores, and prints a line when it ends: top-1 after the last epoch, and the seconds.
-# Hardware: one H200 with 16 cores, which up to eight jobs shared. Time: 36 to 306 s for a job; the cores limit the plain loops.
+# Fine-tunes at 224 px with recipe=finetune and with a plain loop, as in docs/accuracy.md.
+# Seven jobs share a GPU. Each prints a line when it ends: top-1 after the last epoch, and the seconds.
+# Hardware: one H200 with 16 cores, after nvidia-cuda-mps-control -d. Time: 44 to 204 s for a job.
 # Needs: .venv is active, with torchvision and timm. First, make the images: benchmarks/finetune_photos.sh images DATA.
 # Then give DATA/sets, whose folders have train and val; a folder with the weights, such as lite0.safetensors and woof.pt,
 # which state their model; a new folder for the logs; and jobs SET,WEIGHTS,METHOD,SEED, where METHOD is `recipe` or a learning
 # rate of the plain loop:
 #   benchmarks/finetune_photos.sh data/sets weights logs flowers,lite0,{recipe,0.001,0.003,0.01,0.03,0.1},0
 # lite0.safetensors is made of the lite0.pth of benchmarks/finetune.sh: python scripts/export.py lite0.pth --to safetensors
-# model.name=timm/tf_efficientnet_lite0. woof.pt is the best.pt of a run. Then seeds 1 and 2 of the recipe and of the best learning rate.
+# model.name=timm/tf_efficientnet_lite0. woof.pt is the best.pt of
+#   python train.py recipe=imagenet_rn50 data.root=data/imagewoof2-320 data.image_size=192 loader.batch_size=128 optim.lr=0.05 \
+#       schedule=cosine schedule.warmup_epochs=2 train.epochs=40 train.seed=1
+# Then seeds 1 and 2 of the recipe and of the best learning rate.
 #
 # The plain loop: as many epochs, images per batch and pixels as the recipe; its crops (35-100 % of the area) and flips; SGD with
 # momentum 0.9, cosine to 0 without warm-up, weight decay 1e-4, no smoothing; a head that starts at zero; bf16.
@@ -53,24 +56,23 @@ if [ "${1-}" = job ]; then  # in one of the processes that xargs starts
     IFS=, read -r set name method seed <<< "$5"
     data=$2/$set logs=$4
     weights=$(find "$3" -name "$name.*" | head -n 1)
-    export CUDA_VISIBLE_DEVICES=$SLOT PYTHONUNBUFFERED=1
-    taskset -cp $((SLOT * 16))-$((SLOT * 16 + 15)) $BASHPID > /dev/null
+    export CUDA_VISIBLE_DEVICES=$((SLOT % GPUS))
     began=$(date +%s)
     status=0
     if [ "$method" = recipe ]; then
         python train.py recipe=finetune data.root="$data" model.weights="$weights" data.image_size=224 train.seed="$seed" \
-            train.validate_every_epochs=100 run.dir="$logs/$5" > "$logs/$5.log" 2>&1 || status=$?
+            train.validate_every_epochs=100 loader.workers=4 run.dir="$logs/$5" > "$logs/$5.log" 2>&1 || status=$?
         top1=$(sed -n 's/^result .*loss [^ ]* top1 \([0-9.]*\) %.*/\1/p' "$logs/$5.log")
     else
         PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} python3 - "$data" "$weights" "$method" "$seed" \
             > "$logs/$5.log" 2>&1 <<'END' || status=$?
-import os
 import sys
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -84,51 +86,64 @@ trained = open_trained(Path(weights), ["model.rewrite=null"])
 model = trained.build(torch.device("cpu"))
 bicubic = "bicubic" in str(trained.config.augment.val)
 interpolation = v2.InterpolationMode.BICUBIC if bicubic else v2.InterpolationMode.BILINEAR
-mean, std = (torch.tensor(value).expand(3).tolist() for value in (trained.config.data.mean, trained.config.data.std))
-end = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
-crops = v2.RandomResizedCrop(224, scale=(0.35, 1), interpolation=interpolation, antialias=True)
-train = ImageFolder(f"{data}/train", v2.Compose([crops, v2.RandomHorizontalFlip(), *end]))
-centre = [v2.Resize(256, interpolation, antialias=True), v2.CenterCrop(224)]
-val = ImageFolder(f"{data}/val", v2.Compose([*centre, *end]))
+crop = v2.RandomResizedCrop(224, scale=(0.35, 1), interpolation=interpolation)
+augment = v2.Compose([crop, v2.RandomHorizontalFlip(), v2.PILToTensor()])
+centre = v2.Compose([v2.Resize(256, interpolation), v2.CenterCrop(224), v2.PILToTensor()])
+photos = ImageFolder(f"{data}/train")
+
+
+class Crops(Dataset):
+    """Random crops, uint8 [3, 224, 224], of photos that are decoded once."""
+
+    def __init__(self):
+        self.photos = list(photos)
+
+    def __getitem__(self, number):
+        image, label = self.photos[number]
+        return augment(image), label
+
 
 name = head_of(model)[0].rpartition(".")[0]
-head = nn.Linear(model.get_submodule(name).in_features, len(train.classes))
+head = nn.Linear(model.get_submodule(name).in_features, len(photos.classes))
 nn.init.zeros_(head.weight)
 nn.init.zeros_(head.bias)
 model.set_submodule(name, head)
 model = model.to("cuda", memory_format=torch.channels_last)
 
-batch = min(256, suited_batch(len(train)), len(train))
-epochs = min(100, max(10, round(500 * 512 / len(train))))
-workers = {"num_workers": len(os.sched_getaffinity(0)), "persistent_workers": True, "pin_memory": True}
-loader = torch.utils.data.DataLoader(train, batch, shuffle=True, drop_last=True, **workers)
-optimizer = torch.optim.SGD(model.parameters(), float(lr), momentum=0.9, weight_decay=1e-4)
-schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
-torch.backends.cudnn.benchmark = True
-
-
-def outputs(images):
-    images = images.to("cuda", non_blocking=True, memory_format=torch.channels_last)
-    with torch.autocast("cuda", torch.bfloat16):
-        return model(images).float()
-
-
-print(f"{len(train)} images, {epochs} epochs of {len(loader)} steps of {batch}, {'bicubic' if bicubic else 'bilinear'}", flush=True)
-model.train()
+size = min(256, suited_batch(len(photos)), len(photos))
+steps = len(photos) // size
+epochs = min(100, max(10, round(500 * 512 / len(photos))))
+batches = []
 for _ in range(epochs):
-    for images, labels in loader:
-        loss = cross_entropy(outputs(images), labels.to("cuda", non_blocking=True))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+    batches += torch.randperm(len(photos))[: steps * size].view(steps, size).tolist()
+optimizer = torch.optim.SGD(model.parameters(), float(lr), momentum=0.9, weight_decay=1e-4)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
+torch.backends.cudnn.benchmark = True
+mean = torch.tensor(trained.config.data.mean, device="cuda").view(-1, 1, 1)
+std = torch.tensor(trained.config.data.std, device="cuda").view(-1, 1, 1)
+
+
+def outputs(pixels):
+    images = (pixels.to("cuda", non_blocking=True) / 255 - mean) / std
+    with torch.autocast("cuda", torch.bfloat16):
+        return model(images.to(memory_format=torch.channels_last)).float()
+
+
+print(f"{epochs} epochs of {steps} steps of {size} images, {interpolation.value}", flush=True)
+model.train()
+for pixels, labels in DataLoader(Crops(), batch_sampler=batches, num_workers=4, pin_memory=True):
+    loss = cross_entropy(outputs(pixels), labels.to("cuda", non_blocking=True))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    schedule.step()
 model.eval()
 hits = 0
+val = ImageFolder(f"{data}/val", centre)
 with torch.inference_mode():
-    for images, labels in torch.utils.data.DataLoader(val, 256, **workers):
-        hits += (outputs(images).argmax(1).cpu() == labels).sum().item()
-print(f"top1 {100 * hits / len(val):.2f}", flush=True)
-os._exit(0)  # with persistent workers, the usual end took over a minute (torch 2.11)
+    for pixels, labels in DataLoader(val, 256, num_workers=4):
+        hits += (outputs(pixels).argmax(1).cpu() == labels).sum().item()
+print(f"top1 {100 * hits / len(val):.2f}")
 END
         top1=$(sed -n 's/^top1 //p' "$logs/$5.log")
     fi
@@ -145,5 +160,6 @@ data=$(realpath "$1") weights=$(realpath "$2") logs=$3
 shift 3
 mkdir -p "$logs"
 logs=$(realpath "$logs")
-gpus=$(python3 -c 'import torch; print(max(1, torch.cuda.device_count()))')
-printf '%s\n' "$@" | xargs -P "$gpus" -n 1 --process-slot-var=SLOT bash "$script" job "$data" "$weights" "$logs"
+GPUS=$(nvidia-smi --list-gpus | wc -l)
+export GPUS
+printf '%s\n' "$@" | xargs -P $((7 * GPUS)) -n 1 --process-slot-var=SLOT bash "$script" job "$data" "$weights" "$logs"
