@@ -7,33 +7,14 @@ set -eu
 cd "$(dirname "$0")/.."
 data=$(realpath "${1:-data}")
 
-git clone https://github.com/995114879/17flowers "$data/17flowers"
-git clone https://github.com/afroozsheikh/Intel-Image-Classifier "$data/intel"
 git clone https://github.com/EliSchwartz/imagenet-sample-images "$data/samples"
-
-# The two parts of the flowers are exchanged: 272 training, 1,088 validation images.
-mkdir "$data/parts"
-ln -s "$data/17flowers/17flowers_traintest/test" "$data/parts/train"
-ln -s "$data/17flowers/17flowers_traintest/train" "$data/parts/val"
+benchmarks/finetune_photos.sh images "$data"
 python scripts/prepare.py "$data/parts" --to "$data/flowers" --side 80
-
-# The training images of each class with the lowest numbers.
-for number in 250 50; do
-    parts="$data/parts$number"
-    mkdir -p "$parts/train"
-    ln -s "$data/intel/test" "$parts/val"
-    for class in "$data"/intel/train/*; do
-        chosen="$parts/train/$(basename "$class")"
-        mkdir "$chosen"
-        (cd "$class" && ls -- *.jpg) | sort -n | head -n "$number" | while read -r name; do
-            cp "$class/$name" "$chosen"
-        done
-    done
-    python scripts/prepare.py "$parts" --to "$data/scenes$number" --side 80
-done
+python scripts/prepare.py "$data/sets/scenes1500" --to "$data/scenes1500" --side 80
+python scripts/prepare.py "$data/sets/scenes300" --to "$data/scenes300" --side 80
 
 python train.py recipe=tiny_imagenet_best data.root="$data/tiny" train.seed=2 run.dir=runs/best2
-for set in flowers scenes250; do
+for set in flowers scenes1500; do
     for seed in 0 1 2; do
         python train.py recipe=finetune data.root="$data/$set" model.weights=runs/best2 train.seed=$seed
     done
@@ -49,7 +30,7 @@ tensors = torch.load(file, weights_only=True).values()  # in the order of timm's
 torch.save(dict(zip(timm.create_model("tf_efficientnet_lite0").state_dict(), tensors)), "lite0.pth")
 END
 export OMP_NUM_THREADS=1
-for set in flowers scenes50; do
+for set in flowers scenes300; do
     for seed in 0 1 2; do
         python train.py recipe=finetune data.root="$data/$set" model.name=timm/tf_efficientnet_lite0 \
             model.weights=lite0.pth data.image_size=64 train.device=cpu loader.workers=1 train.seed=$seed
