@@ -53,12 +53,11 @@ class Listed(NamedTuple):
     files: list[bytes]  # names of the regular files, sorted
 
 
-class ClassFolder(NamedTuple):
-    """What a class folder holds, with the folders in it."""
+class Contents(NamedTuple):
+    """What a folder holds, with the folders in it, in the order of `walk`."""
 
-    images: list[bytes]  # sorted paths, below the folder of the split
+    images: list[bytes]  # paths
     folders: list[bytes]  # paths
-    left_out: LeftOut
 
 
 def is_hidden(name: bytes) -> bool:
@@ -148,31 +147,32 @@ def _list_one(folder: bytes, seen: set[Identity], left_out: LeftOut) -> Listed:
     return listed
 
 
-def images_below(top: bytes, left_out: LeftOut, folders: list[bytes]) -> Iterator[bytes]:
-    """Yield the path of each image in `top` and in the folders below it, in the order of `walk`.
+def contents_of(top: bytes, left_out: LeftOut, base: bytes = b"") -> Contents:
+    """List what lies in `top` and in the folders below it; add what is not read to `left_out`.
 
-    Adds what is not read to `left_out`, and the folders to `folders`.
+    base: what the paths of the images leave out at their beginning.
     """
+    contents = Contents([], [])
     for folder, _, files in walk(top, left_out):
-        folders.append(folder)
+        contents.folders.append(folder)
         for file in files:
             path = os.path.join(folder, file)
             if is_image(file):
-                yield path
+                contents.images.append(path.removeprefix(base))
             else:
                 left_out[path] = why_left_out(file)
+    return contents
 
 
-def list_classes(base: bytes, others: LeftOut) -> dict[bytes, ClassFolder]:
+def list_classes(base: bytes, others: LeftOut) -> dict[bytes, Contents]:
     """List what each class folder holds, in the order of the names; add the rest to `others`."""
     top = next(walk(base, others))
     loose = _paths_in(base, filter(is_image, top.files))
     others |= dict.fromkeys(loose, LOOSE)
+    list_one = partial(contents_of, left_out=others, base=os.path.join(base, b""))
     with ThreadPoolExecutor(THREADS) as pool:
-        contents = list(pool.map(partial(_list_class, base), top.folders))
-    for content in contents:
-        others |= content.left_out
-    return dict(zip(top.folders, contents, strict=True))
+        contents = pool.map(list_one, _paths_in(base, top.folders))
+        return dict(zip(top.folders, contents, strict=True))
 
 
 def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, list[bytes]]:
@@ -194,22 +194,13 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
         if len(content.folders) > 1 and first_word(folder) in SPLITS:
             wrong = f"class folder {folder} holds folders, as a split does"
             raise UserError(origin, wrong, "give data.train and data.val")
-        classes[name] = content.images
+        classes[name] = sorted(content.images)
         listed += content.folders
     if empty:
         wrong = f"class folders without images (.jpg, .png, ...): {', '.join(empty[:10])}"
         cure = f"fill or remove them. {count_left_out(others)}".rstrip(". ")
         raise UserError(origin, wrong, cure)
     return classes, listed
-
-
-def _list_class(base: bytes, name: bytes) -> ClassFolder:
-    content = ClassFolder([], [], {})
-    start = os.path.join(base, b"")
-    for path in images_below(os.path.join(base, name), content.left_out, content.folders):
-        content.images.append(path.removeprefix(start))
-    content.images.sort()
-    return content
 
 
 def list_tars(

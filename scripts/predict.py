@@ -69,7 +69,7 @@ from pipeline.build import DATASETS, build_image_transforms
 from pipeline.class_names import readable
 from pipeline.dataset import FolderDataset
 from pipeline.index import ImageFolder
-from pipeline.listing import LeftOut, count_left_out, images_below
+from pipeline.listing import LeftOut, contents_of, count_left_out
 from scripts.lib.progress import in_threads, num_cores
 from scripts.lib.trained import Trained, open_trained, run_main
 
@@ -99,7 +99,7 @@ def find_files(paths: Iterable[str]) -> Iterator[str]:
                 yield from find_files([os.fsdecode(line.rstrip(b"\r\n"))])
         elif os.path.isdir(path):
             others: LeftOut = {}
-            yield from map(os.fsdecode, images_below(os.fsencode(path), others, []))
+            yield from map(os.fsdecode, contents_of(os.fsencode(path), others).images)
             if others:
                 cli.complain(f"{path}: {count_left_out(others)}")
         else:
