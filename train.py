@@ -102,7 +102,7 @@ def train(config: Config) -> dict[str, Any]:
 
         feed = enter(open_feed(config, parts.datasets, world, compute.dtype, compute.channels_last))
         tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
-        tracker.print(feed.console_line())
+        tracker.print(f"loader    workers={feed.pool.active} decoder={feed.decoder_name}")
         train_on_batch = enter(build_step(schedule, compute, parts.loss_fn, state, world))
         stop = enter(StopSignal(world, feed.pool))
         first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))

@@ -4,7 +4,6 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import models
 from conf.errors import RunError, UserError, with_advice
 from conf.schema import show
+from pipeline.feed import RankInfo
 
 T = TypeVar("T")
 # A rank may need this many times loader.timeout_seconds for its part of a collective: it compiles,
@@ -24,14 +24,8 @@ T = TypeVar("T")
 TIMEOUT_FACTOR = 10
 
 
-@dataclass
-class World:
+class World(RankInfo):
     """The ranks of a run. All call what is marked Collective, and in the same order."""
-
-    rank: int
-    size: int
-    local_size: int  # ranks on this node
-    device: torch.device
 
     @property
     def is_main(self) -> bool:

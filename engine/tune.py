@@ -19,7 +19,7 @@ from engine.run import Run
 from engine.state import TrainState, restored_on_exit
 from engine.step_graph import StepGraph
 from pipeline.batch import Batch
-from pipeline.clock import StepTimes, TimedRow, mean_of
+from pipeline.clock import StepTimes, mean_of
 from pipeline.feed import Feed, is_measured
 
 logger = logging.getLogger(__name__)
@@ -135,12 +135,12 @@ class Tuner:
         self.first_row = 0  # of the present window
         self.seen = 0  # rows so far
 
-    def follow(self, rows: Sequence[TimedRow]) -> None:
+    def follow(self, rows: Sequence[StepTimes]) -> None:
         """Set the number of workers after a log row of this rank; called after each step."""
         if self.rule is None or len(rows) == self.seen:
             return
         self.seen = len(rows)
-        window = mean_of([row.times for row in rows[self.first_row :]])
+        window = mean_of(rows[self.first_row :])
         # With fewer steps, what was queued before them could hide a lack.
         if window.seconds < WINDOW_SECONDS or window.steps <= self.feed.train.loader.queue_size:
             return
@@ -155,7 +155,7 @@ class Tuner:
         feed.step_rate = self.measure_step(train_on_batch, resident)
         text = f"the step takes {feed.step_rate:,.0f} images/s on a batch that is on the GPU"
         self.say(f"autotune  {text}")
-        first = self.measure_mode(feed.decode_modes[0], first_step)
+        first = self.measure_mode(feed.datasets.decode_modes[0], first_step)
         mode = self.choose_mode(first.rate, first_step)
         feed.set_decode_mode(mode)  # the branches below read the decoder
         workers = feed.num_cores
@@ -185,7 +185,7 @@ class Tuner:
 
         first_rate: images/s of the first mode, which is the CPU's, or that of the run so far.
         """
-        modes = self.feed.decode_modes
+        modes = self.feed.datasets.decode_modes
         num_modes = min(self.world.all_gather(len(modes)))  # a rank may lack engines
         first, *others = modes[:num_modes]
         shares = {first: self.smallest_share(first_rate)}

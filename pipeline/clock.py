@@ -44,6 +44,8 @@ class StepTimes(NamedTuple):
     on_gpu: bool = False  # otherwise, the step shares the CPU with the workers
     graph_refused: str = ""  # why the whole step is not one CUDA graph
     slowed: float = 0.0  # the GPU has reduced its clock, and not for its power limit
+    starting: bool = False  # of the first steps of this start only, which compile
+    first_epoch: bool = False  # which reads cold files
 
     @property
     def per_worker(self) -> float:
@@ -82,18 +84,7 @@ class StepTimes(NamedTuple):
         return max(0.0, 1 - self.idle - self.ranks_wait)
 
 
-class TimedRow(NamedTuple):
-    """The times of a log row, and what makes them unusual."""
-
-    times: StepTimes
-    starting: bool  # of the first steps of this start only, which compile
-    first_epoch: bool  # which reads cold files
-
-    def resembles(self, other: "TimedRow") -> bool:
-        return self.starting == other.starting and self.first_epoch == other.first_epoch
-
-
-def column(rows: Sequence[StepTimes], name: str) -> list[Any]:
+def column(rows: Sequence[object], name: str) -> list[Any]:
     return [getattr(row, name) for row in rows]
 
 

@@ -3,11 +3,11 @@
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,8 +26,9 @@ from pipeline.worker import REPLACE_OR_SKIP
 MEASURE_SECONDS = 1.0  # of batches that nothing uses
 
 
-class RankInfo(Protocol):
-    """What `engine.distributed.World` says about the ranks."""
+@dataclass
+class RankInfo:
+    """This rank, and how many there are."""
 
     rank: int
     size: int
@@ -45,10 +46,9 @@ class Feed:
     train: Prefetcher
     val: Prefetcher
     num_val_batches: int  # number of validation batches of this rank
-    decode_modes: Sequence[str]  # of the training split; training begins with the first
     num_cores: int  # number of workers for which this rank has cores
     max_workers: int  # number of workers for which the buffers are allocated
-    decode_mode: str = "cpu"  # mode of the training samples, one of `decode_modes`
+    decode_mode: str = "cpu"  # mode of the training samples, one of `datasets.decode_modes`
     step_rate: float = 0.0  # images/s of this rank's step without the loader; 0 if not measured
 
     @property
@@ -56,14 +56,8 @@ class Feed:
         """The CPU decoder, or the mode that decodes on the device."""
         return self.datasets.train.decoder if self.decode_mode == "cpu" else self.decode_mode
 
-    def console_line(self) -> str:
-        return f"loader    workers={self.pool.active} decoder={self.decoder_name}"
-
     def set_decode_mode(self, mode: str, *, demand: float = math.inf) -> None:
-        """Make the training samples of later iterations in one of `decode_modes`.
-
-        `demand`: images/s that this rank needs.
-        """
+        """Make the training samples of later iterations in a mode; `demand`: images/s."""
         self.decode_mode = mode
         self.datasets.train.set_decode_mode(mode, workers=max(1, self.pool.active), demand=demand)
 
@@ -132,15 +126,12 @@ def open_feed(
     """
     loader, data = config.loader, config.data
     num_cores = machine.cores_for_workers(world.local_size)
-    decode_modes = datasets.decode_modes
     workers = max_workers = loader.workers
     if loader.workers == "auto":
         # All cores validate, even if few workers are enough for training.
         workers = max_workers = num_cores
     if is_measured(config, world.device):
         max_workers = 2 * num_cores  # those that wait for storage need no core
-    else:
-        decode_modes = decode_modes[:1]
     of_world = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
     labels = datasets.train.labels if config.train.class_weights == "sampled" else None
     seed = config.train.seed
@@ -172,13 +163,11 @@ def open_feed(
     loader_of = partial(Loader, pool, in_use=in_use)
     train = Prefetcher(loader_of(0, train_sampler.samples), images, batch_transforms)
     val = Prefetcher(loader_of(1, val_samples.__getitem__), images)
-    feed = Feed(
-        config, datasets, pool, train, val, len(val_samples), decode_modes, num_cores, max_workers
-    )
+    feed = Feed(config, datasets, pool, train, val, len(val_samples), num_cores, max_workers)
     locked: AbstractContextManager[Any] = nullcontext()
     if train.cuda:
         locked = page_locked([*train_ring.buffers, *val_ring.buffers])
     with locked, pool, closing(train), closing(val):
         pool.activate(workers)
-        feed.set_decode_mode(decode_modes[0])
+        feed.set_decode_mode(datasets.decode_modes[0])
         yield feed

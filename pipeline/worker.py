@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from conf.errors import LoaderError, UnreadableError, describe
-from pipeline.clock import waited_for_core
+from pipeline.clock import column, waited_for_core
 from pipeline.dataset import READ_AHEAD, Dataset
 from pipeline.shared import SharedArray
 from pipeline.start import IGNORED_SIGNALS
@@ -87,15 +87,12 @@ class Ring:
 
     def worker_ms(self) -> dict[str, Any]:
         """Average the newest tasks per image: the fields of `StepTimes` for a worker."""
-        images = 0
-        cpu = storage = core = 0.0
-        for reply in list(self.replies):  # the upload thread may add one meanwhile
-            images += reply.rows
-            cpu += reply.cpu_seconds
-            storage += reply.storage_seconds
-            core += reply.core_seconds
-        scale = 1e3 / max(1, images)
-        storage = max(0.0, storage)  # the clocks of the thread and of the kernel differ slightly
+        replies = list(self.replies)  # the upload thread may add one meanwhile
+        scale = 1e3 / max(1, sum(column(replies, "rows")))
+        cpu = sum(column(replies, "cpu_seconds"))
+        core = sum(column(replies, "core_seconds"))
+        # The clocks of the thread and of the kernel differ slightly.
+        storage = max(0.0, sum(column(replies, "storage_seconds")))
         return {"cpu_ms": cpu * scale, "storage_ms": storage * scale, "core_ms": core * scale}
 
     def candidates(self, index: int) -> Iterable[int]:

@@ -31,7 +31,7 @@ from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
 from engine.validation import Validation
 from pipeline.batch import Batch
-from pipeline.clock import StepTimes, TimedRow, mean_of
+from pipeline.clock import StepTimes, mean_of
 from pipeline.feed import Feed
 
 HEADER_ROWS = 40  # the columns are named again after so many rows: a terminal has fewer lines
@@ -60,7 +60,7 @@ class RunLog:
         self.datasets = self.feed.datasets
         self.meter = Meter(self.world, self.feed.train.clock)
         self.row: dict[str, Any] = {}  # the newest row of training steps
-        self.timed_rows: list[TimedRow] = []  # of all log rows of this start
+        self.timed_rows: list[StepTimes] = []  # of all log rows of this start
         self._judged = 0  # how many of these rows are of epochs that were judged
         self._cause = ""  # what limited the newest epoch that was judged
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
@@ -138,7 +138,7 @@ class RunLog:
         with self.pause():
             newest = self.timed_rows[self._judged :]
             self._judged = len(self.timed_rows)
-            rows = [row.times for row in newest if not row.starting]
+            rows = [row for row in newest if not row.starting]
             verdict = judge(rows, SHORT_EPOCH, self.world, self.feed)
             if not verdict.cause:
                 return
@@ -191,11 +191,14 @@ class RunLog:
         first_steps = FIRST_STEPS if self.world.device.type == "cuda" else 1
         skip = max(0, self._first_step + first_steps - before)
         times = self.feed.step_times(interval.steps, skip=skip)
-        reason = self.train_on_batch.disabled_reason
-        times = times._replace(graph_refused=reason, slowed=self.monitor.slowed())
         first_epoch = before * self.schedule.batch_size < self.schedule.images
-        starting = skip >= interval.steps
-        self.timed_rows.append(TimedRow(times, starting=starting, first_epoch=first_epoch))
+        times = times._replace(
+            graph_refused=self.train_on_batch.disabled_reason,
+            slowed=self.monitor.slowed(),
+            starting=skip >= interval.steps,
+            first_epoch=first_epoch,
+        )
+        self.timed_rows.append(times)
         return times
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -269,7 +272,9 @@ class RunLog:
                 steps = self.state.step - self._first_step
                 self._add_timed_row(Interval(self.state.step, steps, means={}))
             newest = self.timed_rows[-1]
-            settled = [row.times for row in self.timed_rows if row.resembles(newest)]
+            kind = newest.starting, newest.first_epoch
+            rows = self.timed_rows
+            settled = [row for row in rows if (row.starting, row.first_epoch) == kind]
             rate = mean_of(settled).rate * self.world.size
             if newest.starting:
                 settled = []

@@ -9,7 +9,7 @@ import torch
 
 from engine.distributed import World
 from engine.tune import Rule, Tuner
-from pipeline.clock import StepTimes, TimedRow
+from pipeline.clock import StepTimes
 from tests.engine.plans import ALONE
 from tests.engine.tune.hosts import Host, Simulation
 
@@ -20,7 +20,8 @@ class Rated(Tuner):
     """On a machine whose modes make so many images/s."""
 
     def __init__(self, rates: dict[str, float], step_rate: float, world: World) -> None:
-        feed: Any = SimpleNamespace(decode_modes=tuple(rates), step_rate=step_rate)
+        datasets = SimpleNamespace(decode_modes=tuple(rates))
+        feed: Any = SimpleNamespace(datasets=datasets, step_rate=step_rate)
         super().__init__(feed, world, print)
         self.rates = rates
 
@@ -79,7 +80,7 @@ class Followed:
 
     def __init__(self) -> None:
         self.active = 3
-        self.rows: list[TimedRow] = []
+        self.rows: list[StepTimes] = []
         train = SimpleNamespace(loader=SimpleNamespace(queue_size=20))
         feed: Any = SimpleNamespace(pool=self, train=train, most_workers=WARM.most_workers)
         self.tuner = Tuner(feed, ALONE, print)
@@ -90,7 +91,7 @@ class Followed:
 
     def log(self, times: StepTimes) -> int:
         """Return the number of workers after a log row."""
-        self.rows.append(TimedRow(times, False, False))
+        self.rows.append(times)
         self.tuner.follow(self.rows)
         return self.active
 
