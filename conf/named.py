@@ -9,11 +9,8 @@ named. After `rm` of the file, a YAML file that names it is refused until the na
 import importlib
 import inspect
 from contextlib import suppress
-from itertools import filterfalse
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from conf.errors import UserError, did_you_mean
 
@@ -43,25 +40,12 @@ def object_names_in(value: Any) -> set[str]:
 
 
 def require_module(value: str, key: str) -> None:
-    """Refuse a name whose module is not inside this checkout, and tell which YAML files have it."""
+    """Refuse a name whose module is not inside this checkout."""
     if not is_object_name(value) or not module_exists(value):
-        file = value.partition(":")[0].replace(".", "/")
-        wrong = f"there is no {file}.py in {ROOT}"
-        cure = "correct the name or leave it out"
-        for place in _places_of(value):
-            cure = f"{cure}; {place}"
+        module = value.partition(":")[0]
+        wrong = f"there is no {module.replace('.', '/')}.py in {ROOT}"
+        cure = f"correct the name or leave it out; `grep -r {module} conf` finds it in YAML files"
         raise UserError(f"{key}={value}", wrong, cure)
-
-
-def _places_of(value: str) -> list[str]:
-    """Return the YAML files of conf/ that hold a missing name, each with all that are missing."""
-    places = []
-    for path in sorted(ROOT.glob("conf/**/*.yaml")):
-        names = object_names_in(yaml.safe_load(path.read_text("utf-8")))
-        if value in names:
-            missing = sorted(filterfalse(module_exists, names))
-            places.append(f"{path.relative_to(ROOT)} has {', '.join(missing)}")
-    return places
 
 
 def import_object(value: str, key: str) -> Any:
