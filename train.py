@@ -290,7 +290,7 @@ def validate(log: RunLog, stop: StopSignal) -> None:
         row |= result.values(log.metrics)
         for raw in raw_results:
             row |= {f"{name}_raw": value for name, value in raw.values(log.metrics).items()}
-        best = log.metrics.best_by.prefers(row, state.best_validation)
+        best = log.metrics.prefers(row, state.best_validation)
         state.last_validation = row
         if best:
             state.best_validation = row
@@ -362,7 +362,7 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
     with compute.for_validation():
         example = Batch.zeros(datasets.train.fields, world.device)
         (dry_run,) = evaluate([state.model], validation_values, [example], world)
-    metrics.best_by.check(metrics.computations(dry_run.rows))
+    metrics.check_best_by(metrics.computations(dry_run.rows))
     return Parts(datasets, schedule, compute, loss_fn, metrics, state)
 
 

@@ -67,37 +67,12 @@ NOT_AVERAGED = ("confidence", "score")
 
 
 @dataclass(frozen=True)
-class BestBy:
-    """The value by which the best checkpoint is chosen: train.best_by without its sign."""
-
-    name: str
-    lower_is_better: bool
-
-    def check(self, names: Iterable[str]) -> None:
-        """Refuse a value that is not among those of a validation."""
-        known = list(names)
-        if self.name not in known:
-            near = did_you_mean(self.name, known)
-            cure = f"give one of {', '.join(known)}, with - in front if lower is better{near}"
-            raise UserError(f"train.best_by: {self.name}", "a validation has no such value", cure)
-
-    def prefers(self, row: Mapping[str, float], best: Mapping[str, float]) -> bool:
-        """Whether a validation replaces the best one so far, which may be empty or NaN."""
-        new = row[self.name]
-        old = best.get(self.name, math.nan)
-        if math.isnan(old):
-            return True
-        if self.lower_is_better:
-            return new < old
-        return new > old
-
-
-@dataclass(frozen=True)
 class Metrics:
     """The named values of a run, and the one that chooses its best checkpoint."""
 
     entries: dict[str, Metric]  # METRICS, and the tables that log.values names
-    best_by: BestBy
+    best_by: str  # train.best_by without its sign
+    lower_is_better: bool  # its sign
 
     @classmethod
     def of(cls, config: Config) -> "Metrics":
@@ -109,12 +84,31 @@ class Metrics:
                 raise UserError(f"log.values={table}", "is no dict such as engine.metrics:METRICS")
             entries |= added
         text = config.train.best_by
-        best_by = BestBy(text.removeprefix("-"), text.startswith("-"))
-        known = entries.get(best_by.name)
-        if known is not None and known.lower_is_better != best_by.lower_is_better:
+        metrics = cls(entries, text.removeprefix("-"), text.startswith("-"))
+        known = entries.get(metrics.best_by)
+        if known is not None and known.lower_is_better != metrics.lower_is_better:
             sign = "- in front means that lower is better: add or remove it"
             raise UserError(f"train.best_by={text}", "has the wrong sign", sign)
-        return cls(entries, best_by)
+        return metrics
+
+    def check_best_by(self, names: Iterable[str]) -> None:
+        """Refuse a train.best_by that is not among the values of a validation."""
+        known = list(names)
+        if self.best_by not in known:
+            near = did_you_mean(self.best_by, known)
+            cure = f"give one of {', '.join(known)}, with - in front if lower is better{near}"
+            wrong = "a validation has no such value"
+            raise UserError(f"train.best_by: {self.best_by}", wrong, cure)
+
+    def prefers(self, row: Mapping[str, float], best: Mapping[str, float]) -> bool:
+        """Whether a validation replaces the best one so far, which may be empty or NaN."""
+        new = row[self.best_by]
+        old = best.get(self.best_by, math.nan)
+        if math.isnan(old):
+            return True
+        if self.lower_is_better:
+            return new < old
+        return new > old
 
     def __getitem__(self, name: str) -> Metric:
         """Return an entry. By default, a name with a slash is not shown on the console."""
@@ -122,8 +116,7 @@ class Metrics:
 
     def title(self) -> str:
         """Return the title of the console's column for the value of `best_by`."""
-        name = self.best_by.name
-        return f"{name}{self[name].unit}".rjust(7)
+        return f"{self.best_by}{self[self.best_by].unit}".rjust(7)
 
     def text(self, name: str, number: float) -> str:
         """Return a value as text, such as `top1 76.13 %`."""

@@ -63,7 +63,7 @@ class Expectation(Observer):
     def _compared(self, row: Mapping[str, float]) -> dict[str, Any]:
         """Return the facts of `expect`, the difference, and the line that the console shows."""
         expect = self.expect
-        name = self.log.metrics.best_by.name
+        name = self.log.metrics.best_by
         if name not in expect:  # a typed train.best_by, such as macro_f1, is a run of the recipe
             name = "top1"
         expected = f"{expect[name]:g}"

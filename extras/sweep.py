@@ -144,11 +144,11 @@ class Sweep:
 
         metrics = Metrics.of(self.config(self.jobs[0]))
         by = metrics.best_by
-        form, unit = metrics[by.name].form, metrics[by.name].unit
+        form, unit = metrics[by].form, metrics[by].unit
         results = {job: _result(self.config(job)) for job in self.jobs}
         best_first = sorted(results, key=lambda job: results[job].score, reverse=True)
         widths = [max(map(len, column)) for column in self.columns.values()]
-        print(f"best {by.name}{unit.replace(' ', ', ')}, the best job first:")
+        print(f"best {by}{unit.replace(' ', ', ')}, the best job first:")
         for job in best_first:
             value = results[job].value
             text = "no result" if value is None else f"{value:9{form}}"
@@ -168,9 +168,8 @@ class Sweep:
                 group = tuple(word for word in job if _key(word) not in REPEATS)
                 groups[group].append(result.value)
         means = {group: mean(values) for group, values in groups.items()}
-        by = metrics.best_by
-        form = metrics[by.name].form
-        for group in sorted(means, key=means.__getitem__, reverse=not by.lower_is_better):
+        form = metrics[metrics.best_by].form
+        for group in sorted(means, key=means.__getitem__, reverse=not metrics.lower_is_better):
             values = groups[group]
             if len(values) > 1:
                 text = f"{means[group]:9{form}}  mean of {len(values)} best values"

@@ -251,7 +251,7 @@ class RunLog:
 
     def _best_values(self) -> dict[str, Any]:
         """Return the best validation so far, with None where there is none."""
-        name = self.metrics.best_by.name
+        name = self.metrics.best_by
         key = f"best_{name}"
         values: dict[str, Any] = {"best_by": self.config.train.best_by}
         values |= {key: None, "best_epoch": None, "best_checkpoint": None}

@@ -153,9 +153,10 @@ def test_rows_that_are_no_values():
 
 def test_the_best_value_may_be_the_highest_or_the_lowest():
     for text, better, worse in (("top1", 2.0, 1.0), ("-loss", 1.0, 2.0)):
-        by = Metrics.of(Config(train=TrainConfig(best_by=text))).best_by
-        assert by.prefers({by.name: better}, {by.name: worse})
-        assert not by.prefers({by.name: worse}, {by.name: better})
-        assert by.prefers({by.name: worse}, {})
-        assert by.prefers({by.name: worse}, {by.name: NAN})
-        assert not by.prefers({by.name: NAN}, {by.name: worse})
+        metrics = Metrics.of(Config(train=TrainConfig(best_by=text)))
+        name = metrics.best_by
+        assert metrics.prefers({name: better}, {name: worse})
+        assert not metrics.prefers({name: worse}, {name: better})
+        assert metrics.prefers({name: worse}, {})
+        assert metrics.prefers({name: worse}, {name: NAN})
+        assert not metrics.prefers({name: NAN}, {name: worse})
