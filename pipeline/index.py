@@ -232,11 +232,15 @@ def find_split(place: str, storage: Any = None) -> Callable[[str], Index] | None
 
 
 def load_index(place: str | os.PathLike[str], *, key: str, storage: Any = None) -> Index:
+    """Find a split, and return its table as `load_found` does."""
+    return load_found(find_split(os.fspath(place), storage), place, key)
+
+
+def load_found(load: Any, place: str | os.PathLike[str], key: str) -> Index:
     """Return the table of a split, and warn of files that are left out; `key`: its config key.
 
     Raises UserError if it is missing, damaged or cannot be read, or a class holds no images.
     """
-    load = find_split(os.fspath(place), storage)
     if load is None:
         path = Path(os.path.abspath(place))
         names = sorted(other.name for other in path.parent.glob("[!.]*"))

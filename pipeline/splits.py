@@ -10,7 +10,7 @@ import numpy as np
 
 from conf.errors import UserError
 from conf.schema import DataConfig
-from pipeline.index import Index, find_split, find_storage, load_index
+from pipeline.index import Index, find_split, find_storage, load_found, load_index
 
 
 class HeldOut(NamedTuple):
@@ -100,9 +100,10 @@ def _load_undivided(root: str, data: DataConfig, held: HeldOut) -> Index:
     if find_split(val_split, data.storage) or data.val != "val":
         raise UserError(held.origin, f"excludes {val_split}", "leave the key out, or move that")
     train_split = os.path.join(root, data.train)
-    if data.train == "train" and find_split(train_split, data.storage) is None:
+    load = find_split(train_split, data.storage)
+    if load is None and data.train == "train":
         return load_index(root, key="data.root", storage=data.storage)
-    return load_index(train_split, key="data.train", storage=data.storage)
+    return load_found(load, train_split, "data.train")
 
 
 def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
