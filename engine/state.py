@@ -26,8 +26,8 @@ def diverged(reason: str, folder: Path) -> TrainingError:
     best = folder / "checkpoints" / BEST  # the newest one may be of a large, finite loss
     start = "start again with checkpoint.resume=never"
     if best.exists():
-        start = f"give another run.name, checkpoint.resume={best} and "
-        start += "checkpoint.accept_changes=true"
+        start = f"give another run.name, checkpoint.resume={best} (if it is from before the loss "
+        start += "grew) and checkpoint.accept_changes=true"
     cure = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"
     return TrainingError(f"{reason}; these weights were not saved: {cure}, and {start}")
 

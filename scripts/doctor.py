@@ -166,7 +166,7 @@ def list_images(case: Case, name: str, folder: Path) -> None:
     left_out: LeftOut = {}
     with suppress(OSError):  # there is no such folder
         contents = list_classes(os.fsencode(root), left_out)
-        files = {os.fsdecode(c): sorted(v.images) for c, v in contents.items() if v.images}
+        files = {os.fsdecode(key): value.images for key, value in contents.items() if value.images}
         if files:
             index = Index.of_files(ImageFolder(root), files)
             case.indexes[name] = replace(index, left_out=count_left_out(left_out))

@@ -31,7 +31,7 @@ def test_it_trains_and_refuses_what_names_an_extra(core, image_root):
         assert "; correct the name or leave it out" in refused(core, *small, word)
     assert "-m=None: there is no None.py in " in refused(core, *small, "-m")
     shutil.copy(ROOT / "conf" / "config.yaml", core / "conf")
-    assert "; `grep -r extras." in refused(core, *small)
+    assert "; `grep -r extras.object_storage conf` finds it" in refused(core, *small)
 
 
 def refused(core: Path, *words: str) -> str:
