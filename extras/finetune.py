@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import models
-from conf.compose import from_overrides, with_size
+from conf.compose import from_overrides, with_crop_ratio, with_size
 from conf.errors import UserError
 from conf.named import split_entry
 from conf.overrides import KeyValues
@@ -98,8 +98,8 @@ def of_weights(config: Config, typed: set[str]) -> KeyValues:
         values["data.image_size"] = config.data.image_size
         values["data.val_size"] = "${data.image_size}"
     if "augment.val" in stated:
-        if "data.image_size" in typed:
-            transforms = _with_crop_ratio(stated["augment.val"], stated["data.val_size"])
+        if not typed.isdisjoint(("data.image_size", "data.val_size")):
+            transforms = with_crop_ratio(stated["augment.val"], stated["data.val_size"])
             stated = {**stated, "augment.val": transforms}
         values["augment.val"] = _val_transforms(stated)
     if "bicubic" in str(values.get("augment.val")):
@@ -150,17 +150,6 @@ def _val_transforms(stated: KeyValues) -> list[Any]:
         resize = {"resize": {"size": size, "interpolation": interpolation}}
         transforms = [resize, *transforms]
     return list(with_size(transforms, size, "${data.val_size}"))
-
-
-def _with_crop_ratio(transforms: list[Any], size: int) -> list[Any]:
-    """Return augment.val of images of `size` pixels in a form that suits other sizes."""
-    changed: list[Any] = []
-    for entry in transforms:
-        match entry:
-            case {"resize": {"size": int(side), **others}} if side > size:
-                entry = {"resize": {**others, "size": size, "crop_ratio": size / side}}
-        changed.append(entry)
-    return changed
 
 
 def _with_bicubic_crops(transforms: list[Any], size: int) -> list[Any]:

@@ -264,7 +264,7 @@ def outputs_of(trained: Trained, datasets: Datasets, *, all_outputs: bool = Fals
     for names, outputs in ((classes, known), imagenet_classes(trained, classes)):
         if set(names) <= set(outputs):
             return named_outputs(names, outputs, all_outputs=all_outputs)
-    if known and trained.stored:
+    if known:
         unknown = sorted(set(classes) - set(known))
         raise UserError(origin, f"the model does not know {', '.join(unknown[:10])}", CURE)
     if len(classes) != len(every):

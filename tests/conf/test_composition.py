@@ -77,11 +77,14 @@ def test_sizes_follow_the_key(values):
     ]
     config = from_checkpoint({**values, "augment.val": entries}, ["data.val_size=288"])
     assert config.augment.val == [
-        *entries[:2],
+        "v2.RandomInvert",
+        {"resize": {"size": 288, "crop_ratio": 256 / 300}},
         {"resize": {"size": [288, 288]}},
         {"resize": {"size": 288, "crop_ratio": 0.875}},
     ]
     assert config.data.image_size == 192
+    same = from_checkpoint({**values, "augment.val": entries})
+    assert same.augment.val == entries
 
 
 def test_overrides_of_a_stored_config(values):

@@ -95,10 +95,12 @@ def test_another_size_keeps_the_share_of_the_image_that_an_exported_file_states(
     words = [str(pretrained), "--to", "safetensors", "--out", str(out), "train.device=cpu"]
     words += ["augment=imagenet", "data.val_size=28"]
     assert export.export_model(export.arguments(words)) == 0
-    for size, short_side in ((28, 32), (56, 64)):
-        resize, crop = decided(36, f"model.weights={out}", f"data.image_size={size}")["augment.val"]
-        assert export.explicit(resize)["resize"]["size"] == short_side
-        assert crop == {"center_crop": {"size": size}}
+    for key in ("image_size", "val_size"):
+        for size, short_side in ((28, 32), (56, 64)):
+            values = decided(36, f"model.weights={out}", f"data.{key}={size}")
+            resize, crop = values["augment.val"]
+            assert export.explicit(resize)["resize"]["size"] == short_side
+            assert crop == {"center_crop": {"size": size}}
     squeezed = [*words, "augment.val=[{resize: {size: [28, 28]}}]"]
     assert export.export_model(export.arguments(squeezed)) == 0
     (entry,) = decided(36, f"model.weights={out}", "data.image_size=56")["augment.val"]

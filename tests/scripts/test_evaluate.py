@@ -303,6 +303,9 @@ def test_file_of_another_project(found, image_root, tmp_path):
     assert outputs_of(other.trained, numbers) == (numbers.classes, [0, 1, 2])
     with pytest.raises(UserError, match=r"classes 1, 10, 2, .*--clas"):
         outputs_of(other.trained, replace(found.datasets, classes=("1", "10", "2")))
+    named = replace(other.trained, classes=CLASSES)  # as an exported file, or by --classes
+    with pytest.raises(UserError, match=r"does not know Dots; "):
+        outputs_of(named, replace(found.datasets, classes=("Dots", *CLASSES[1:])))
     with pytest.raises(UserError, match=r"^data\.root: is missing; give "):
         opened(tmp_path / "weights.pth", *FOREIGN)
 
