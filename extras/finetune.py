@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import models
-from conf.compose import from_overrides, with_crop_ratio, with_size
+from conf.compose import from_overrides, scaled
 from conf.errors import UserError
 from conf.named import split_entry
 from conf.overrides import KeyValues
@@ -30,6 +30,7 @@ MIN_EPOCHS, MAX_EPOCHS = 10, 100
 WARMUP = 10  # epochs divided by this; 5 in BiT, 20 in ViT
 MAX_BATCH = 256  # the recipe states the learning rate for it
 MODEL_KEYS = ("model", "model.name")  # typed, they choose the model
+VAL_SIZES = ("data.image_size", "data.val_size")  # typed, they choose data.val_size
 
 
 def prepare(config: Config, world: World) -> Config:
@@ -96,12 +97,12 @@ def of_weights(config: Config, typed: set[str]) -> KeyValues:
     values = {key: stated[key] for key in keys if key in stated}
     if "data.image_size" in typed:
         values["data.image_size"] = config.data.image_size
-        values["data.val_size"] = "${data.image_size}"
+        values["data.val_size"] = config.data.val_size
     if "augment.val" in stated:
-        if not typed.isdisjoint(("data.image_size", "data.val_size")):
-            transforms = with_crop_ratio(stated["augment.val"], stated["data.val_size"])
-            stated = {**stated, "augment.val": transforms}
-        values["augment.val"] = _val_transforms(stated)
+        factor = 1.0
+        if not typed.isdisjoint(VAL_SIZES):
+            factor = config.data.val_size / stated["data.val_size"]
+        values["augment.val"] = scaled(_val_transforms(stated), factor)
     if "bicubic" in str(values.get("augment.val")):
         size = values["data.image_size"]
         values["augment.train"] = _with_bicubic_crops(config.augment.train, size)
@@ -131,17 +132,11 @@ def _published(config: Config, typed: set[str], path: Path, stored: str | None) 
         if stored is not None:  # timm's files name the model without the prefix
             name = stored if stored in models.available() else f"timm/{stored}"
         name, _ = torchvision_files().get(path.name, (name, None))
-    val_size = None
-    if not typed.isdisjoint(("data.image_size", "data.val_size")):
-        val_size = config.data.val_size
-    stated = published(name, path, val_size=val_size)
-    if stated is None:
-        return {"model.name": name}
-    return {"model.name": name, **stated.values}
+    return {"model.name": name, **published(name, path).values}
 
 
 def _val_transforms(stated: KeyValues) -> list[Any]:
-    """Return augment.val of the weights. Its sizes equal to data.val_size follow this key."""
+    """Return augment.val of the weights."""
     size, transforms = stated["data.val_size"], stated["augment.val"]
     if transforms and "resize" not in str(transforms).lower():
         # Of files of about this size: scale others to it.
@@ -149,7 +144,7 @@ def _val_transforms(stated: KeyValues) -> list[Any]:
         interpolation = "bicubic" if is_bicubic else "bilinear"
         resize = {"resize": {"size": size, "interpolation": interpolation}}
         transforms = [resize, *transforms]
-    return list(with_size(transforms, size, "${data.val_size}"))
+    return list(transforms)
 
 
 def _with_bicubic_crops(transforms: list[Any], size: int) -> list[Any]:

@@ -23,26 +23,29 @@ class Stated(NamedTuple):
     image_shape: tuple[int, ...] | None = None
 
 
-def published(name: str, path: Path, *, val_size: int | None = None) -> Stated | None:
-    """Return what the library states about a file with weights; None if it states nothing.
+NOTHING = Stated({}, ())
+
+
+def published(name: str, path: Path) -> Stated:
+    """Return what the library states about a file with weights, perhaps NOTHING.
 
     timm states it for each model (with its test size, as timm's validate.py); torchvision for each
     published file, recognised by its name. `name`: as in `build`. `path`: `pretrained` stands for
-    what `build` downloads. `val_size`: side of the validation images that the user chose, pixels.
+    what `build` downloads.
     """
     if name.startswith("timm/"):
-        return _of_timm(name.removeprefix("timm/"), val_size)
+        return _of_timm(name.removeprefix("timm/"))
     from torchvision import models as vision
 
     model, entry = torchvision_files().get(path.name, (name, None))
     if str(path) == "pretrained" and name in vision.list_models(module=vision):
         entry = vision.get_model_weights(name).DEFAULT
     if entry is None or model != name:
-        return None
+        return NOTHING
     transforms = entry.transforms()
     (side,) = transforms.crop_size
     (short_side,) = transforms.resize_size
-    values = _preprocessing(side, short_side, transforms.interpolation.value, val_size)
+    values = _preprocessing(side, short_side, transforms.interpolation.value)
     values["data.image_size"] = side
     values["data.mean"] = transforms.mean
     values["data.std"] = transforms.std
@@ -69,9 +72,9 @@ def torchvision_files() -> dict[str, tuple[str, Any]]:
     }
 
 
-def _of_timm(name: str, val_size: int | None) -> Stated | None:
+def _of_timm(name: str) -> Stated:
     if importlib.util.find_spec("timm") is None:
-        return None  # `build` explains it
+        return NOTHING  # `build` explains it
     import timm
 
     about = timm.get_pretrained_cfg(name)
@@ -79,7 +82,7 @@ def _of_timm(name: str, val_size: int | None) -> Stated | None:
         with torch.device("meta"):
             about = timm.models.PretrainedCfg(**timm.create_model(name).pretrained_cfg)
     if about is None:
-        return None
+        return NOTHING
     input_size = about.test_input_size or about.input_size
     crop_pct = about.test_crop_pct or about.crop_pct
     # The check of augment.val refuses what its transforms do not support, such as squash.
@@ -87,7 +90,7 @@ def _of_timm(name: str, val_size: int | None) -> Stated | None:
     if about.crop_mode != "center":
         interpolation = about.crop_mode
     side = input_size[-1]
-    values = _preprocessing(side, math.floor(side / crop_pct), interpolation, val_size)
+    values = _preprocessing(side, math.floor(side / crop_pct), interpolation)
     values["data.image_size"] = about.input_size[-1]
     values["data.mean"] = list(about.mean)
     values["data.std"] = list(about.std)
@@ -95,16 +98,13 @@ def _of_timm(name: str, val_size: int | None) -> Stated | None:
     return Stated(values, tuple(names))
 
 
-def _preprocessing(
-    side: int, short_side: int, interpolation: str, val_size: int | None
-) -> dict[str, Any]:
-    """Return keys that resize to `short_side` and crop `side`, or `val_size` in proportion."""
-    size = val_size or side
-    resize: dict[str, Any] = {"size": round(short_side * size / side)}
+def _preprocessing(side: int, short_side: int, interpolation: str) -> dict[str, Any]:
+    """Return keys that resize to `short_side` and crop `side`."""
+    resize: dict[str, Any] = {"size": short_side}
     if interpolation != "bilinear":
         resize["interpolation"] = interpolation
-    transforms = [{"resize": resize}, {"center_crop": {"size": size}}]
-    return {"data.val_size": size, "augment.val": transforms}
+    transforms = [{"resize": resize}, {"center_crop": {"size": side}}]
+    return {"data.val_size": side, "augment.val": transforms}
 
 
 def exported(path: Path) -> Stated | None:

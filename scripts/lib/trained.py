@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import models
 from conf import cli
-from conf.compose import from_checkpoint, from_overrides
+from conf.compose import from_checkpoint, from_overrides, scaled
 from conf.errors import UserError
 from conf.named import import_object
 from conf.schema import Config, ModelConfig, override_keys
@@ -156,8 +156,8 @@ def open_trained(
     num_classes, shape = stated.num_classes, stated.image_shape
     if num_classes is None or shape is None:
         size = stored.get("model_input", {}).get("image_size", config.data.image_size)
-        channels, outputs = sizes_in(weights, config.model, image_size=size, origin=str(path))
-        num_classes = num_classes or outputs
+        model = config.model
+        channels, num_classes = sizes_in(weights, model, image_size=size, origin=str(path))
         shape = shape or (channels, size, size)
     check_channels(config.data, shape[-3])
     names = stated.classes
@@ -194,10 +194,12 @@ def _stated_by_library(path: Path, overrides: Sequence[str]) -> Stated:
         cure = "give model.name=NAME, of torchvision, of timm as timm/NAME, or of models/"
         raise UserError(str(path), "is no checkpoint of this version of the program", cure)
     config = from_overrides(overrides)
-    val_size = None
-    if typed & {"data.image_size", "data.val_size"}:
-        val_size = config.data.val_size
-    return published(config.model.name, path, val_size=val_size) or Stated({}, ())
+    stated = published(config.model.name, path)
+    if stated.values and typed & {"data.image_size", "data.val_size"}:
+        values, size = stated.values, config.data.val_size
+        values["augment.val"] = scaled(values["augment.val"], size / values["data.val_size"])
+        values["data.val_size"] = size
+    return stated
 
 
 def _read_names(path: Path, count: int) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ def test_sizes_follow_the_key(values):
     config = from_checkpoint({**values, "augment.val": entries}, ["data.val_size=288"])
     assert config.augment.val == [
         "v2.RandomInvert",
-        {"resize": {"size": 288, "crop_ratio": 256 / 300}},
+        {"resize": {"size": 338}},
         {"resize": {"size": [288, 288]}},
         {"resize": {"size": 288, "crop_ratio": 0.875}},
     ]

@@ -7,10 +7,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import models
 from conf.errors import UserError
 from pipeline.build import build_image_transforms
-from scripts.lib.published import published
+from scripts.lib.published import NOTHING, published
+from scripts.lib.trained import open_trained
 
 
 def test_torchvision():
@@ -22,7 +25,8 @@ def test_torchvision():
     transforms = [{"resize": {"size": 256}}, {"center_crop": {"size": 224}}]
     sizes = dict.fromkeys(("data.image_size", "data.val_size"), 224)
     assert found.values == {**sizes, **means, "augment.val": transforms}
-    assert published("vit_s16", path) is published("resnet50", Path("checkpoint.pth")) is None
+    assert published("vit_s16", path) is NOTHING
+    assert published("resnet50", Path("checkpoint.pth")) is NOTHING
 
 
 def test_every_file_of_torchvision():
@@ -31,10 +35,20 @@ def test_every_file_of_torchvision():
 
     for name in vision.list_models(module=vision):
         paths = [Path(entry.url) for entry in vision.get_model_weights(name)]
-        assert all(published(name, path) for path in (paths[0], paths[-1], Path("pretrained")))
+        for path in (paths[0], paths[-1], Path("pretrained")):
+            assert published(name, path).values
 
 
-def of_timm(monkeypatch: pytest.MonkeyPatch, val_size: int | None = None, **stated: Any) -> Any:
+def test_another_size_keeps_the_share_of_the_image(tmp_path):
+    path = tmp_path / "squeezenet1_1-b8a52dc0.pth"
+    model = models.build("squeezenet1_1", num_classes=1000, image_size=224)
+    torch.save(model.state_dict(), path)
+    trained = open_trained(path, ["model.name=squeezenet1_1", "data.val_size=112"])
+    resize, crop = trained.config.augment.val
+    assert (resize, crop) == ({"resize": {"size": 128}}, {"center_crop": {"size": 112}})
+
+
+def of_timm(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> Any:
     """Return the keys for a model whose preprocessing a replacement of timm states."""
     common = {"input_size": (3, 224, 224), "test_input_size": None}
     common |= {"crop_pct": 0.9, "test_crop_pct": None, "crop_mode": "center"}
@@ -43,7 +57,7 @@ def of_timm(monkeypatch: pytest.MonkeyPatch, val_size: int | None = None, **stat
     timm.__spec__ = ModuleSpec("timm", None)
     timm.get_pretrained_cfg = lambda name: SimpleNamespace(**common | stated)
     monkeypatch.setitem(sys.modules, "timm", timm)
-    return published("timm/resnet50", Path("x"), val_size=val_size).values
+    return published("timm/resnet50", Path("x")).values
 
 
 def test_timm(monkeypatch):
@@ -52,10 +66,10 @@ def test_timm(monkeypatch):
     assert values["data.mean"] == [0.5] * 3
     resize = {"size": 248, "interpolation": "bicubic"}
     assert values["augment.val"] == [{"resize": resize}, {"center_crop": {"size": 224}}]
-    values = of_timm(monkeypatch, 320, test_input_size=(3, 288, 288), test_crop_pct=1.0)
+    values = of_timm(monkeypatch, test_input_size=(3, 288, 288), test_crop_pct=1.0)
     assert values["data.image_size"] == 224
-    resize = {"size": 320, "interpolation": "bicubic"}
-    assert values["augment.val"] == [{"resize": resize}, {"center_crop": {"size": 320}}]
+    resize = {"size": 288, "interpolation": "bicubic"}
+    assert values["augment.val"] == [{"resize": resize}, {"center_crop": {"size": 288}}]
     for wrong in ({"crop_mode": "squash"}, {"interpolation": "nearest"}):
         with pytest.raises(UserError, match=r"^augment\.val: resize: interpolation"):
             build_image_transforms(of_timm(monkeypatch, **wrong)["augment.val"], "augment.val")
