@@ -202,15 +202,15 @@ def _config(fixed: Overrides, job: Overrides) -> Config:
 
 
 def _run_job(script: str, fixed: Overrides, total: str, _: Any) -> float:
-    """Run the job of Hydra, unless its run has finished; return its score. A mistake ends all."""
+    """Run the job of Hydra; return its score. A mistake ends all.
+
+    The run itself finds out whether it has finished: its images may have changed.
+    """
     name = f"job {HydraConfig.get().job.num + 1:,}{total}"
     job = tuple(word.lstrip("+") for word in HydraConfig.get().overrides.task)
     GlobalHydra.instance().clear()  # composing uses Hydra, too
     config = _config(fixed, job)
     print(f"{name}: {' '.join(job)}", flush=True)
-    if _has_finished(config):
-        print(f"finished  {config.run.dir}")
-        return _result(config).score
     command = [sys.executable, script, *fixed, *job, f"run.name={config.run.name}"]
     status = _run_child(command)
     if status == 2:
@@ -220,13 +220,6 @@ def _run_job(script: str, fixed: Overrides, total: str, _: Any) -> float:
         print(f"sweep stopped in {name}; run the same command again to continue")
         sys.exit(status)
     return WORST if status else _result(config).score
-
-
-def _has_finished(config: Config) -> bool:
-    """Whether a run has ended with this config, and need not start again."""
-    if config.checkpoint.resume == "never" or _result(config).status != "finished":
-        return False
-    return Path(config.run.dir, "config.yaml").read_text("utf-8") == to_yaml(config)
 
 
 def _run_child(command: Sequence[str]) -> int:
