@@ -37,6 +37,7 @@ import os
 import secrets
 import shlex
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import date
 from functools import partial
@@ -61,6 +62,7 @@ LIB = Path(__file__).parent / "lib"
 ABOUT = read_yaml(LIB / "report.yaml")  # what the page says of values, and how it draws them
 UNKNOWN = "–"
 REPEATED = ("train.seed", "data.val_fold", "run.", "log.", "checkpoint.")  # differ in repetitions
+SAMPLES = {"training_images", "validation_images"}  # names of the values that identify them
 POINTS = 250  # at most, of a curve; of a longer one, each is the mean of neighbours
 DRAWN_CURVES = 10  # of several runs; a click on the legend draws others
 OTHER_SPLIT = {"train": b'"split": "val"', "val": b'"split": "train"'}  # in its rows
@@ -82,6 +84,9 @@ class Run:
         typed = yaml.safe_load(read_text(folder / "overrides.yaml") or "[]")
         self.command = shlex.join(["python", "train.py", *typed])
         self.summary = read_json(folder / "summary.json")  # empty until the run has ended
+        if self.keys.get("data.val_fold", "null") == "null":  # each fold has other images
+            for name in SAMPLES & self.summary.keys():
+                self.keys[name] = self.summary[name]
         self.history = list(self.summary.get("history", []))  # changes of the config
         self.units = ABOUT["units"] | self.summary.get("units", {})
         judged = read_json(folder / "verdict.json")  # of a run that goes on
@@ -223,7 +228,15 @@ def read_evaluations(run: Run, damaged: list[str]) -> list[Evaluation]:
     others = sorted(Path("evaluation").glob("*/evaluation.json"))
     paths = [*own, *others]
     intact = read_each(paths, Evaluation, damaged)
-    return [found for found in intact if run.folder in found.checkpoint.parents]
+    return [found for found in intact if is_of(run, found)]
+
+
+def is_of(run: Run, found: Evaluation) -> bool:
+    """Whether an evaluation is of a checkpoint of a run, and this was not written again later."""
+    checkpoint = found.checkpoint
+    if run.folder not in checkpoint.parents or not checkpoint.exists():
+        return False
+    return os.path.getmtime(checkpoint) <= os.path.getmtime(found.folder / "evaluation.json")
 
 
 def formatted(name: str, value: float, unit: str, row: dict) -> str:
@@ -288,7 +301,8 @@ def differing_keys(runs: list[Run]) -> list[str]:
     """Return the config keys that differ, except those of repeated runs, typed ones first."""
     first, *others = [set(run.keys.items()) for run in runs]
     varied = first.union(*others) - first.intersection(*others)
-    names = {name for name, _ in varied if not name.startswith(REPEATED)}
+    values = Counter(name for name, _ in varied)  # one value: some runs do not state any
+    names = {name for name in values if values[name] > 1 and not name.startswith(REPEATED)}
     commands = " ".join(run.command for run in runs)
     return sorted(names, key=lambda name: (f"{name.removesuffix('.name')}=" not in commands, name))
 

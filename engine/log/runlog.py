@@ -230,6 +230,8 @@ class RunLog:
             **self._speed(),
             "device": self.compute.name,
             "made_by": self.run.metadata["made_by"],
+            "training_images": self.run.metadata["identity"]["data.train"],
+            "validation_images": self.run.metadata["identity"]["data.val"],
             "workers": self.feed.pool.active,
             "unreadable_images": len(unreadable),  # training images replaced on any rank
         }

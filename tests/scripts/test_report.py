@@ -177,6 +177,11 @@ def test_evaluations_of_evaluate(run, tmp_path, monkeypatch):
     assert f"{path.parent}: top1 {found['top1']:.2f} % ± " in page.text
     assert f" of {found['images']} images" in page.text and "evaluation/other" not in page.text
     assert "evaluation/damaged/evaluation.json: left out, it is damaged: JSONDecode" in page.text
+    best = run / "checkpoints" / "best.pt"
+    times = best.stat().st_atime_ns, best.stat().st_mtime_ns
+    os.utime(best, ns=(times[0], path.stat().st_mtime_ns + 10**9))  # as if it were written again
+    assert "top1_real" not in page_of(run).text
+    os.utime(best, ns=times)
 
 
 def test_runs_are_compared(run, tmp_path):
@@ -196,6 +201,13 @@ def test_runs_are_compared(run, tmp_path):
     assert "Do not compare" not in page.text
     other = copied(run, tmp_path / "other", data__val="test")
     assert "Do not compare the values: the runs differ in data.val." in page_of(low, other).text
+    grown = copied(run, tmp_path / "grown", optim__lr=0.3, log__every_steps=9)
+    change_summary(grown, training_images="9 images", validation_images="4 images")
+    page = page_of(low, grown)
+    assert "the runs differ in validation_images." in page.text
+    assert page.rows()[0]["training_images"] == "9 images"
+    (grown / "summary.json").unlink()  # of a run in progress
+    assert "Do not compare" not in page_of(low, grown).text
 
 
 def test_the_best_value_is_from_after_an_accepted_change(run, tmp_path):
