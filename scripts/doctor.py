@@ -46,7 +46,7 @@ from engine.compute import Compute, choose_compute
 from engine.distributed import World, resolve_device
 from engine.log.plan import planned, setup_notes
 from engine.schedule import make_schedule
-from pipeline import decode, machine
+from pipeline import decode
 from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
 from pipeline.index import ImageFolder, Index, find_storage, load_index
@@ -65,7 +65,6 @@ CURES = {
     TURNED: "training takes the stored pixels: data.exif_orientation=true turns them upright",
 }
 REFUSED = "training refuses to start"
-FEWEST_FAKE = 10  # synthetic images, of which a tenth is for validation
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def data(case: Case) -> Iterator[Row]:
         if source == "folder":
             mistakes += list_apart(case)
         for mistake in dict.fromkeys(mistakes):
-            yield fail(mistake, f"{REFUSED}; the plan below is for synthetic images")
+            yield fail(mistake, f"{REFUSED}; the plan is not checked")
     else:
         for name, dataset in (("train", datasets.train), ("val", datasets.val)):
             if isinstance(dataset, FolderDataset):
@@ -325,29 +324,13 @@ def as_list(values: np.ndarray) -> str:
     return f"[{','.join(map('{:.3f}'.format, values))}]"
 
 
-def with_synthetic(case: Case) -> Config:
-    """If training refuses the images, return the config with as many synthetic ones."""
-    if not case.is_refused:
-        return case.config
-    indexes = case.indexes.values()
-    synthetic = replace(
-        case.config.data,
-        source="fake",
-        fake_images=max([FEWEST_FAKE, *map(len, indexes)]),
-        fake_classes=max([2, *(len(index.classes) for index in indexes)]),
-        val_fraction=0.0,
-        val_fold=None,
-    )
-    return replace(case.config, data=synthetic)
-
-
 def plan(case: Case) -> Iterator[Row]:
     """Build the parts of the training, as far as they need no ranks, and pass its notes on."""
+    if case.is_refused:
+        return
     device = resolve_device(case.config.train.device)
     world = World(0, 1, 1, device)
-    case.config = with_synthetic(case)  # train.prepare may read the images
-    case.config = train.resolve_config(case.config, world)
-    config = case.config = with_synthetic(case)  # it may have composed the config again
+    config = case.config = train.resolve_config(case.config, world)
     # Again, with loader.decoder, which depends on the device, and what train.prepare has changed.
     datasets = build_datasets(config, device)
     schedule = make_schedule(config, len(datasets.train), world)
@@ -358,11 +341,6 @@ def plan(case: Case) -> Iterator[Row]:
     for note in setup_notes(config, datasets, world):
         yield warn(note, "training still starts")
     yield from map(ok, planned(datasets, schedule, case.compute))
-    quota = machine.cpu_quota()
-    threads = machine.cores()
-    if quota < threads:
-        cure = "if this is not intended, raise the container's --cpus or Slurm's --cpus-per-task"
-        yield warn(f"a CPU quota of {quota:g} cores for {threads} hardware threads", cure)
 
 
 def disk(case: Case) -> Iterator[Row]:

@@ -66,7 +66,6 @@ from pipeline.class_names import imagenet_names
 from pipeline.dataset import Dataset
 from pipeline.feed import Feed, open_feed
 from pipeline.index import find_storage
-from pipeline.machine import cores_for_workers
 from pipeline.splits import HeldOut, held_out, refuse_inside
 from pipeline.start import start_forkserver
 from scripts.lib.progress import with_progress
@@ -150,10 +149,9 @@ def evaluate_checkpoint(
     def measure(_: nn.Module, batch: Batch) -> Rows:
         return train.validation_values(network, batch)
 
-    fed = with_workers(config, world)
     channels_last = trained.channels_last(model, device)
     with (
-        open_feed(fed, datasets, world, dtype_of(precision), channels_last) as feed,
+        open_feed(config, datasets, world, dtype_of(precision), channels_last) as feed,
         feed.for_validation(),
         autocast(device.type, precision),
     ):
@@ -180,14 +178,6 @@ def evaluate_checkpoint(
         "outputs": len(classes),
     }
     return Evaluated(trained, values, rows, datasets, classes, summary)
-
-
-def with_workers(config: Config, world: World) -> Config:
-    """Replace loader.workers=auto by one worker for each core of this rank."""
-    if config.loader.workers != "auto":
-        return config
-    workers = cores_for_workers(world.local_size)
-    return replace(config, loader=replace(config.loader, workers=workers))
 
 
 def batches_of(feed: Feed, config: Config, world: World) -> Iterator[Batch]:

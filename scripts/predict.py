@@ -233,9 +233,6 @@ class Predictor:
         """Return the classes of the largest probabilities, [B, classes], for each image."""
         outputs = probabilities[0].numel()
         classes = len(self.names)
-        if outputs == 1:
-            wrong = "the model has one output, which is no probability of classes"
-            raise UserError(wrong, cure="change predictions() in train.py")
         if outputs != classes:
             wrong = f"the model has {outputs:,} outputs for {classes:,} classes"
             raise UserError(wrong, cure="change the model, or predictions() in train.py")

@@ -137,7 +137,9 @@ def read_checked(sample: Sample, side: int | None) -> tuple[bytes, str]:
     data = read(sample.place)
     if side is not None:
         output = reencoded(data, sample.name, side)
-        return output, "copied" if output is data else "encoded"
+        if output is not data:
+            return output, "encoded"
+        return data, "copied"
     decode_small(decode.open_picture(data, decoder()))
     return data, "copied"
 

@@ -118,11 +118,10 @@ def test_same_predictions_as_the_pipeline(folder, photos, transforms, upright):
         assert ours == pytest.approx(probabilities[classes].tolist(), rel=1e-3)
 
 
-@pytest.mark.parametrize("outputs", [1, 9])
-def test_outputs_that_are_not_the_classes(folder, outputs):
+def test_outputs_that_are_not_the_classes(folder):
     predictor = Predictor(open_trained(folder, HERE), CPU)
-    with pytest.raises(UserError, match=r"^the model has (one output|9 outputs for 3 classes)"):
-        predictor.most_probable(torch.zeros(1, outputs))
+    with pytest.raises(UserError, match=r"^the model has 9 outputs for 3 classes"):
+        predictor.most_probable(torch.zeros(1, 9))
 
 
 def test_features_enter_the_last_layer(folder, image_root, capsys):

@@ -30,7 +30,9 @@ def read(place: Place | np.ndarray) -> bytes:
     """Return the bytes of an image; any thread may call this. Raises OSError if there are none."""
     if isinstance(place, np.ndarray):
         return ppm(place)
-    return read_row(place) if place.file.endswith(".parquet") else read_place(place)
+    if place.file.endswith(".parquet"):
+        return read_row(place)
+    return read_place(place)
 
 
 def recognise(source: str) -> tuple[list[Sample], list[str]]:
@@ -231,7 +233,9 @@ def record_label(key: str, files: Tree) -> str:
         return ""
     try:
         label = json.loads(read_place(files["json"]))["label"]
-        return "" if label is None else str(label)
+        if label is None:
+            return ""
+        return str(label)
     except (ValueError, TypeError, LookupError):
         raise UserError(f"{key}.json", 'holds no label, as {"label": 3} does', "add one") from None
 
