@@ -107,16 +107,9 @@ def file_name(step: int) -> str:
 
 def files(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder in the order of their steps, which may have 9 digits."""
-    paths = [path for path in folder.glob("step-*.pt") if _digits(path).isdecimal()]
-    return sorted(paths, key=step_of)
-
-
-def step_of(path: Path) -> int:
-    return int(_digits(path))
-
-
-def _digits(path: Path) -> str:
-    return path.stem.removeprefix("step-")
+    named = {path.stem.removeprefix("step-"): path for path in folder.glob("step-*.pt")}
+    steps = sorted(filter(str.isdecimal, named), key=int)
+    return list(map(named.__getitem__, steps))
 
 
 def find_checkpoint(path: str | Path) -> Path:

@@ -29,6 +29,7 @@ NAME = "resnet50,data=fake"
         ("augment.batch=choice([],[{mixup: {alpha: 0.2}}])", ["[]", "[{mixup:{alpha:0.2}}]"]),
         ("data.root=/a,/b c", ["/a", "/b\\ c"]),
         ("model.weights=null,'/a,b.pth'", ["null", "'/a,b.pth'"]),
+        ("model.weights=a/best.pt,b/best.pt", ["a/best.pt", "b/best.pt"]),
     ],
 )
 def test_syntax_of_sweeps(typed, expected):
