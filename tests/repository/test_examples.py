@@ -266,21 +266,12 @@ def test_outputs_of_another_shape_than_the_classes_are_exported(tree, tmp_path):
 
 @pytest.mark.slow
 def test_two_views_are_on_one_rank(tree, tmp_path):
-    """The loss is finite on two ranks, and the features tell the classes apart."""
     fork = prepared(tree, tmp_path / "tree", "two_views")
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     fork.run([*two, *fork.training(*ON_CPU, "run.name=two", "train.max_steps=6")])
     folder = fork.root / "runs" / "two"
     assert all(math.isfinite(row["loss"]) for row in rows(folder, "train"))
     assert rows(folder, "val")[-1]["uniformity"] < 0
-    trained = fork.train()
-    for split in ("train", "val"):
-        features = fork.root / f"{split}.jsonl"
-        words = ["scripts/predict.py", str(trained), f"data/patterns/{split}"]
-        with features.open("w") as file:
-            run_command([sys.executable, *words], cwd=fork.root, stdout=file).check_returncode()
-    scores = re.findall(r"top1 (\S+) %", fork.run(["scripts/probe.py", "train.jsonl", "val.jsonl"]))
-    assert [float(top1) > 80 for top1 in scores] == [True, True], scores
 
 
 @pytest.mark.slow

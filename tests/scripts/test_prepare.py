@@ -364,7 +364,6 @@ def one_image(*classes: str, **columns: Any) -> bytes:
     return parquet({"image": [{"bytes": jpeg(1), "path": None}], **columns}, *classes)
 
 
-# The files, and what the message says.
 KIT = "ILSVRC2012_devkit_t12.tar.gz"
 ANNOTATIONS = "tiny-imagenet-200/val/val_annotations.txt"
 CIFAR_3, SOLUTIONS = "cifar/data_batch_3", "LOC_val_solution.csv"
