@@ -135,10 +135,10 @@ class Run(AbstractContextManager["Run"]):
     def _continue(self, state: TrainState, path: Path, identity: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint, unless it is of another training."""
         changes = changed_keys(self._stored["identity"], identity)
-        refuse_changes(path, changes, accept=self.config.checkpoint.accept_changes)
-        best_by = self.config.train.best_by  # may change without accept_changes
+        best_by = self.config.train.best_by
         before = self._stored["config"].get("train.best_by", best_by)
         changes |= changed_keys({"train.best_by": before}, {"train.best_by": best_by})
+        refuse_changes(path, changes, accept=self.config.checkpoint.accept_changes)
         _load_state(state, path, self._stored)
         if self.is_first_start:
             state.forget_validations()  # the best checkpoint is in another folder

@@ -140,5 +140,5 @@ PATHS += ["os:system", "/日本", "/macOS 9.41\u202fAM\xa0(1)", "/not-UTF-8/\udc
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_path_is_taken_literally(path):
-    config = from_overrides([f"data.root={path}", f"run.dir={path}", f"data.train={path}"])
-    assert (config.data.root, config.run.dir, config.data.train) == (path, path, path)
+    config = from_overrides([f"data.root={path}", f"run.dir=/x{path}", f"data.train={path}"])
+    assert (config.data.root, config.run.dir, config.data.train) == (path, f"/x{path}", path)

@@ -59,11 +59,14 @@ def test_best_is_linked_after_a_kill(run):
     assert open_run(run) == best
 
 
-def test_another_best_by_forgets_the_best(run):
+def test_another_best_by_forgets_the_best_if_it_is_accepted(run):
     add_checkpoint(run, 30, best={"step": 30}, last={"step": 30})
     state = state_of()
     opened = directory(run)
     opened.config.train.best_by = "-loss"
+    with pytest.raises(UserError, match=r"\(1\): train\.best_by=top1 \(now -loss\); give "):
+        resume_with(opened, state)
+    opened.config.checkpoint.accept_changes = True
     resume_with(opened, state)  # a finished run validates again
     assert (state.best_validation, state.last_validation) == ({}, {})
 

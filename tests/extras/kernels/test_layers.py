@@ -213,9 +213,6 @@ def test_positions_of_the_maxima(values, shape):
     assert torch.equal(place, (3 * (row - top) + column - left).to(torch.int8))
 
 
-# On a GPU.
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
