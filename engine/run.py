@@ -135,9 +135,8 @@ class Run(AbstractContextManager["Run"]):
     def _continue(self, state: TrainState, path: Path, identity: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint, unless it is of another training."""
         changes = changed_keys(self._stored["identity"], identity)
-        best_by = self.config.train.best_by
-        before = self._stored["config"].get("train.best_by", best_by)
-        changes |= changed_keys({"train.best_by": before}, {"train.best_by": best_by})
+        now = {"train.best_by": self.config.train.best_by}
+        changes |= changed_keys(now | self._stored["config"], now)
         refuse_changes(path, changes, accept=self.config.checkpoint.accept_changes)
         _load_state(state, path, self._stored)
         if self.is_first_start:
