@@ -232,7 +232,7 @@ def read_evaluations(run: Run, damaged: list[str]) -> list[Evaluation]:
 
 
 def is_of(run: Run, found: Evaluation) -> bool:
-    """Whether an evaluation is of a checkpoint of a run, and this was not written again later."""
+    """Whether an evaluation is of a checkpoint of a run that was not written again after it."""
     checkpoint = found.checkpoint
     if run.folder not in checkpoint.parents or not checkpoint.exists():
         return False

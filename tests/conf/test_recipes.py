@@ -45,7 +45,6 @@ def test_recipe_builds(recipe):
     build_optimizer(model, config.optim)
 
 
-# These are also trained, on small images.
 MANY = ["rn50_a3", "rn50_a2", "rn50_modern", "rn50_fast", "convnext_t", "vit_s16", "deit3_s16"]
 MORE = {"rn50_fast": ["optim.lr=1e-3"], "deit3_s16": ["data.val_size=32"]}
 SMALL = ["data.image_size=32", "data.val_size=48", "loader.batch_size=8", "loader.workers=0"]

@@ -69,11 +69,9 @@ def test_balanced_weights_are_scikit_learns():
 
 def test_class_weights_by_name():
     """In any order; the name of a class may be a number."""
-    for typed in ("{b: 3.0, 7: 0.5}", "{7: 0.5, b: 3}"):
+    for typed in ("{b: 3.0, 7: 0.5}", "{7: 0.5, b: 3}", "{ö: 1, 'b': 3, 7: 0.5}"):
         config = from_overrides(["data=fake", f"train.class_weights={typed}"])
-        assert weights_of(config.train.class_weights, "a", "b", "7") == [1, 3, 0.5]
-    config = from_overrides(["data=fake", "train.class_weights={Vögel: 3, 'a (b)': 2}"])
-    assert weights_of(config.train.class_weights, "Vögel", "a (b)") == [3, 2]
+        assert weights_of(config.train.class_weights, "ö", "b", "7") == [1, 3, 0.5]
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

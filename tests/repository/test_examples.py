@@ -265,13 +265,19 @@ def test_outputs_of_another_shape_than_the_classes_are_exported(tree, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_views_are_on_one_rank(tree, tmp_path):
+def test_two_views_are_on_one_rank_and_their_features_tell_classes_apart(tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", "two_views")
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     fork.run([*two, *fork.training(*ON_CPU, "run.name=two", "train.max_steps=6")])
     folder = fork.root / "runs" / "two"
     assert all(math.isfinite(row["loss"]) for row in rows(folder, "train"))
     assert rows(folder, "val")[-1]["uniformity"] < 0
+    trained = fork.train()
+    for split in ("train", "val"):
+        printed = fork.run(["scripts/predict.py", str(trained), f"data/patterns/{split}"])
+        (fork.root / f"{split}.jsonl").write_text(printed)
+    _, *scores = fork.run(["scripts/probe.py", "train.jsonl", "val.jsonl"]).split("top1 ")
+    assert [float(text.split()[0]) > 80 for text in scores] == [True, True], scores
 
 
 @pytest.mark.slow

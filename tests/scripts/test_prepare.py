@@ -383,7 +383,6 @@ WRONG: list[tuple[Source, str]] = [
     (lambda: {"a/1.tar": tar({}), "b/train.tar": b""}, "several datasets (a, b); give the folder"),
     (lambda: {"train.tar": b"no tar"}, "train.tar: cannot be read at byte 0: "),
     (lambda: {"all.tar.gz": tar(IMAGES, "w:gz")[:-9]}, "all.tar.gz: is damaged or incomplete"),
-    # Shards and Parquet.
     (lambda: {"train.tar": tar(WITHOUT_LABEL)}, "train/a.jpg has no label; add train/a.cls"),
     (lambda: {"train.tar": tar({"a.jpg": b"", "a.json": b"["})}, "a.json: holds no label"),
     (lambda: {"train.tar": tar({**WITHOUT_LABEL, "a.json": b'{"label": null}'})}, "a.jpg has no "),
@@ -393,7 +392,6 @@ WRONG: list[tuple[Source, str]] = [
     (lambda: {"a.parquet": one_image(caption=[""])}, "image, caption, not one of images and one"),
     (lambda: ONE_BATCH, "data_batch_2: is damaged or incomplete"),
     (lambda: {**CIFAR_10, CIFAR_3: pickle.dumps(os.mkdir)}, "(its pickle names posix.mkdir)"),
-    # ImageNet, and the tables of Kaggle and of Tiny ImageNet.
     (lambda: NO_KIT, "the labels of the validation images are missing"),
     (lambda: {**official(), KIT: devkit()[:150]}, "devkit_t12.tar.gz: is damaged"),
     (lambda: {**official(), KIT: devkit(truth=[3, 1, 2, 2, 3, 3])}, "do not have the same number"),

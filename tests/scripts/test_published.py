@@ -25,8 +25,7 @@ def test_torchvision():
     transforms = [{"resize": {"size": 256}}, {"center_crop": {"size": 224}}]
     sizes = dict.fromkeys(("data.image_size", "data.val_size"), 224)
     assert found.values == {**sizes, **means, "augment.val": transforms}
-    assert published("vit_s16", path) is NOTHING
-    assert published("resnet50", Path("checkpoint.pth")) is NOTHING
+    assert published("vit_s16", path) is published("resnet50", Path("checkpoint.pth")) is NOTHING
 
 
 def test_every_file_of_torchvision():
