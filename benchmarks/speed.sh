@@ -1,6 +1,6 @@
 #!/bin/sh
 # Measures the speeds of docs/benchmarks.md: images/s in the rows of the console.
-# Hardware: one GPU with at least 16 cores; the last command two GPUs. Time: not recorded.
+# Hardware: one GPU with at least 16 cores; the last commands two GPUs. Time: not recorded.
 # Needs: .venv is active. Argument: a folder with ImageNet, or real JPEGs of its size.
 set -eu
 cd "$(dirname "$0")/.."
@@ -19,5 +19,11 @@ python train.py recipe=imagenet_rn50_modern data.root="$data" model.compile=defa
 python train.py recipe=imagenet_vit_s16 data.root="$data" model.compile=default train.max_steps=520 log.every_steps=40
 python train.py recipe=imagenet_convnext_t data.root="$data" model.compile=default train.max_steps=520 log.every_steps=40
 
-torchrun --nproc-per-node 2 train.py data.root="$data" model=resnet18 loader.batch_size=512 \
-    model.compile=default train.max_steps=700 train.validate_every_epochs=1000
+for name in resnet50 resnet18; do
+    torchrun --nproc-per-node 2 train.py data.root="$data" model.name=$name loader.batch_size=512 loader.workers=auto \
+        model.compile=default train.max_steps=400 log.every_steps=25 train.validate_every_epochs=1000
+done
+torchrun --nproc-per-node 2 train.py data=fake data.fake_images=20000 loader.batch_size=512 \
+    model.compile=default train.max_steps=250 log.every_steps=25 train.validate_every_epochs=1000
+torchrun --nproc-per-node 2 train.py recipe=imagenet_vit_s16 data.root="$data" loader.workers=auto \
+    model.compile=default train.max_steps=250 log.every_steps=25 train.validate_every_epochs=1000
