@@ -13,7 +13,7 @@ from pipeline.clock import BatchEvents
 IMAGE = "image"  # the field that is the input of the network
 TARGET = "target"  # the field that batch transforms add: mixed labels, float [B, classes]
 NO_MEMORY = torch.empty(0)
-ROWS = " [H, W, C]"  # after the name of a field: its memory in this order
+ROWS, PLANES = " [H, W, C]", " [C, H, W]"  # after the name of a field: memory in this order
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,9 @@ class DeviceSlot:
 
     def copy(self, name: str, value: Tensor) -> Tensor:
         """Copy a field into this memory, for example from the host."""
-        return self.memory(name, value.shape, value.dtype).copy_(value, non_blocking=True)
+        # Other devices than CUDA's read pageable memory of the host after the call, too.
+        cuda = self.format.device.type == "cuda"
+        return self.memory(name, value.shape, value.dtype).copy_(value, non_blocking=cuda)
 
     def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the tensor of a field in this shape and dtype; at first, it is uninitialised."""
@@ -152,7 +154,7 @@ class DeviceSlot:
     def images(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return the tensor of images [B, ..., C, H, W] that the step reads."""
         if not self.format.channels_last:
-            return self.memory(name, shape, self.format.dtype)
+            return self.memory(name + PLANES, shape, self.format.dtype)
         *rows, channels, height, width = shape
         memory = self.memory(name + ROWS, (*rows, height, width, channels), self.format.dtype)
         return channels_first(memory)

@@ -252,7 +252,7 @@ class BatchTransforms:
 def replace_numbers(numbers: Tensor, values: np.ndarray) -> Tensor:
     """Overwrite float32 numbers with a few of the host, without synchronising; return them."""
     host = torch.empty(values.shape, pin_memory=numbers.is_cuda).copy_(torch.from_numpy(values))
-    return numbers.copy_(host, non_blocking=True)
+    return numbers.copy_(host, non_blocking=numbers.is_cuda)
 
 
 def _pasted_boxes(
