@@ -169,7 +169,9 @@ def _fitting(name: str, given: Any, rows: np.ndarray) -> np.ndarray:
     """Return a field of a sample as an array. Raises ValueError if it is not as stated."""
     value = np.asarray(given)
     shape = rows.shape[1:]
-    is_cut = value.dtype.kind == "f" and rows.dtype.kind != "f"  # numbers in [0, 1] would be 0
+    is_cut = False
+    if value.dtype != rows.dtype:  # 0.5 could become 0, and 258 could become 2
+        is_cut = not np.isclose(value.astype(rows.dtype), value, equal_nan=True).all()
     if value.shape != shape or is_cut:
         stated = f"the dataset states {rows.dtype} {shape} in `fields`"
         raise ValueError(f"the field {name} is {value.dtype} {value.shape}, and {stated}")

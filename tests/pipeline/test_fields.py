@@ -12,7 +12,7 @@ import torch
 from conf.compose import from_overrides
 from conf.errors import UserError
 from pipeline.augment import build_by_name
-from pipeline.batch import Batch, Field, channels_first, image_field
+from pipeline.batch import Batch, DeviceSlot, Field, ImageFormat, channels_first, image_field
 from pipeline.batch_augment import BATCH_TRANSFORMS, BatchTransforms
 from pipeline.build import DATASETS, build_datasets
 from pipeline.dataset import Dataset
@@ -113,7 +113,8 @@ def test_fields_arrive_as_they_are_loaded(fields):
     [
         ({"mask": np.zeros((12, 11))}, r"field mask is float64 \(12, 11\), .* uint8 \(12, 12\) "),
         ({"number": np.zeros(1)}, r"field number is float64 \(1,\), .* states float32 \(\) "),
-        ({"mask": np.zeros((12, 12))}, r"field mask is float64 .* states uint8 \(12, 12\) "),
+        ({"mask": np.full((12, 12), 0.5)}, r"field mask is float64 .* states uint8 \(12, 12\) "),
+        ({"mask": np.full((12, 12), 258)}, r"field mask is int64 .* states uint8 \(12, 12\) "),
         ({"number": None, "mask": None}, "sample lacks (mask|number) of the dataset's `fields`"),
     ],
 )
@@ -182,3 +183,10 @@ def test_all_images_and_the_numbers_are_mixed_alike(names, entry):
 def test_what_cannot_be_mixed_or_normalised_is_refused(fields, reason):
     with pytest.raises(UserError, match=rf"^{reason}"), opened(fields, "augment.batch=[mixup]"):
         pass
+
+
+def test_memory_of_float_images_on_a_gpu_is_reused():
+    """Other memory could be that of a batch which the step still reads."""
+    slot = DeviceSlot(ImageFormat(torch.device("meta"), [0.5], [0.5]))
+    levels = torch.zeros(2, SIDE, SIDE, 3)
+    assert slot.normalise("image", levels) is slot.normalise("image", levels)
