@@ -111,6 +111,10 @@ class TrainState:
     # For fp16, which has a smaller range than fp32: gradients below 6e-8 are zero
     scaler: GradScaler = field(default_factory=lambda: GradScaler(enabled=False))
 
+    def __post_init__(self) -> None:
+        # Options of the optimiser's groups as they were built, such as weight decay
+        self.options = [group | {"params": None} for group in self.optimizer.param_groups]
+
     def state_dict(self) -> dict[str, Any]:
         average: dict[str, Any] = {"ema": None, "ema_steps": None}
         if self.ema is not None:
@@ -119,6 +123,7 @@ class TrainState:
             "model": self.model.state_dict(),
             **average,
             "optimizer": self.optimizer.state_dict(),
+            "options": self.options,
             "loss_scale": self.scaler.state_dict(),
             "step": self.step,
             "best": self.best_validation,
@@ -137,13 +142,15 @@ class TrainState:
                 self.ema.n_averaged.zero_()
         # The stored loss scale is empty without fp16.
         self.scaler.load_state_dict(self.scaler.state_dict() | stored.get("loss_scale", {}))
-        # The optimiser's state, such as momentum, comes from the checkpoint, and so do the steps
-        # that some optimisers of timm count in their groups. Its options are those of this
-        # start: weight decay, and also `capturable`, which decides on which device the state is.
-        stored_groups = stored["optimizer"]["param_groups"]
-        groups = []
-        for old, now in zip(stored_groups, self.optimizer.param_groups, strict=True):
-            groups.append({**old, **now, "params": old["params"]})
+        # The optimiser's state, such as momentum, comes from the checkpoint, and so does what some
+        # count in their groups. Options that this start has built with other values are its own:
+        # weight decay, and also `capturable`, which decides on which device the state is.
+        groups = copy.deepcopy(stored["optimizer"]["param_groups"])
+        built = stored.get("options", [{}] * len(groups))  # {}: of an earlier version
+        for group, before, now in zip(groups, built, self.options, strict=True):
+            for name, value in now.items():
+                if before.get(name) != value:
+                    group[name] = value
         self.optimizer.load_state_dict({**stored["optimizer"], "param_groups": groups})
         self.step = stored["step"]
         self.best_validation = dict(stored["best"])
@@ -164,24 +171,17 @@ class TrainState:
 
 @contextmanager
 def restored_on_exit(state: TrainState) -> Iterator[None]:
-    """Restore weights, buffers, optimiser, average and random state on exit, bit for bit.
+    """Restore weights, buffers, optimiser and average on exit, bit for bit.
 
     Weights and buffers keep their addresses, to which compiled steps refer. The optimiser's state
-    moves: a CUDA graph has to be captured again.
+    moves: a CUDA graph has to be captured again. Random numbers need not be restored: `seed_step`.
     """
     before = copy.deepcopy(state.state_dict())
-    devices = []
-    if torch.cuda.is_available():
-        devices.append(torch.cuda.current_device())
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            state.load_state_dict(before)
-            # `load_state_dict` keeps the options of this start. Restore them, too: some optimisers
-            # of timm count steps in them.
-            state.optimizer.load_state_dict(before["optimizer"])
-            state.clear_gradients()
+    try:
+        yield
+    finally:
+        state.load_state_dict(before)
+        state.clear_gradients()
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:

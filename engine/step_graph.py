@@ -6,11 +6,13 @@ bitwise equal. For the rules, see https://docs.pytorch.org/docs/stable/notes/cud
 """
 
 import logging
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -107,14 +109,17 @@ class StepGraph(AbstractContextManager["StepGraph"]):
         static = batch.clone()
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()  # not the default stream, see join_world
-        random = torch.cuda.default_generators[stream.device_index]
-        before = random.clone_state()
+        generator = torch.cuda.default_generators[stream.device_index]
+        before = generator.clone_state()
+        drawn = host_random_states()
         try:
             # Other threads may call CUDA meanwhile: they upload batches and write checkpoints.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 values = self.step_function(static)
+            if host_random_states() != drawn:
+                raise RuntimeError("it draws random numbers on the host, which a graph repeats")
         except RuntimeError as error:
-            random.graphsafe_set_state(before)  # a failed capture leaves capture mode on
+            generator.graphsafe_set_state(before)  # a failed capture leaves capture mode on
             self.clear_gradients()
             self._disable(str(error).splitlines()[0])
         else:
@@ -124,3 +129,9 @@ class StepGraph(AbstractContextManager["StepGraph"]):
         self.disabled_reason = reason
         text = "the step is not captured in a CUDA graph (%s): the GPU may wait for a slow host"
         logger.warning(text, reason)
+
+
+def host_random_states() -> str:
+    """Return the states of the global generators of Python, NumPy and torch, as text."""
+    of_torch = torch.get_rng_state().numpy().tobytes()
+    return repr((random.getstate(), np.random.get_state(), of_torch))

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -161,8 +162,8 @@ def test_the_same_bits_after_a_measurement(world):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("inside", [False, True], ids=["at its end", "in the optimiser"])
-def test_a_step_that_waits_for_the_gpu_is_not_captured(inside, world, caplog):
+@pytest.mark.parametrize("why", ["waits at its end", "waits in the optimiser", "draws on the host"])
+def test_a_step_that_a_graph_would_change_is_not_captured(why, world, caplog):
     """One line says why, and the steps continue with the same results, dropout included."""
     found = []
     for waits in (True, False):
@@ -170,18 +171,21 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(inside, world, caplog):
         train_on_batch.disabled_reason = "" if waits else "for the comparison"
         step_function = train_on_batch.step_function
 
-        def waiting(batch, function=step_function):
+        def changed(batch, function=step_function):
             values = function(batch)
-            values["loss"].item()
+            if why == "draws on the host":
+                np.random.beta(1, 1)
+            else:
+                values["loss"].item()
             return values
 
         def wait(optimizer, *_):
             optimizer.param_groups[0]["params"][0].grad.sum().item()
 
-        if inside:
+        if why == "waits in the optimiser":
             state.optimizer.register_step_pre_hook(wait)
         else:
-            train_on_batch.step_function = waiting
+            train_on_batch.step_function = changed
         train_steps(compute, train_on_batch)
         assert train_on_batch.disabled_reason
         found.append(weights(state))
