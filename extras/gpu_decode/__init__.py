@@ -211,7 +211,7 @@ class JpegEngineDataset(DatasetWrapper):
                 self.engine = GpuDecoder(out[0].device, len(pixels))
             self.engine.make_batch(files, geometry, pixels, *out)
             self.engine_seconds = self.engine.seconds_per_image
-        except JpegEngineError as error:
+        except (JpegEngineError, torch.OutOfMemoryError) as error:
             logger.warning("%s: the CPU decodes this batch instead", error)
             self._decodes_all = True
             raise RefusedError(str(error)) from error

@@ -22,8 +22,8 @@ COLUMNS = 16
 
 # Second bytes of JPEG markers. The last one may say that the components are red, green and blue.
 QUANTISATION, ADOBE = 0xDB, 0xEE
-# Sampling factors of the components that hardware decoders support: 4:4:4, 4:2:2, 4:2:0 and 4:4:0.
-CHROMA = (b"\x11\x11\x11", b"\x21\x11\x11", b"\x22\x11\x11", b"\x12\x11\x11")
+# Numbers and sampling factors of the components, in hex: YCbCr as 4:4:4, 4:2:2, 4:2:0 and 4:4:0.
+SUPPORTED = ("010203111111", "010203211111", "010203221111", "010203121111")
 
 
 def write_geometry(picture: Picture, row: np.ndarray) -> bool:
@@ -85,7 +85,7 @@ def engines_support(data: bytes) -> bool:
 def _is_usual(marker: int, segment: bytes) -> bool:
     """Whether the engines read a segment in front of the scan; it begins with its marker."""
     if marker == BASELINE:
-        return segment[11:18:3] in CHROMA
+        return (segment[10:17:3] + segment[11:18:3]).hex() in SUPPORTED
     if marker == QUANTISATION:  # whole tables of bytes, numbered 0 to 3
         return len(segment) % 65 == 4 and max(segment[4::65], default=0) < 4
     if marker == ADOBE:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from conf.errors import describe
 from conf.schema import Config
-from extras.rand_augment import MATRICES, NAMES, Operation, RandAugment
+from extras.rand_augment import MATRICES, NAMES, Operation, RandAugment, TrivialAugment
 from pipeline.augment import Compose
 from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field
 from pipeline.dataset import DatasetWrapper, FolderDataset
@@ -42,7 +42,7 @@ def on_gpu(dataset: Any, config: Config, device: torch.device) -> Any:
     if dataset.fields[IMAGE] != image_field(dataset.transform.image_size):
         return dataset
     transforms = dataset.transform.transforms
-    if not transforms or not isinstance(transforms[-1], RandAugment):
+    if not transforms or type(transforms[-1]) not in (RandAugment, TrivialAugment):
         return dataset
     return DrawnOperations(dataset) if has_kernels(device) else dataset
 

@@ -229,12 +229,12 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root, mode):
 
 
 @pytest.mark.usefixtures("pillow")
-def test_the_cpu_decodes_what_the_engines_refuse(image_root, monkeypatch):
+@pytest.mark.parametrize("error", [JpegEngineError("status 6"), torch.OutOfMemoryError("large")])
+def test_the_cpu_decodes_what_the_engines_refuse(error, image_root, monkeypatch):
     """Bit for bit, in the training process."""
     with opened(image_root, "data.image_size=48") as plain:
         expected = training(plain)
-    refused = JpegEngineError("nvjpegDecodeBatched returned status 6")
-    monkeypatch.setattr(PillowEngines, "error", refused)
+    monkeypatch.setattr(PillowEngines, "error", error)
     with opened(image_root, "data.image_size=48", ENGINES, modes=("gpu",)) as feed:
         assert_equal(training(feed), expected)
 

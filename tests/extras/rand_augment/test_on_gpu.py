@@ -176,6 +176,11 @@ class Negative(FolderDataset):
         return {"image": 255 - picture.pixels()}
 
 
+class Inverted(RandAugment):
+    def __call__(self, picture: Picture, rng: Any) -> Picture:
+        return Picture(255 - super().__call__(picture, rng).pixels(), untracked=True)
+
+
 class Deep(FolderDataset):
     fields = {"image": Field(np.uint8, (SIZE, SIZE, 5), image=True)}
 
@@ -188,6 +193,7 @@ def test_datasets_whose_operations_stay_in_the_workers(image_root):
         (FolderDataset, [flip, rand], True),
         (FolderDataset, [rand, flip], False),
         (FolderDataset, [], False),
+        (FolderDataset, [Inverted()], False),
         (Negative, [flip, rand], False),
         (Deep, [flip, rand], False),
     ):
