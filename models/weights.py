@@ -121,8 +121,10 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     weights = weights_in(content, origin=origin)
     named = _named_classes(path, content)
     if named not in ("[]", json.dumps(list(classes))):  # the head is for other classes
+        count = len(json.loads(named))
         for name in head_of(model):
-            weights.pop(name, None)
+            if len(weights.get(name, ())) == count:  # else an output is no class
+                del weights[name]
     fit_weights(model, weights, origin=origin, new_head=True)
 
 
@@ -149,9 +151,7 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     head = head_of(model)
     if new_head and fitting.isdisjoint(head):
         first = _first_head(own, head)
-        shown = ", ".join(head)
-        count = own[head[0]].shape[0]
-        logger.info(f"{origin}: {shown} start at zero: the file has no head of {count} classes")
+        logger.info(f"{origin}: the file has no head of these classes: {', '.join(head)} are new")
         weights |= first
         fitting |= first.keys()
     # The oldest weights of torchvision have no num_batches_tracked.

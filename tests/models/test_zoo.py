@@ -98,7 +98,7 @@ def test_head_that_does_not_fit_starts_at_zero(caplog):
         assert not now.pop("fc.weight").any()
         assert not now.pop("fc.bias").any()
         assert same(now, body)
-        assert "test: fc.weight, fc.bias start at zero: " in caplog.text
+        assert "no head of these classes: fc.weight, fc.bias are new" in caplog.text
 
 
 def test_a_new_head_before_a_relu_learns():
@@ -112,7 +112,8 @@ def test_a_new_head_before_a_relu_learns():
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @pytest.mark.parametrize(
-    ("named", "kept"), [(["cat", "dog"], True), (["dog", "cat"], False), ([], True)]
+    ("named", "kept"),
+    [(["cat", "dog"], True), (["dog", "cat"], False), ([], True), (["cat", "dog", "fox"], True)],
 )
 def test_the_head_of_other_classes_is_not_kept(tmp_path, caplog, suffix, named, kept):
     """Also if their number is that of the training: its logits would be of other classes."""
