@@ -7,6 +7,7 @@ order. train.tar.json (`prepare.py --format tar`) lists train.tar; else, all hea
 """
 
 import errno
+import glob
 import json
 import os
 import zlib
@@ -81,7 +82,7 @@ class RemoteTar(Storage):
 
     @staticmethod
     def members(url: str, _: str) -> Members:
-        with suppress(ValueError, LookupError, TypeError):  # there is none, or of something else
+        with suppress(ValueError, LookupError, TypeError, AttributeError):  # none, or another file
             index = json.loads(_ask(f"{url}.json", "cat_file"))
             if index["size"] == _ask(url, "size"):
                 return {os.fsencode(name): place for name, place in index["members"].items()}
@@ -102,7 +103,7 @@ def tars(place: str, cache: str = "", gigabytes: float = 0) -> Callable[[str], I
         cure = "set the credentials in the environment (docs/performance.md#object-storage)"
         raise UserError(f"{parts.scheme}://{parts.hostname}{parts.path}", wrong, cure)
     for ending in (".tar", "-*.tar", "/*.tar"):
-        found = _ask(url.removesuffix(".tar") + ending, "glob")
+        found = _ask(glob.escape(url.removesuffix(".tar")) + ending, "glob")
         if found:
             files = list(map(_file_system(url)[0].unstrip_protocol, sorted(found)))
             folder = os.path.abspath(os.path.expanduser(cache))
@@ -138,11 +139,8 @@ def _ask(url: str | bytes, method: str) -> Any:
 
 
 def _is_named(header: TarInfo, name: str) -> bool:
-    """Whether a header in a tar file may be that of an image.
-
-    A longer name, or one in other letters, may stand in another header before it.
-    """
-    is_cut = len(header.name) >= 100
+    """Whether a header may be that of an image. That of a longer name may stand before it."""
+    is_cut = len(header.name) >= 99
     return is_cut or not name.isascii() or os.path.normpath(header.name).endswith(name)
 
 

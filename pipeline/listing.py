@@ -191,9 +191,8 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
         folder = os.fsdecode(name)
         if not content.images:
             empty.append(folder)
-        if len(content.folders) > 1 and first_word(folder) in SPLITS:
-            wrong = f"class folder {folder} holds folders, as a split does"
-            raise UserError(origin, wrong, "give data.train and data.val")
+        if len(content.folders) > 1:
+            _refuse_split(folder, origin)
         classes[name] = sorted(content.images)
         listed += content.folders
     if empty:
@@ -201,6 +200,13 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
         cure = f"fill or remove them. {count_left_out(others)}".rstrip(". ")
         raise UserError(origin, wrong, cure)
     return classes, listed
+
+
+def _refuse_split(folder: str, origin: str) -> None:
+    """Refuse a class with folders in it, if it has the name of a split."""
+    if first_word(folder) in SPLITS:
+        wrong = f"class folder {folder} holds folders, as a split does"
+        raise UserError(origin, wrong, "give data.train and data.val, with a tar file for each")
 
 
 def list_tars(
@@ -224,7 +230,9 @@ def list_tars(
     places: Places = {}
     for name in sorted(images):  # not the order of the classes: `-` sorts before `/`
         path = name.removeprefix(outer).lstrip(b"/")
-        label = path.split(b"/")[0]
+        label, *inner = path.split(b"/")
+        if len(inner) > 1:
+            _refuse_split(os.fsdecode(label), origin)
         classes.setdefault(label, []).append(path)
         places[path] = images[name]
     return dict(sorted(classes.items())), places

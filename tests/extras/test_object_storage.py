@@ -1,6 +1,7 @@
 """data.root=s3://bucket/photos: the images of tar files behind URLs, of moto's S3 server."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -171,6 +172,14 @@ def test_the_cache_keeps_what_was_read(bucket, tars, tmp_path):
         bucket.reset()
         assert content(found) == local
         assert bucket.ranges.total() == requests
+
+
+def test_brackets_in_a_url_are_no_pattern(tars, tmp_path):
+    shutil.copytree(tars / "one", tmp_path / "run[1]")
+    (tmp_path / "run1").mkdir()
+    shutil.copy(tars / "one" / "val.tar", tmp_path / "run1" / "train.tar")
+    found = load(f"file://{tmp_path}/run[1]/train")
+    assert content(found) == content(load_index(tars / "one" / "train", key="data.train"))
 
 
 def test_what_is_wrong_is_said_without_a_password(bucket, tmp_path):

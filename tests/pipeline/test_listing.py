@@ -185,6 +185,8 @@ def test_refused_members(tmp_path):
     (tmp_path / "val").mkdir()
     for number in range(2):
         write_tar(tmp_path / "val" / f"{number}.tar", "a/1.jpg", f"b/{number}.jpg")
+    write_tar(path, "train/a/1.jpg", "val/a/1.jpg")
+    assert "class folder train holds folders, as a split does; " in refusal(path)
     assert refusal(tmp_path / "val").startswith("a/1.jpg: two of the tar files hold it; ")
 
 

@@ -65,6 +65,7 @@ TINY_VAL = {"n01443537/val_0.JPEG": jpeg(100), "n02119789/val_1.JPEG": jpeg(101)
 EXPECTED = within("train", TRAIN) | within("val", VAL_FILES)
 RENAMED = within("train", renamed(TRAIN)) | within("val", renamed(VAL_FILES))
 IMAGES = {"a/0.jpg": jpeg(0), "a/1.jpg": jpeg(1), "b/0.jpg": jpeg(0), "b/1.jpg": jpeg(1)}
+IMAGE = {"a.jpg": jpeg(1)}
 BOTH = within("train", IMAGES) | within("val", IMAGES)
 
 
@@ -273,6 +274,10 @@ FORMATS: dict[str, Format] = {
             "train/cat_dog/plain_text_train-00000-of-00001-000003_image.jpeg": jpeg(3),
         },
     ),
+    "1 and 01": (
+        lambda: {"train.tar": tar({**IMAGE, "a.cls": b"1", "b.jpg": jpeg(2), "b.cls": b"01"})},
+        {"train/1/a.jpg": IMAGE["a.jpg"], "train/01/b.jpg": jpeg(2)},
+    ),
     "names of splits with words": (
         lambda: within("Training_set", IMAGES) | within("val2017", IMAGES),
         BOTH,
@@ -294,6 +299,7 @@ NOTES = {
     "a tar": LEFT_OUT,
     "numbers as labels": "The test split is the validation split.",
     "parquet without names": " data.val_fraction=0.2\n",
+    "1 and 01": " data.val_fraction=0.2\n",
     "classes": " data.val_fraction=0.2\n",
     "test images": "files or folders that are not read: hidden, or of the system (1), in "
     "no class folder of a split (1), such as ",
@@ -372,7 +378,7 @@ INNER = tar({"n02119789.tar": tar(FOXES)})
 NO_KIT = {"ILSVRC2012_img_train.tar": INNER, "ILSVRC2012_img_val.tar": tar(FLAT)}
 GIVEN_TWICE = {"train-0.tar": tar(IMAGES), "train-1.tar": tar(IMAGES)}
 NO_SPLIT = {"part-0.tar": SPLITS_IN_A_TAR, "part-1.tar": SPLITS_IN_A_TAR}
-WITHOUT_LABEL = {"a.jpg": jpeg(1), "b.jpg": jpeg(1), "b.cls": b"1"}
+WITHOUT_LABEL = {**IMAGE, "b.jpg": jpeg(1), "b.cls": b"1"}
 WRONG: list[tuple[Source, str]] = [
     (lambda: {"imagenet.zip": b"PK"}, "holds no images in class folders; give"),
     (lambda: {"a/1.jpg": b"", "b.tar": b""}, "has images (a/1.jpg) and tar files (b.tar); give"),

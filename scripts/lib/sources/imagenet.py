@@ -1,8 +1,7 @@
 """The labels of the validation images of ImageNet and Tiny ImageNet, for layouts.py.
 
-In the official tar files, in Kaggle's folder and in Tiny ImageNet, these images are in one folder,
-without their classes. An image gets its label by its name from Kaggle's or Tiny ImageNet's table,
-or by the number in its name from the ground truth of the development kit.
+These images are in one folder, without their classes. An image gets its label by its name from
+Kaggle's or Tiny ImageNet's table, or by its number from the ground truth of the development kit.
 """
 
 import csv

@@ -78,7 +78,8 @@ def used_splits(splits: set[str]) -> tuple[dict[str, str], list[str]]:
 def class_folders(source: str, labels: set[str]) -> dict[str, str]:
     """Return the folder of each class. Raises UserError if two classes have the same one."""
     folders = {label: folder_name(label) for label in labels}
-    [(folder, count)] = Counter(folders.values()).most_common(1)
+    counts = Counter(folders.values())
+    [(folder, count)] = counts.most_common(1)
     if count > 1:
         raise UserError(source, f"{count} classes have the name {folder}", "rename one of them")
     return folders
@@ -316,10 +317,9 @@ def with_record_names(samples: list[Sample]) -> list[Sample]:
 
 
 def class_names(samples: list[Sample]) -> dict[str, str]:
-    """Return the class of each label.
+    """Return the class of each label: ImageNet's WordNet id, if the names of the files have it.
 
-    Where the names of the files contain ImageNet's WordNet ids, these are the classes. Other
-    numbers get the same number of digits, so that their order does not change.
+    Other numbers get the same number of digits, so that their order does not change.
     """
     wnids: dict[str, set[str]] = defaultdict(set)
     for sample in samples:
@@ -329,6 +329,7 @@ def class_names(samples: list[Sample]) -> dict[str, str]:
     if most == 1 and len(different) == len(wnids):  # one for each label
         return {label: min(ids) for label, ids in wnids.items()}
     digits = 0
-    if all(map(str.isdecimal, wnids)):
+    numbers = set(map(int, filter(str.isdecimal, wnids)))
+    if len(numbers) == len(wnids):  # all labels are numbers, and 1 and 01 are not among them
         digits = max(map(len, wnids), default=0)
     return {label: label.zfill(digits) for label in wnids}
