@@ -288,16 +288,12 @@ def changed_keys(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> dict
 
 def refuse_changes(path: Path, changes: Mapping[str, str], *, accept: bool) -> None:
     """Raise UserError for changes that are not accepted, or with which the state does not fit."""
-    refused = dict(changes)
-    cure = "give run.name=NAME to start another run"
-    if accept:
-        refused = {name: change for name, change in changes.items() if name in FIXED}
-    else:
-        cure += ", or checkpoint.accept_changes=true to continue this one"
+    refused = [change for name, change in changes.items() if name in FIXED or not accept]
     if refused:
-        shown = ", ".join(list(refused.values())[:MOST_SHOWN])
+        shown = ", ".join(refused[:MOST_SHOWN])
         wrong = f"keys that affect the result have changed ({len(refused)}): {shown}"
-        cure += f" ({', '.join(FIXED)} cannot change)"
+        cure = "give run.name=NAME to start another run; checkpoint.accept_changes=true continues "
+        cure += f"this one, unless one of these has changed: {', '.join(FIXED)}"
         raise UserError(f"cannot resume {path}", wrong, cure)
 
 

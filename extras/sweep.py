@@ -59,7 +59,7 @@ def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:
         require_root(sweep.config(sweep.jobs[0]))
         return sweep.run_jobs()
     for job in sweep.jobs:
-        print(f"---\n{to_yaml(sweep.config(job), options.package)}", end="")
+        print(f"---\n{to_yaml(sweep.config(job))}", end="")
     return 0
 
 

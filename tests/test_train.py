@@ -180,12 +180,10 @@ def test_signal_while_validating(train_run, folder, nine_steps, monkeypatch, cap
             patch.setattr(train, "validation_batches", interrupted)
             ended = train_run(*overrides)
         assert ended == ended | {"status": "interrupted", "step": step, "signal": signal.SIGTERM}
-        return ended["images_per_second"]
 
-    assert interrupted_at(5, "log.every_steps=50") > 0  # before the first row
+    interrupted_at(5)
     assert "resume    step 5, epoch 1.11 is saved: run the same command" in capsys.readouterr().out
     second = train_run("train.max_steps=8")
-    assert "2 epochs; 9 without train.max_steps\n" in capsys.readouterr().out
     assert column(folder, "val", "step") == [5, 8]
     interrupted_at(9, "train.validate_every_epochs=5")
     interrupted_at(9, "train.validate_every_epochs=5")

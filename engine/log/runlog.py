@@ -269,14 +269,10 @@ class RunLog:
         """Return images/s and the verdict of rows like the newest, which tell more. Collective."""
         settled: list[StepTimes] = []
         rate = 0.0
-        if self.state.step > self._first_step:
-            if not self.timed_rows:  # it was stopped before the first row
-                steps = self.state.step - self._first_step
-                self._add_timed_row(Interval(self.state.step, steps, means={}))
+        if self.timed_rows:
             newest = self.timed_rows[-1]
             kind = newest.starting, newest.first_epoch
-            rows = self.timed_rows
-            settled = [row for row in rows if (row.starting, row.first_epoch) == kind]
+            settled = [row for row in self.timed_rows if (row.starting, row.first_epoch) == kind]
             rate = mean_of(settled).rate * self.world.size
             if newest.starting:
                 settled = []

@@ -1,22 +1,15 @@
 """How a run is compared with its recipe, and which runs are not compared."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
-from runpy import run_path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import yaml
 
 from conf.compose import from_overrides
-from conf.errors import UserError
-from conf.named import ROOT
 from engine.metrics import Metrics
 from extras.expectation import Expectation
-from scripts import report
 from tests.engine.plans import schedule
 
 FACTS: dict[str, Any] = {"recipe": "imagenet_rn50", "top1": 76.1, "std": 0.1, "runs": 20}
@@ -82,26 +75,3 @@ OTHERS += [("fitted", 64), ("history", ("began at",))]  # smaller parts; it cont
 def test_which_runs_are_compared(typed, changes, compared):
     found = expectation(*typed, last=row(3), **changes).finish({})
     assert (found["expectation"] is not None) == compared
-
-
-def test_the_node_of_five_runs(tmp_path):
-    """`.ci/reference` prints the node of a recipe, without the facts of the data."""
-    reference = run_path(str(ROOT / ".ci" / "reference"))["reference"]
-    top1 = np.random.default_rng(0).uniform(20, 80, (5, 3))
-    for seed, values in enumerate(top1.tolist()):
-        folder = tmp_path / f"seed{seed}"
-        folder.mkdir()
-        (folder / "config.yaml").write_text(f"train: {{epochs: 3, seed: {seed}}}\noptim: {{lr: 1}}")
-        for epoch, value in enumerate(values, start=1):
-            row = {"epoch": epoch + 0.1, "split": "val", "top1": value, "images": 15}
-            with open(folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
-    runs = report.read_runs([tmp_path], [])
-    node = yaml.safe_load(reference(runs))["expect"]
-    last = top1[:, -1]
-    np.testing.assert_allclose(node["top1"], last.mean(), atol=0.006)
-    np.testing.assert_allclose(node["std"], last.std(ddof=1), atol=0.006)
-    assert (node["runs"], node["val_images"]) == (5, 15)
-    assert expectation(**node).finish({}) == {"expectation": None}
-    with pytest.raises(UserError, match=r"give 5 or more .*; 4 are given, "):
-        reference(runs[:4])

@@ -38,12 +38,12 @@ def test_syntax_of_sweeps(typed, expected):
 
 
 def test_the_configs_of_all_jobs_are_printed(capsys):
-    words = [FAKE, "-m", "train.seed=range(3)", "--cfg", "job", "-p", "train"]
+    words = [FAKE, "-m", "train.seed=range(3)", "--cfg", "job"]
     with pytest.raises(SystemExit) as stop:
         cli.parse(words, script="train.py", purpose="")
     assert stop.value.code == 0
     printed = capsys.readouterr().out
-    assert [config["seed"] for config in yaml.safe_load_all(printed)] == [0, 1, 2]
+    assert [config["train"]["seed"] for config in yaml.safe_load_all(printed)] == [0, 1, 2]
 
 
 def test_a_search_is_not_composed():

@@ -8,7 +8,6 @@ python3. Those of docs/fork.md and tasks.md, and after `git apply`, are run by t
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -192,24 +191,6 @@ def test_version_authors_and_address_are_the_same_everywhere():
     assert newest == (version, str(citation["date-released"]))
     assert (citation["version"], citation["authors"]) == (version, project["authors"])
     assert citation["repository-code"] == address
-
-
-def test_the_address_of_a_fork(tmp_path):
-    """It is replaced in every file that names it, and again by the next one."""
-    names = ["pyproject.toml", "CITATION.cff", "docs/colab.ipynb"]
-    names += [".github/ISSUE_TEMPLATE/idea.yml", ".github/ISSUE_TEMPLATE/problem.yml"]
-    for name in (".ci/address", "README.md", *names):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    old, new = project["urls"]["Repository"], "https://github.com/me/my-fork"
-    subprocess.run([tmp_path / ".ci/address", "https://example.org/a/b"], check=True)
-    subprocess.run([tmp_path / ".ci/address", f"{new}.git"], check=True)
-    for name in names:
-        before = (ROOT / name).read_text()
-        assert old in before
-        assert (tmp_path / name).read_text() == before.replace(old, new)
-    assert subprocess.run([tmp_path / ".ci/address", "me/my fork"]).returncode == 2
 
 
 def test_the_lock_of_extras():
