@@ -21,6 +21,11 @@ for seed in 0 1 2 3; do
     python train.py recipe=cifar10_long data.root="$data/cifar10" train.seed=$seed
 done
 
+for rate in 0.005 0.01 0.02 0.05 0.1; do
+    python train.py recipe=cifar10 data.root="$data/cifar10" optim.name=extras.muon:muon \
+        optim.args="{rate: $rate, fixed_norm: true}" run.name=muon-$rate
+done
+
 for seed in 1 2; do
     python train.py recipe=cifar100 data.root="$data/cifar100" train.seed=$seed
     python train.py recipe=cifar100 data.root="$data/cifar100" train.seed=$seed 'augment.batch=[{mixup: {alpha: 1}}]'
