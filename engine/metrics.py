@@ -79,10 +79,7 @@ class Metrics:
         """Raises UserError if a table is missing, or if train.best_by has the wrong sign."""
         entries = dict(METRICS)
         for table in config.log.values:
-            added = import_object(table, "log.values")
-            if not isinstance(added, dict):
-                raise UserError(f"log.values={table}", "is no dict such as engine.metrics:METRICS")
-            entries |= added
+            entries |= import_object(table, "log.values")
         text = config.train.best_by
         metrics = cls(entries, text.removeprefix("-"), text.startswith("-"))
         known = entries.get(metrics.best_by)

@@ -206,7 +206,7 @@ def _refuse_split(folder: str, origin: str) -> None:
     """Refuse a class with folders in it, if it has the name of a split."""
     if first_word(folder) in SPLITS:
         wrong = f"class folder {folder} holds folders, as a split does"
-        raise UserError(origin, wrong, "give data.train and data.val, with a tar file for each")
+        raise UserError(origin, wrong, "give data.train and data.val; a tar file holds one split")
 
 
 def list_tars(
