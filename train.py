@@ -356,8 +356,7 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
         set_up_kernels(config.train.deterministic, compute.precision)
         loss_fn = build_loss(config, datasets, compute)
         state = build_state(config, datasets, compute, world)
-        if world.is_main:  # other ranks need not import them
-            named_observers(config)  # refuses a wrong name
+        named_observers(config)  # refuses a wrong name
     # Validate on zeros, so that a wrong train.best_by is refused before the training.
     with compute.for_validation():
         example = Batch.zeros(datasets.train.fields, world.device)

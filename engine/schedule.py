@@ -157,8 +157,8 @@ def make_schedule(
         raise UserError(given, wrong, f"try {with_batch_size(config, fitting)}")
     if size % world.size:
         wrong = f"the global batch must be a multiple of the {world.size} ranks"
-        multiple = max(1, size // world.size) * world.size
-        raise UserError(given, wrong, f"set it to {multiple}")
+        unit = world.size * (config.train.micro_batch or 1)
+        raise UserError(given, wrong, f"set it to {max(unit, size // unit * unit)}")
     return Schedule(config, images, world.size, identity.get("fitted_micro_batch"))
 
 

@@ -133,5 +133,4 @@ class StepGraph(AbstractContextManager["StepGraph"]):
 
 def host_random_states() -> str:
     """Return the states of the global generators of Python, NumPy and torch, as text."""
-    of_torch = torch.get_rng_state().numpy().tobytes()
-    return repr((random.getstate(), np.random.get_state(), of_torch))
+    return repr((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))

@@ -153,8 +153,7 @@ class Tuner:
         feed = self.feed
         resident = next(feed.train.batches(first_step, first_step + 1)).clone()
         feed.step_rate = self.measure_step(train_on_batch, resident)
-        text = f"the step takes {feed.step_rate:,.0f} images/s on a batch that is on the GPU"
-        self.say(f"autotune  {text}")
+        self.say(f"autotune  the step takes {feed.step_rate:,.0f} images/s on a batch on the GPU")
         first = self.measure_mode(feed.datasets.decode_modes[0], first_step)
         mode = self.choose_mode(first.rate, first_step)
         feed.set_decode_mode(mode)  # the branches below read the decoder

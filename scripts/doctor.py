@@ -6,8 +6,7 @@
 Accepts train.py's key=value overrides. Lists every file and decodes 2,000 random files of each
 split, or every file with --all. Prints a row for each check: ok, warn or fail, the result, the
 remedy (->), and the files. A fault of one kind does not hide others: data that training refuses is
-checked, too. Fills the cache of a run, changes no more.
-Exit status: 0 no check failed, 1 a check failed, 2 wrong arguments.
+checked, too. Changes only the cache. Exit status: 1 if a check failed, 2 for wrong arguments.
 """
 
 import sys

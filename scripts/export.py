@@ -194,8 +194,10 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
         "crop_mode": "center",
         # timm rounds the short side, size / crop_pct, down.
         "crop_pct": math.floor(1e6 * job.size / resize["size"]) / 1e6,
-        "tag": None,  # this and the licence would be those of timm's own weights
+        "tag": None,  # this and what follows would be those of timm's own weights
         "license": None,
+        "test_input_size": None,
+        "test_crop_pct": None,
     }
     save_for_hf(model, str(folder), {"label_names": [*trained.classes], "pretrained_cfg": stated})
     (folder / "pytorch_model.bin").unlink()
@@ -310,8 +312,7 @@ def compare(job: Job, predict: Callable[[Tensor], Tensor], model: nn.Module) -> 
 def export(job: Job, out: Path) -> None:
     """Write, check and only then rename the file; print the difference.
 
-    Raises UserError if the weights do not fit the model, and RunError if a check has found a
-    difference, or the model cannot be exported.
+    Raises UserError if the weights do not fit the model, RunError if an export or a check fails.
     """
     model = job.trained.build(CPU)
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".export-") as folder:

@@ -304,7 +304,7 @@ def differing_keys(runs: list[Run]) -> list[str]:
     values = Counter(name for name, _ in varied)  # one value: some runs do not state any
     names = {name for name in values if values[name] > 1 and not name.startswith(REPEATED)}
     commands = " ".join(run.command for run in runs)
-    return sorted(names, key=lambda name: (f"{name.removesuffix('.name')}=" not in commands, name))
+    return sorted(names, key=lambda name: (name.removesuffix(".name") not in commands, name))
 
 
 def groups_of(runs: list[Run], keys: list[str]) -> list[Group]:

@@ -81,7 +81,7 @@ def test_killed_ranks_restart_both_nodes_and_one_continues_without_the_other(
         started[1].kill_all()  # without a goodbye
         assert started[0].wait() == 0, logs[0].read_text()
     console = logs[0].read_text()
-    assert "4 on each of 2 ranks" in console
+    assert "(ranks: 2, micro-batches on each: 1 of 4)" in console
     assert "resumed at step " in console
     summary = summary_of(folder)
     assert (summary["status"], summary["step"]) == ("finished", 180)

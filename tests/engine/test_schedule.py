@@ -100,8 +100,9 @@ def test_micro_batches(batch, micro_batch, ranks, found):
     assert make_schedule(given, 100, World(0, ranks, ranks, CPU)).num_micro_batches == found
 
 
-@pytest.mark.parametrize(("batch", "advised"), [(12, 10), (2, 5)])
-def test_a_batch_that_the_ranks_cannot_share_is_refused(batch, advised):
-    message = rf"^loader\.batch_size={batch}: .* multiple of the 5 ranks; set it to {advised}$"
+@pytest.mark.parametrize(("batch", "part", "found"), [(12, None, 10), (2, None, 5), (98, 8, 80)])
+def test_a_batch_that_the_ranks_cannot_share_is_refused(batch, part, found):
+    given = dataclasses.replace(config(batch), train=TrainConfig(micro_batch=part))
+    message = rf"^loader\.batch_size={batch}: .* multiple of the 5 ranks; set it to {found}$"
     with pytest.raises(UserError, match=message):
-        make_schedule(config(batch), 100, World(0, 5, 5, CPU))
+        make_schedule(given, 100, World(0, 5, 5, CPU))

@@ -114,9 +114,7 @@ def test_resumed_optimizer_uses_the_options_of_the_current_config():
 
 
 def test_what_an_optimizer_counts_in_its_groups_is_resumed():
-    """As schedule-free optimisers and Prodigy do, from a count in the options."""
-
-    def built(count):
+    def built(count):  # as schedule-free optimisers and Prodigy
         model = nn.Linear(4, 2)
         groups = [{"params": [*model.parameters()], "count": count}]
         return TrainState(model, torch.optim.SGD(groups, lr=0.1))
