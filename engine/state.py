@@ -145,12 +145,12 @@ class TrainState:
         # The optimiser's state, such as momentum, comes from the checkpoint, and so does what some
         # count in their groups. Options that this start has built with other values are its own:
         # weight decay, and also `capturable`, which decides on which device the state is.
-        groups = copy.deepcopy(stored["optimizer"]["param_groups"])
-        built = stored.get("options", [{}] * len(groups))  # {}: of an earlier version
-        for group, before, now in zip(groups, built, self.options, strict=True):
-            for name, value in now.items():
-                if before.get(name) != value:
-                    group[name] = value
+        stored_groups = stored["optimizer"]["param_groups"]
+        built = stored.get("options", [{}] * len(stored_groups))  # {}: of an earlier version
+        groups = []
+        for group, before, now in zip(stored_groups, built, self.options, strict=True):
+            own = {name: value for name, value in now.items() if before.get(name) != value}
+            groups.append(group | own)
         self.optimizer.load_state_dict({**stored["optimizer"], "param_groups": groups})
         self.step = stored["step"]
         self.best_validation = dict(stored["best"])
