@@ -121,10 +121,9 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     weights = weights_in(content, origin=origin)
     named = _named_classes(path, content)
     if named not in ("[]", json.dumps(list(classes))):  # the head is for other classes
-        count = len(json.loads(named))
         for name in head_of(model):
-            if len(weights.get(name, ())) == count:  # else an output is no class
-                del weights[name]
+            if len(model.get_parameter(name)) == len(classes):  # else an output is no class
+                weights.pop(name, None)
     fit_weights(model, weights, origin=origin, new_head=True)
 
 
