@@ -26,13 +26,10 @@ logger = logging.getLogger(__name__)
 
 MIN_BATCHES = 16  # with fewer left in the run, nothing is measured
 ROUNDS, ROUND_SECONDS, MAX_STEPS = 5, 0.2, 40  # to measure the step
-# A mode is enough if it makes this many times the images of the step. The CPU's is measured while
-# all workers run; the others share the device with the step.
+# The CPU's mode is enough if it makes this many times the images of the step; it is measured while
+# all workers run. The device's decoders share the device with the step, so that they need more.
 ENOUGH_ON_CPU = 1.05
 ENOUGH_ON_DEVICE = 1.25
-# If the CPU makes this share of them or more, the device helps (the last mode) rather than decodes
-# alone: its decoders slow the step (ResNet-50 at 160 px on an H100 by 1.5 %).
-HELPED_SHARE = 0.75
 WINDOW_SECONDS = 2.0  # of log rows that are judged together
 AVERAGED_WINDOWS = 5  # windows with the same number of workers; one is accurate to about 5 %
 MIN_GAIN = 0.015  # a gain of images/s, or a wait, that is worth another number of workers
@@ -162,7 +159,7 @@ class Tuner:
             enough = math.ceil(MARGIN * feed.step_rate / first.per_worker)
             workers = min(enough, feed.most_workers(first))
             self.rule = Rule(feed.step_rate, StepTimes(rate=feed.step_rate, workers=workers))
-        elif feed.datasets.train.decoder != "none":  # both decode
+        else:
             workers = max(1, workers - 1)  # a thread of this process waits for the device
         feed.pool.activate(workers)
         # Again, now that the number of workers is known.
@@ -180,24 +177,17 @@ class Tuner:
         return len(resident.samples) / seconds
 
     def choose_mode(self, first_rate: float, first_step: int) -> str:
-        """Return the first mode that is enough on all ranks, else the fastest. Collective.
+        """Return the first mode if it is enough on all ranks, else the faster of two. Collective.
 
         first_rate: images/s of the first mode, which is the CPU's, or that of the run so far.
         """
         modes = self.feed.datasets.decode_modes
         num_modes = min(self.world.all_gather(len(modes)))  # a rank may lack engines
-        first, *others = modes[:num_modes]
-        shares = {first: self.smallest_share(first_rate)}
-        if shares[first] >= ENOUGH_ON_CPU:
-            return first
-        if shares[first] >= HELPED_SHARE:
-            others.reverse()
-        for mode in others:
-            times = self.measure_mode(mode, first_step)
-            shares[mode] = self.smallest_share(times.rate)
-            if shares[mode] >= ENOUGH_ON_DEVICE:
-                return mode
-        return max(shares, key=shares.__getitem__)
+        share = self.smallest_share(first_rate)
+        if num_modes == 1 or share >= ENOUGH_ON_CPU:
+            return modes[0]
+        second = self.measure_mode(modes[1], first_step)
+        return modes[1] if self.smallest_share(second.rate) > share else modes[0]
 
     def smallest_share(self, rate: float) -> float:
         """Return images/s over those of the step, on the rank where it is smallest. Collective."""

@@ -77,7 +77,7 @@ class Dataset(ABC):
         return self.load(self.epoch, index)
 
     # Ways to make a sample: `cpu`, the default, and values of loader.decoder that are no CPU
-    # decoder. loader.workers=auto compares them.
+    # decoder. loader.workers=auto compares the first two.
     decode_modes: Sequence[str] = ("cpu",)
     decoder = "none"  # decoder of the workers, if they decode images in the present mode
 

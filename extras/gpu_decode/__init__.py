@@ -31,7 +31,7 @@ from pipeline.shared import SharedArray
 logger = logging.getLogger(__name__)
 
 FILE, GEOMETRY = "file", "geometry"  # the fields of a sample that the engines decode
-CPU, GPU, HYBRID = MODES = ("cpu", "gpu", "hybrid")  # the first one that is enough is taken
+CPU, HYBRID, GPU = MODES = ("cpu", "hybrid", "gpu")  # `auto` chooses among the first two
 # Bytes of a row for a file, as a multiple of the mean. The rows of a task pool theirs: 0.8 % of
 # ImageNet's files have over four times the mean, and decoding those takes a worker 5 ms each.
 ROOM, MIN_ROOM = 1.5, 1 << 15
