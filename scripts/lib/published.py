@@ -80,7 +80,8 @@ def _of_timm(name: str) -> Stated:
     about = timm.get_pretrained_cfg(name)
     if ":" in name:  # hf_hub:OWNER/NAME or local-dir:FOLDER
         with torch.device("meta"):
-            about = timm.models.PretrainedCfg(**timm.create_model(name).pretrained_cfg)
+            model: Any = timm.create_model(name)
+        about = timm.models.PretrainedCfg(**model.pretrained_cfg)
     if about is None:
         return NOTHING
     input_size = about.test_input_size or about.input_size
