@@ -115,7 +115,8 @@ class World(RankInfo):
         with three or more ranks, the sums then round differently. So that the first step after a
         restart rounds like any other, and a step without averaging waits for no rank, DDP passes
         over an image of `image_shape` first, (..., C, S, S). In evaluation mode, this changes no
-        buffer and uses no random number.
+        buffer and uses no random number; heads that only the training uses get their gradients,
+        which DDP waits for, from the sum of the parameters.
         """
         if self.size == self.local_size:
             if self.size > 1:  # a model may draw initial weights from another source than torch
@@ -127,7 +128,8 @@ class World(RankInfo):
         network.broadcast_buffers = False
         network.eval()
         example = torch.zeros(1, *image_shape, device=self.device)
-        network(example).sum().backward()
+        parameters = sum(map(torch.sum, network.parameters()))
+        (network(example).sum() + parameters).backward()
         network.zero_grad(set_to_none=True)
         with network.no_sync():
             network(example)

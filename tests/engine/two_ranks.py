@@ -62,12 +62,22 @@ def check_tensors(world: World) -> None:
     assert model.weight[0] == world.rank + 7
 
 
+class ScaledNorm(nn.BatchNorm1d):
+    """Only its training scales."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        scale = self.weight if self.training else 1
+        return scale * nn.functional.batch_norm(
+            input, self.running_mean, self.running_var, bias=self.bias, training=self.training
+        )
+
+
 def check_running_statistics(world: World) -> None:
     """They are those of the rank."""
-    norm = nn.BatchNorm1d(3)
+    norm = ScaledNorm(3)
     network = world.wrap(norm, (3,))
     for _ in range(2):
-        network(torch.full((2, 3), float(world.rank)))
+        network(torch.full((2, 3), float(world.rank))).sum().backward()
     assert norm.running_mean.tolist() == pytest.approx([0.19 * world.rank] * 3)
 
 
