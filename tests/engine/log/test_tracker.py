@@ -18,6 +18,8 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from conf.compose import from_overrides
 from engine.log.tracker import Tracker
+from tests.helpers.processes import PIPE, Started
+from tests.helpers.small_run import command
 
 CONFIG = from_overrides(["recipe=cifar10", "data=fake"])
 SILENT = replace(CONFIG, log=replace(CONFIG.log, trackers=[]))
@@ -137,6 +139,19 @@ def test_nothing_is_written_through_links_or_into_pipes(tmp_path):
     os.mkfifo(run / "metrics.jsonl")
     start(run, 0, [10, 20])
     assert len(rows(run)) == 3
+
+
+def test_a_console_that_nobody_reads_any_longer(image_root, tmp_path):
+    """As in `python train.py | head`: the training continues."""
+    with Started(command(image_root, tmp_path), stdout=PIPE, stderr=PIPE) as run:
+        for line in run.stdout:
+            if line.startswith("loader "):
+                run.stdout.close()
+                break
+        errors = run.stderr.read()
+    assert "warning   the console: BrokenPipeError: " in errors
+    assert (run.returncode, errors.count("\n")) == (0, 1)
+    assert (tmp_path / "summary.json").is_file()
 
 
 @pytest.mark.parametrize("broken", ["metrics.jsonl", "TensorBoard", "per_class.json"])
