@@ -107,9 +107,12 @@ def file_name(step: int) -> str:
 
 def files(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder in the order of their steps, which may have 9 digits."""
-    named = {path.stem.removeprefix("step-"): path for path in folder.glob("step-*.pt")}
-    steps = sorted(filter(str.isdecimal, named), key=int)
-    return list(map(named.__getitem__, steps))
+    paths = {}
+    for path in folder.glob("step-*.pt"):
+        step = path.stem.removeprefix("step-")
+        if step.isdecimal():
+            paths[int(step)] = path
+    return [paths[step] for step in sorted(paths)]
 
 
 def find_checkpoint(path: str | Path) -> Path:

@@ -43,7 +43,6 @@ SWITCH_SECONDS = 1e-4
 @dataclass(frozen=True)
 class Compute:
     device: torch.device
-    name: str  # name of the GPU; "cpu" on a CPU
     precision: str
     channels_last: bool
     compile_mode: str
@@ -92,10 +91,6 @@ def choose_compute(
     if datasets.val_image_size != datasets.train_image_size:  # fails here, not when it validates
         val_shape = datasets.val.fields[IMAGE].device_shape
         count_flops(model, val_shape, key="data.val_size, augment.val")
-    on_gpu = device.type == "cuda"
-    name = device.type
-    if on_gpu:
-        name = torch.cuda.get_device_name(device)
     precision = choose_precision(config.train.precision, device)
     steps = schedule.stop_step
     operations = 3 * flops * steps * schedule.local_batch_size  # of this rank, in the whole run
@@ -103,11 +98,10 @@ def choose_compute(
     if mode == "default" and has_equal_blocks(model):
         mode = "blocks"
     rewrite = None
-    if on_gpu and precision == "bf16" and mode not in ("off", "recompute"):
+    if can_rewrite(device, precision) and mode not in ("off", "recompute"):
         rewrite = config.model.rewrite
     return Compute(
         device=device,
-        name=name,
         precision=precision,
         channels_last=models.use_channels_last(config.model.channels_last, model, device.type),
         compile_mode=mode,
@@ -137,6 +131,13 @@ def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.imag
     return int(counter.get_total_flops())
 
 
+def device_name(device: torch.device) -> str:
+    """Return the model of a CUDA GPU, such as `NVIDIA H200`, else the type of the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
 def choose_precision(choice: str, device: torch.device) -> str:
     """Resolve train.precision=auto to what the tensor cores of a device compute in.
 
@@ -151,6 +152,11 @@ def choose_precision(choice: str, device: torch.device) -> str:
     if torch.cuda.get_device_capability(device) >= (7, 0):
         return "fp16"
     return "fp32"
+
+
+def can_rewrite(device: torch.device, precision: str) -> bool:
+    """Whether model.rewrite has faster layers for a device and a precision."""
+    return device.type == "cuda" and precision == "bf16"
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -191,15 +197,19 @@ def is_search_worthwhile(config: Config, steps: int) -> bool:
 def set_up_kernels(deterministic: bool, precision: str) -> None:
     """Set torch's global options for precision, cuDNN and determinism.
 
-    TF32 is allowed unless `precision` is fp32. Other threads yield to kernel launches after
-    SWITCH_SECONDS.
+    Other threads yield to kernel launches after SWITCH_SECONDS.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
-    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-    torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    set_float32_precision(precision)
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with this
     torch.use_deterministic_algorithms(deterministic)
+
+
+def set_float32_precision(precision: str) -> None:
+    """Allow TF32 for products of float32, unless `precision` is fp32."""
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,28 +38,10 @@ class Metric:
     inputs: tuple[str, ...] = ()
 
 
-def macro_recall(label: Tensor, prediction: Tensor) -> float:
-    """Return the mean over classes of their top-1 in percent, also called balanced accuracy.
-
-    Only classes with images count, as in scikit-learn's `balanced_accuracy_score`. Both are
-    int64 [N] on the CPU; a prediction below 0 is wrong.
-    """
-    labels = label.numpy()
-    hit = labels == prediction.numpy()
-    images = np.bincount(labels)  # [classes]
-    hits = np.bincount(labels[hit], minlength=len(images))
-    present = images > 0
-    recalls = hits[present] / images[present]
-    return float(100 * recalls.mean())
-
-
 METRICS: dict[str, Metric] = {
     "loss": Metric(".4f", lower_is_better=True),
     "top1": Metric(".2f", " %"),
     "top5": Metric(".2f", " %"),
-    "macro_recall": Metric(
-        ".2f", " %", console=False, compute=macro_recall, inputs=("label", "prediction")
-    ),
 }
 # Of each image; read by observers or by entries of log.values.
 NOT_AVERAGED = ("confidence", "score")
@@ -76,7 +57,7 @@ class Metrics:
 
     @classmethod
     def of(cls, config: Config) -> "Metrics":
-        """Raises UserError if a table is missing, or if train.best_by has the wrong sign."""
+        """Return those of a config. Raises UserError for a wrong table or a wrong train.best_by."""
         entries = dict(METRICS)
         for table in config.log.values:
             entries |= import_object(table, "log.values")
@@ -95,7 +76,7 @@ class Metrics:
             near = did_you_mean(self.best_by, known)
             cure = f"give one of {', '.join(known)}, with - in front if lower is better{near}"
             wrong = "a validation has no such value"
-            raise UserError(f"train.best_by: {self.best_by}", wrong, cure)
+            raise UserError(f"train.best_by={self.best_by}", wrong, cure)
 
     def prefers(self, row: Mapping[str, float], best: Mapping[str, float]) -> bool:
         """Whether a validation replaces the best one so far, which may be empty or NaN."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from conf.errors import UserError, did_you_mean
 from conf.named import create_object, is_object_name
-from conf.schema import OptimConfig, group_names, show
+from conf.schema import CLASSES, OptimConfig, group_names, show
 from models.zoo import import_timm
 
 Groups = list[dict[str, Any]]
@@ -141,20 +141,9 @@ def _is_on_gpu(model: nn.Module) -> bool:
     return next(model.parameters()).is_cuda
 
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "sgd": sgd,
-    "adamw": adamw,
-    "adadelta": partial(from_class, torch.optim.Adadelta),
-    "adafactor": partial(from_class, torch.optim.Adafactor),
-    "adagrad": partial(from_class, torch.optim.Adagrad),
-    "adam": partial(from_class, torch.optim.Adam),
-    "adamax": partial(from_class, torch.optim.Adamax),
-    "asgd": partial(from_class, torch.optim.ASGD),
-    "nadam": partial(from_class, torch.optim.NAdam),
-    "radam": partial(from_class, torch.optim.RAdam),
-    "rmsprop": partial(from_class, torch.optim.RMSprop),
-    "rprop": partial(from_class, torch.optim.Rprop),
-}
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adamw": adamw}
+for name in CLASSES.split():
+    OPTIMIZERS[name.lower()] = partial(from_class, getattr(torch.optim, name))
 
 
 def linear_weights(model: nn.Module) -> set[Tensor]:

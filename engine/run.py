@@ -60,8 +60,6 @@ class Run(AbstractContextManager["Run"]):
         self.path = Path(config.run.dir)
         self.checkpoints = self.path / "checkpoints"
         self.resumed_from: Path | None = None  # the checkpoint from which this start continues
-        # Whether the folder has no checkpoint of its own: `resumed_from` is None or another run's
-        self.is_first_start = True
         self.finished_summary: dict[str, Any] | None = None  # if an earlier start finished it
         self.metadata: dict[str, Any] = {}  # stored in each checkpoint
         self.stop_step = 0  # where training ends
@@ -83,13 +81,10 @@ class Run(AbstractContextManager["Run"]):
         given = self.config.checkpoint.resume
         self._found = self.world.on_rank_0(self._own_checkpoints)
         if self._found:
-            self.is_first_start = False
             self.resumed_from, self._stored = checkpoint.load_newest(self._found)
-            # The same command again resumes: `_continue` notes with what the first start began.
-            history = self._stored["state"].get("history", [])
-            began = any(line.endswith(f" with {given}") for line in history)
-            if given != "auto" and not began:
-                wrong = f"{self.path} holds a run that began without it"
+            before = self._stored["config"].get("checkpoint.resume")
+            if given not in ("auto", before):
+                wrong = f"{self.path} holds a run that was started without it"
                 ours = self.resumed_from.name
                 cure = f"leave the key out to resume from {ours}, or give a run.name"
                 raise UserError(f"checkpoint.resume={given}", wrong, cure)
@@ -139,7 +134,7 @@ class Run(AbstractContextManager["Run"]):
         changes |= changed_keys(now | self._stored["config"], now)
         refuse_changes(path, changes, accept=self.config.checkpoint.accept_changes)
         _load_state(state, path, self._stored)
-        if self.is_first_start:
+        if path not in self._found:
             state.forget_validations()  # the best checkpoint is in another folder
             given = self.config.checkpoint.resume
             state.history.append(f"began at step {state.step:,} with {given}")

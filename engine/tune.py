@@ -34,9 +34,9 @@ WINDOW_SECONDS = 2.0  # of log rows that are judged together
 AVERAGED_WINDOWS = 5  # windows with the same number of workers; one is accurate to about 5 %
 MIN_GAIN = 0.015  # a gain of images/s, or a wait, that is worth another number of workers
 MARGIN = 1.15  # supply over demand: batches come unevenly
-SPARE_SUPPLY = 1.3  # workers beyond this many times the demand with its margin are given up
 MAX_CORRECTION = 2.0
 NOISE = 0.05  # two windows of an equal step differ by less
+SPARE_SUPPLY = 1.3  # workers beyond this many times the demand with its margin are given up
 SLOW_STEP = 0.95  # share of its rate alone; below it, workers may take the step's cores
 TRIED_PART = 8  # then one of eight workers is taken away to see whether the step gets faster
 # Two changes come close to the best number. Later ones need a predicted gain of PATIENCE over the
@@ -187,7 +187,8 @@ class Tuner:
         if num_modes == 1 or share >= ENOUGH_ON_CPU:
             return modes[0]
         second = self.measure_mode(modes[1], first_step)
-        return modes[1] if self.smallest_share(second.rate) > share else modes[0]
+        shares = {modes[0]: share, modes[1]: self.smallest_share(second.rate)}
+        return max(shares, key=shares.__getitem__)
 
     def smallest_share(self, rate: float) -> float:
         """Return images/s over those of the step, on the rank where it is smallest. Collective."""

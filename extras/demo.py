@@ -198,7 +198,7 @@ def _rotate(x: Plane, y: Plane, rng: Generator) -> tuple[Plane, Plane]:
 
 def demo(data: DataConfig, train: Compose, val: Compose, options: Options) -> Splits:
     """Draw the images unless they are there. Raises UserError if data.root holds other files."""
-    draw_dataset(Path(data.root or "").expanduser())
+    draw_dataset(Path(data.root or ""))
     return folder(data, train, val, options)
 
 

@@ -20,6 +20,13 @@ Column = npt.ArrayLike  # also a tensor on the CPU
 Counts = npt.NDArray[np.int64]  # [classes]
 
 
+def macro_recall(label: Column, prediction: Column) -> float:
+    """Return the mean over classes with images of their top-1, also called balanced accuracy."""
+    hits, images, _ = _by_class(label, prediction)
+    present = images > 0
+    return _mean_ratio(hits[present], images[present])
+
+
 def macro_precision(label: Column, prediction: Column) -> float:
     """Return the mean over classes of the share of correct ones among the class's predictions."""
     hits, _, predictions = _by_class(label, prediction)
@@ -86,6 +93,7 @@ def _mean_ratio(part: Counts, whole: Counts) -> float:
 
 PERCENT = partial(Metric, ".2f", " %", console=False)
 METRICS = {
+    "macro_recall": PERCENT(compute=macro_recall, inputs=("label", "prediction")),
     "macro_precision": PERCENT(compute=macro_precision, inputs=("label", "prediction")),
     "macro_f1": PERCENT(compute=macro_f1, inputs=("label", "prediction")),
     "ece": PERCENT(compute=calibration_error, inputs=("top1", "confidence"), lower_is_better=True),

@@ -58,6 +58,13 @@ def parameter(check: Check, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"check": check})
 
 
+def draw_interpolation(choice: str, rng: random.Random) -> str:
+    """Return bilinear or bicubic for `random`, else the choice itself."""
+    if choice != "random":
+        return choice
+    return "bicubic" if rng.random() < 0.5 else "bilinear"
+
+
 @dataclass(kw_only=True)
 class RandomResizedCrop:
     """Scale a region of random area and aspect ratio to a square (Inception, arXiv 1409.4842)."""
@@ -71,9 +78,7 @@ class RandomResizedCrop:
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         box = self.box(*picture.size, rng)
-        interpolation = self.interpolation
-        if interpolation == "random":
-            interpolation = INTERPOLATIONS[int(rng.random() < 0.5)]
+        interpolation = draw_interpolation(self.interpolation, rng)
         return picture.resized((self.size, self.size), box, interpolation=interpolation, quick=True)
 
     def box(self, width: int, height: int, rng: random.Random) -> Box:

@@ -110,7 +110,7 @@ def choose_decode_modes(config: Config, dataset: Dataset, stored: str | None) ->
     choices = ("auto", *DECODERS, *modes)
     if name not in choices:
         cure = f"give one of {', '.join(choices)}{did_you_mean(name, choices)}"
-        raise UserError(f"loader.decoder={name}", "there is none here", cure)
+        raise UserError(f"loader.decoder={name}", "there is no such decoder on this device", cure)
     if name == "auto":
         if stored is None:
             return modes

@@ -89,7 +89,7 @@ def column(rows: Sequence[object], name: str) -> list[Any]:
 
 
 def mean_of(rows: Sequence[StepTimes]) -> StepTimes:
-    """Average rows, weighted by their seconds; what is no average is that of the last one."""
+    """Average rows, weighted by their seconds; what is no number is that of the last one."""
     seconds = column(rows, "seconds")
     values: dict[str, Any] = {}
     for name, kind in StepTimes.__annotations__.items():
@@ -162,15 +162,19 @@ class StepClock:
 
     def skip(self) -> None:
         """Leave out the time since the end of the last step, or the beginning of this one."""
-        self._idle = self.now()
+        now = self.now()
+        self._idle = now
         if self._current is not None:
-            self._current.idle = self._current.begin = self._current.ready = self._idle
+            self._current.idle = now
+            self._current.begin = now
+            self._current.ready = now
 
     def begin_step(self, events: BatchEvents) -> None:
         """Begin the step of a batch, once the current stream waits for its copy."""
         events.drained = self.cuda and self._idle.query()
         events.idle = self._idle
-        events.begin = events.ready = self.now()
+        events.begin = self.now()
+        events.ready = events.begin
         self._current = events
 
     def ranks_ready(self) -> None:
@@ -183,7 +187,8 @@ class StepClock:
         Taking the next batch does the same.
         """
         if self._current is not None:
-            self._idle = self._current.end = self.now()
+            self._idle = self.now()
+            self._current.end = self._idle
             self._unread.append(self._current)
             self._current = None
 
@@ -203,7 +208,8 @@ class StepClock:
             steps: how many, at most those that have ended.
             skip: leave as many of them out of the figures, but not the last one.
         """
-        events, self._unread = self._unread[:steps], self._unread[steps:]
+        events = self._unread[:steps]
+        del self._unread[:steps]
         events[-1].end.synchronize()
         events = events[min(skip, len(events) - 1) :]
 

@@ -244,8 +244,7 @@ def load_found(load: Any, place: str | os.PathLike[str], key: str) -> Index:
     if load is None:
         path = Path(os.path.abspath(place))
         names = sorted(other.name for other in path.parent.glob("[!.]*"))
-        others = f"files and folders beside it ({len(names):,}): {', '.join(names[:5])}"
-        wrong = f"there is no such folder, .tar or .csv file; {others}"
+        wrong = "there is no such folder, .tar or .csv file"
         cure = "give the splits with data.train and data.val, or hold out data.val_fraction=0.2"
         raise UserError(f"{key}={place}", wrong, cure + did_you_mean(path.name, names))
     index = load(key)

@@ -307,10 +307,9 @@ def _check_end(file: BinaryIO, at: int, stop: int) -> None:
     """
     file.seek(at)
     rest = file.read(min(stop - at, PADDING + 1))
-    length = max(len(rest), 2 * BLOCK)
-    length = min(length, PADDING)
-    if rest != bytes(length):
-        raise ValueError("no header and no end, which is two blocks of zeros and nothing behind")
+    has_length_of_end = 2 * BLOCK <= len(rest) <= PADDING
+    if not has_length_of_end or rest.strip(b"\0"):
+        raise ValueError("no header and no end, two blocks of zeros with nothing after them")
 
 
 def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:

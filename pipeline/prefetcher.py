@@ -49,7 +49,7 @@ class MixingSlot(DeviceSlot):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # So many numbers are used for a batch that can be captured; -1 once one has been.
+        # So many numbers are used for a batch that can be captured.
         self.numbers_needed = len(self.image_names) * len(self.transforms.transforms)
         self._graph: Any = None
         self._unmixed: dict[str, Tensor] = {}  # fields of the newest batch without a graph
@@ -80,10 +80,10 @@ class MixingSlot(DeviceSlot):
         In the thread that captures the step: two captures at a time disturb each other. `pool`:
         memory for intermediate results, of graphs that run one after another.
         """
-        if len(self._used) != self.numbers_needed:
+        if self._graph is not None or len(self._used) != self.numbers_needed:
             return
-        self.numbers_needed = -1
-        fields, self._numbers = self._unmixed, self._used
+        fields = self._unmixed
+        self._numbers = self._used
         graph = torch.cuda.CUDAGraph()
         # A replay writes the seed of its generator to the device, where the step may be reading it
         # for dropout: this graph, which draws nothing there, gets a generator of its own.

@@ -41,7 +41,7 @@ def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str)
     """
     if data.root is None:
         return
-    root = Path(data.root).expanduser()
+    root = Path(data.root)
     splits = [root / data.train, root / data.val]
     if held_out(data) and not find_storage(splits[0]):
         splits.append(root)  # it holds the class folders itself
@@ -55,8 +55,8 @@ def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str)
 
 def load_splits(data: DataConfig) -> tuple[Index, Index]:
     """Find and scan the images of both splits. Raises UserError for wrong content."""
-    assert data.root is not None, "compose refuses it"
-    root = os.path.expanduser(data.root)
+    assert data.root is not None, "conf/cli.py refuses it"
+    root = data.root
     held = held_out(data)
     if held is not None:
         index = _load_undivided(root, data, held)

@@ -39,8 +39,9 @@ def starting_children() -> Iterator[None]:
     """
     multiprocessing.set_forkserver_preload(["pipeline.worker"])  # once for all workers
     main: Any = sys.modules["__main__"]
-    hidden = {"__file__": None, "__spec__": None} | vars(main)
-    vars(main).pop("__file__", None)
+    file = getattr(main, "__file__", None)
+    spec = getattr(main, "__spec__", None)
+    main.__file__ = None
     main.__spec__ = None
     # Python 3.11 does not tell the forkserver where the program's modules are.
     given = os.environ.get("PYTHONPATH", "")
@@ -56,4 +57,5 @@ def starting_children() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.environ["PYTHONPATH"] = given  # empty: as if it were not set
-        main.__file__, main.__spec__ = hidden["__file__"], hidden["__spec__"]
+        main.__file__ = file
+        main.__spec__ = spec

@@ -41,10 +41,9 @@ from PIL import Image
 import train
 from conf.errors import RunError, UserError, describe
 from conf.schema import Config
-from engine.compute import Compute, choose_compute
+from engine.compute import Compute
 from engine.distributed import World, resolve_device
 from engine.log.plan import planned, setup_notes
-from engine.schedule import make_schedule
 from pipeline import decode
 from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
@@ -74,7 +73,9 @@ class Row:
     details: tuple[str, ...] = ()  # lines to list, mostly files
 
 
-ok, warn, fail = (partial(Row, status) for status in ("ok", "warn", "fail"))
+ok = partial(Row, "ok")
+warn = partial(Row, "warn")
+fail = partial(Row, "fail")
 
 
 @dataclass
@@ -140,7 +141,7 @@ def listed(name: str, index: Index) -> Iterator[Row]:
 def list_apart(case: Case) -> Iterator[str]:
     """List each split by itself; yield what training refuses about it."""
     config = case.config.data
-    root = Path(config.root or "").expanduser()
+    root = Path(config.root or "")
     splits = {"train": config.train, "val": config.val}
     if held_out(config):
         del splits["val"]
@@ -330,16 +331,12 @@ def plan(case: Case) -> Iterator[Row]:
     device = resolve_device(case.config.train.device)
     world = World(0, 1, 1, device)
     config = case.config = train.resolve_config(case.config, world)
-    # Again, with loader.decoder, which depends on the device, and what train.prepare has changed.
-    datasets = build_datasets(config, device)
-    schedule = make_schedule(config, len(datasets.train), world)
-    case.compute = choose_compute(config, datasets, schedule, device)
-    train.build_loss(config, datasets, case.compute)
-    # Refuses weights that do not exist or do not fit; downloads published ones.
-    train.build_state(config, datasets, case.compute, world)
-    for note in setup_notes(config, datasets, world):
+    # Refuses what a training refuses; downloads published weights.
+    parts = train.build_parts(config, world, {})
+    case.compute = parts.compute
+    for note in setup_notes(config, parts.datasets, world):
         yield warn(note, "training still starts")
-    yield from map(ok, planned(datasets, schedule, case.compute))
+    yield from map(ok, planned(parts.datasets, parts.schedule, parts.compute))
 
 
 def disk(case: Case) -> Iterator[Row]:

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf.errors import UserError
-from conf.schema import Config, DataConfig, override_keys
+from conf.schema import DataConfig, override_keys
 from scripts.lib.options import OUT, Parser, parse_paths
 
 
@@ -52,7 +52,7 @@ from torch import Tensor, nn
 import train
 from conf.cli import require_root
 from engine.checkpoint import provenance
-from engine.compute import autocast, choose_precision, dtype_of, set_up_kernels
+from engine.compute import autocast, choose_precision, device_name, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
 from engine.files import write_json
 from engine.log.console import say
@@ -155,7 +155,7 @@ def evaluate_checkpoint(
         feed.for_validation(),
         autocast(device.type, precision),
     ):
-        (validation,) = evaluate([model], measure, batches_of(feed, config, world), world)
+        (validation,) = evaluate([model], measure, batches_of(feed, trained, world), world)
     values = validation.values(metrics)
     rows = validation.rows
     if real is not None:
@@ -171,7 +171,7 @@ def evaluate_checkpoint(
         "val_size": datasets.val_image_size,
         "flip": flip,
         "precision": precision,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": device_name(device),
         "data": config.data.root,
         "split": config.data.val,
         "classes": len(datasets.classes),
@@ -180,9 +180,11 @@ def evaluate_checkpoint(
     return Evaluated(trained, values, rows, datasets, classes, summary)
 
 
-def batches_of(feed: Feed, config: Config, world: World) -> Iterator[Batch]:
+def batches_of(feed: Feed, trained: Trained, world: World) -> Iterator[Batch]:
     """Yield the batches in the parts that the run has validated: the last digits depend on it."""
-    parts = make_schedule(config, config.loader.batch_size, world).num_micro_batches
+    config = trained.config
+    identity = trained.stored.get("identity", {})
+    parts = make_schedule(config, config.loader.batch_size, world, identity).num_micro_batches
     batches = feed.val.batches(0, feed.num_val_batches)
     if world.is_main:
         batches = with_progress(batches, feed.num_val_batches, "batches")
@@ -224,7 +226,7 @@ def data_for(data: DataConfig, typed: Container[str]) -> DataConfig:
 
 
 def root_of(data: DataConfig) -> Path:
-    return Path(data.root or "").expanduser().resolve()
+    return Path(data.root or "").resolve()
 
 
 def images_of(data: DataConfig) -> Images:
@@ -297,17 +299,18 @@ def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
 
     The file is real.json of arXiv 2006.07159. Raises UserError if an image has no list or several.
     """
-    lists = read_json(path, f"--real {path}", "give real.json of the paper's authors")
-    count = list(map(type, lists)).count(list)
-    paths = map(dataset.name, range(len(dataset)))
-    names = list(map(os.path.basename, paths))
+    cure = "give real.json of the paper's authors"
+    lists = read_json(path, f"--real {path}", cure)
+    if not isinstance(lists, list) or {*map(type, lists)} != {list}:
+        raise UserError(f"--real {path}", "is not a list of lists", cure)
+    names = [os.path.basename(dataset.name(index)) for index in range(len(dataset))]
     in_order = sorted(set(names))
-    if not count == len(lists) == len(in_order) == len(names):
+    if len(lists) != len(names) or len(in_order) != len(names):
         images = f"{len(names):,} images with {len(in_order):,} different names"
-        wrong = f"has {count:,} lists for {images}"
+        wrong = f"has {len(lists):,} lists for {images}"
         raise UserError(f"--real {path}", wrong, "give one for each")
     labels = dict(zip(in_order, lists, strict=True))
-    return list(map(labels.__getitem__, names))
+    return [labels[name] for name in names]
 
 
 def top1_real(predictions: list[int], places: list[int], labels: list[list[int]]) -> float:

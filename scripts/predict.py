@@ -59,7 +59,7 @@ from conf import cli
 from conf.errors import UnreadableError, UserError, describe
 from conf.named import import_object
 from conf.schema import override_keys
-from engine.compute import autocast, choose_precision, dtype_of
+from engine.compute import autocast, choose_precision, dtype_of, set_float32_precision
 from engine.distributed import resolve_device
 from engine.files import json_text
 from models.weights import head_of
@@ -76,7 +76,6 @@ from scripts.lib.trained import Trained, open_trained, run_main
 # Images. Larger batches are slower: their memory is mapped anew (120 of ResNet-50: 8.2 s, 32: 9.4).
 CPU_BATCH = 8
 BATCHES_AHEAD = 2  # that are being decoded, behind the batch that the model gets next
-MATMUL = {"fp32": "highest"}  # precision -> that of products in float32; "high" of others
 PRINTED_AS = {"probability": "predictions"}  # value of train.predictions -> name in the output
 
 
@@ -149,10 +148,9 @@ class Predictor:
         )
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
         self.precision = choose_precision(config.train.precision, device)
-        # As engine.compute.set_up_kernels, without deterministic algorithms: choosing them imports
-        # torch._inductor, which takes 1 s, and batches of several sizes are not worth measuring.
-        torch.set_float32_matmul_precision(MATMUL.get(self.precision, "high"))
-        torch.backends.cudnn.allow_tf32 = self.precision != "fp32"
+        # Not set_up_kernels: choosing deterministic algorithms imports torch._inductor, which takes
+        # 1 s, and batches of several sizes are not worth measuring.
+        set_float32_precision(self.precision)
         self.model = trained.build(device)
         self.last_input: list[Tensor] | None = None
         if features:

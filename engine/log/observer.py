@@ -94,7 +94,9 @@ def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str,
         name, parameters = split_entry(entry, "log.observers")
         observer = import_object(name, "log.observers")
         if not hasattr(observer, "evaluated"):
-            raise UserError(f"log.observers={name}", "is no engine.log.observer.Observer")
+            raise UserError(
+                f"log.observers={name}", "is not a subclass of engine.log.observer.Observer"
+            )
         require_call(observer, f"log.observers={name}", None, **parameters)
         observers.append((name, observer, parameters))
     return observers

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from engine.checkpoint import file_name
-from engine.compute import Compute
+from engine.compute import Compute, device_name
 from engine.files import write_json
 from engine.log import console
 from engine.log.observer import Observer, named_observers
@@ -228,7 +228,7 @@ class RunLog:
             "seconds": time.monotonic() - started,
             "seconds_to_first_step": self._began - started,
             **self._speed(),
-            "device": self.compute.name,
+            "device": device_name(self.compute.device),
             "made_by": self.run.metadata["made_by"],
             "training_images": self.run.metadata["identity"]["data.train"],
             "validation_images": self.run.metadata["identity"]["data.val"],

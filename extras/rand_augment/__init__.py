@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from conf.schema import FRACTION, NULL, each, number, one_of, whole
-from pipeline.augment import parameter
+from pipeline.augment import draw_interpolation, parameter
 from pipeline.decode import INTERPOLATIONS, Picture
 
 
@@ -196,12 +196,13 @@ class RandAugment:
         value = number_of(name, sign * strength, size, self.operations)
         if name not in MATRICES:
             return Operation(name, value)
-        interpolation = self.interpolation
-        if interpolation == "random":
-            interpolation = INTERPOLATIONS[rng.random() < 0.5]
-        red, green, blue = [self.fill] * 3 if isinstance(self.fill, int) else self.fill
-        fill = red | green << 8 | blue << 16  # a colour as Pillow's whole number
-        return Operation(name, value, Image.Resampling[interpolation.upper()], fill)
+        resampling = Image.Resampling[draw_interpolation(self.interpolation, rng).upper()]
+        levels = self.fill
+        if isinstance(levels, int):
+            levels = (levels, levels, levels)
+        red, green, blue = levels
+        fill = red + 256 * green + 256**2 * blue  # a colour as Pillow's whole number
+        return Operation(name, value, resampling, fill)
 
     def _strength(self, rng: random.Random) -> float:
         if self.magnitude is None:

@@ -21,7 +21,7 @@ from conf.errors import UserError
 from conf.named import import_object
 from conf.schema import Config, ModelConfig, override_keys
 from engine import checkpoint
-from engine.compute import choose_precision, count_flops
+from engine.compute import can_rewrite, choose_precision, count_flops
 from engine.memory import explain_limit
 from models.weights import head_of
 from models.zoo import RGB
@@ -105,7 +105,7 @@ class Trained:
         """Return whether the run has replaced layers, as on a GPU in bf16, and this is one."""
         rewritten = self.stored.get("model_input", {}).get("rewrites_layers")
         precision = choose_precision(self.config.train.precision, device)
-        return (rewritten, device.type, precision) == (True, "cuda", "bf16")
+        return bool(rewritten) and can_rewrite(device, precision)
 
     def _model(self) -> nn.Module:
         return models.build(

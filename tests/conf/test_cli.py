@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from subprocess import PIPE
 from unittest.mock import Mock, patch
@@ -15,7 +16,7 @@ import yaml
 
 from conf import cli
 from conf.compose import from_overrides
-from conf.overrides import SECTIONS
+from conf.overrides import PATH_KEYS, SECTIONS
 from conf.schema import FIELDS, FOLDER, Config, config_values, group_names, sentences
 from tests.conf.refused import DATA
 from tests.helpers.processes import (
@@ -129,7 +130,7 @@ def test_cfg_job_prints_yaml(capsys):
 
 
 PATHS = ["/data/ü b", "/d/(2012)", "/d/a=b", "/d/[x", "/d/{x}", "/d/#1", "/d/it's", "/d/a,b"]
-PATHS += ["1.10", "1_2", "1e5", "007", "true", "2026_07_01", "nan", "/d/x\\", "/d/\\'x", "~/%$ x"]
+PATHS += ["1.10", "1_2", "1e5", "007", "true", "2026_07_01", "nan", "/d/x\\", "/d/\\'x", "/%$ x"]
 PATHS += ["os:system", "/日本", "/macOS 9.41\u202fAM\xa0(1)", "/not-UTF-8/\udce9"]
 
 
@@ -137,3 +138,9 @@ PATHS += ["os:system", "/日本", "/macOS 9.41\u202fAM\xa0(1)", "/not-UTF-8/\udc
 def test_a_path_is_taken_literally(path):
     config = from_overrides([f"data.root={path}", f"run.dir=/x{path}", f"data.train={path}"])
     assert (config.data.root, config.run.dir, config.data.train) == (path, f"/x{path}", path)
+
+
+def test_the_home_folder_in_a_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = from_overrides([f"{key}=~/a" for key in PATH_KEYS])
+    assert {attrgetter(key)(config) for key in PATH_KEYS} == {"/home/ada/a"}

@@ -77,7 +77,7 @@ def test_compiled_blocks_are_not_compiled_again_for_a_validation():
     compiler = Mock(side_effect=lambda graph, examples: graph)
     block = nn.Flatten()
     block.compile(backend=compiler)
-    with Compute(CPU, "cpu", "fp32", False, "blocks", None, (3, 8, 8), 0, 0).for_validation():
+    with Compute(CPU, "fp32", False, "blocks", None, (3, 8, 8), 0, 0).for_validation():
         block(torch.zeros(2, 3))
     compiler.assert_not_called()
     block(torch.zeros(2, 3))

@@ -15,8 +15,10 @@ from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from engine.run import FIXED, changed_keys, refuse_changes
 from tests.engine.run_dirs import (
+    CONFIG,
     IDENTITY,
     add_checkpoint,
+    content_of,
     directory,
     open_run,
     resume_with,
@@ -77,7 +79,9 @@ def test_new_run_starts_from_a_path(run, tmp_path):
     for folder in (run, run / "checkpoints"):
         assert open_run(branch, str(folder)) == twenty
     assert open_run(branch, str(ten)) == ten  # as if it was killed before its first checkpoint
-    own = add_checkpoint(branch, 15, history=[f"began at step 10 with {ten}"])
+    begun = {**CONFIG, "checkpoint.resume": str(ten)}
+    content = {**content_of(15, state_of(15).state_dict()), "config": begun}
+    own = checkpoint.save(branch / "checkpoints", content, keep=9)
     ten.rename(tmp_path / "elsewhere.pt")  # as if its run had removed it
     assert open_run(branch, str(ten)) == own  # the same command resumes
     check_refused(r"checkpoint\.resume=.*/branch holds a run", branch, branch, str(twenty))

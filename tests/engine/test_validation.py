@@ -2,18 +2,15 @@
 
 import copy
 import math
-import warnings
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
-from sklearn.metrics import balanced_accuracy_score
 from torch import Tensor, nn
 
 from conf.schema import Config, TrainConfig
 from engine.classifier import accuracy
-from engine.metrics import Metrics, macro_recall
+from engine.metrics import Metrics
 from engine.validation import evaluate
 from models.resnet import resnet_tiny
 from pipeline.batch import Batch
@@ -126,25 +123,12 @@ def test_hits_of_odd_rows(logits, labels, expected):
     assert tuple(value.sum().item() / 100 for value in found.values()) == expected
 
 
-@pytest.mark.parametrize("shares", [[1, 1, 1, 1], [1000, 100, 10, 1], [3, 0, 1, 1], [1]])
-def test_macro_recall_is_scikit_learns(shares):
-    """A prediction of NaN, -1, is wrong."""
-    rng = np.random.default_rng(0)
-    label = rng.choice(len(shares), 500, p=np.array(shares) / sum(shares))
-    prediction = np.where(rng.random(500) < 0.5, label, rng.integers(-1, len(shares), 500))
-    with warnings.catch_warnings(action="ignore"):  # a class that is predicted has no images
-        recall = balanced_accuracy_score(label, prediction)
-    found = macro_recall(torch.from_numpy(label), torch.from_numpy(prediction))
-    assert found == pytest.approx(100 * recall)
-
-
 def test_rows_that_are_no_values():
     """The images are the logits; a value of a classifier with two classes may need `score`."""
     logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])
     batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
     (found,) = evaluate([nn.Flatten()], measure, [batch], ALONE)
     values, rows = found.values(METRICS), found.rows
-    assert values["macro_recall"] == pytest.approx(100 * (1 / 3 + 1) / 2)
     assert {"loss", "top1"} <= values.keys()
     assert {"confidence", "score", "prediction", "label"} <= rows.keys() - values.keys()
     confidence = logits[:4, 0].softmax(1).amax(1)

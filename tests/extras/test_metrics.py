@@ -1,6 +1,7 @@
 """Metrics of all rows of a split: scikit-learn's on random predictions."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -11,7 +12,14 @@ from torch import nn
 from conf.schema import Config, LogConfig
 from engine.metrics import Metrics
 from engine.validation import evaluate
-from extras.metrics import METRICS, calibration_error, macro_f1, macro_precision, roc_auc
+from extras.metrics import (
+    METRICS,
+    calibration_error,
+    macro_f1,
+    macro_precision,
+    macro_recall,
+    roc_auc,
+)
 from tests.engine.plans import ALONE
 from tests.helpers.batches import batch_of, toy_values
 from tests.helpers.results import rows
@@ -37,6 +45,9 @@ def test_macro_means_are_scikit_learns(case):
     columns = torch.from_numpy(label), torch.from_numpy(prediction)
     precision = sklearn.precision_score(label, prediction, **average)
     assert macro_precision(*columns) == pytest.approx(100 * precision)
+    with warnings.catch_warnings(action="ignore"):  # a class that is predicted has no images
+        recall = sklearn.balanced_accuracy_score(label, prediction)
+    assert macro_recall(*columns) == pytest.approx(100 * recall)
     assert macro_f1(*columns) == pytest.approx(100 * sklearn.f1_score(label, prediction, **average))
 
 
