@@ -14,13 +14,11 @@ import os
 import shlex
 import signal
 import sys
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
-from statistics import mean, stdev
 from subprocess import DEVNULL, Popen
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hydra import initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -33,15 +31,10 @@ from conf.cli import require_root
 from conf.compose import from_overrides, to_yaml
 from conf.errors import UserError
 from conf.named import ROOT
-from conf.overrides import read_overrides
+from conf.overrides import TEXT_KEYS, read_overrides
 from conf.schema import Config
 from conf.start import handle_stops, stop_with_parent
 
-if TYPE_CHECKING:
-    from engine.metrics import Metrics  # imports torch
-
-MAX_JOBS = 10_000
-REPEATS = ("data.val_fold", "train.seed")  # the table ends with the mean over their values
 WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
 OPTUNA = "hydra/sweeper=optuna"  # minimises by default
 
@@ -83,12 +76,12 @@ class Sweep:
         settings: list[str] = []
         swept: dict[str, str] = {}
         self.columns: dict[str, list[str]] = {}
-        for word in words:
-            key, values = _key(word), _values(word)
+        for key, word in {_key(word): word for word in words}.items():  # the last of equal keys
+            values = _values(word)
             if key.startswith(("hydra.", "hydra/")):
                 settings.append(word)
             elif values:
-                self.columns[key] = [f"{key}={value}" for value in values]
+                self.columns[key] = [_unescaped(f"{key}={value}") for value in values]
                 swept[key] = f"++{word.lstrip('+')}"  # to Hydra, each key is new
             else:
                 fixed.append(word)
@@ -96,10 +89,8 @@ class Sweep:
         self.settings = [*settings, *swept.values()]  # of Hydra
         self.has_plugin = any(word.startswith("hydra/sweeper=") for word in settings)
         jobs = itertools.product(*self.columns.values())
-        most = 1 if self.has_plugin else MAX_JOBS + 1
+        most = 1 if self.has_plugin else None
         self.jobs: list[Overrides] = [*itertools.islice(jobs, most)]
-        if len(self.jobs) > MAX_JOBS:
-            raise UserError("-m", f"more than {MAX_JOBS:,} jobs", "give fewer values")
         read_overrides(itertools.chain(*self.columns.values()))
         folders = {self.config(job).run.dir for job in self.jobs}
         if len(folders) < len(self.jobs):
@@ -129,6 +120,10 @@ class Sweep:
         settings = ["hydra.mode=MULTIRUN", *self.settings]
         if OPTUNA in settings:
             settings.insert(0, "hydra.sweeper.direction=maximize")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.has_plugin:  # else, the jobs are not known
+            runs = [os.path.relpath(self.config(job).run.dir, self.folder) for job in self.jobs]
+            (self.folder / "runs.txt").write_text("\n".join([*runs, ""]), "utf-8")  # for report.py
         try:
             with initialize_config_module("hydra.conf", version_base="1.3"):
                 hydra: Any = GlobalHydra.instance().hydra
@@ -139,7 +134,7 @@ class Sweep:
         return 0 if self.has_plugin else self._print_table()
 
     def _print_table(self) -> int:
-        """Print the best value of each job, and means over REPEATS; return 0 if all finished."""
+        """Print the best value of each job; return 0 if all have finished."""
         from engine.metrics import Metrics  # imports torch
 
         metrics = Metrics.of(self.config(self.jobs[0]))
@@ -153,32 +148,19 @@ class Sweep:
             value = results[job].value
             text = "no result" if value is None else f"{value:9{form}}"
             print(f"{text}  {' '.join(map(str.ljust, job, widths))}".rstrip())
-        self._print_means(results, metrics)
-        self.folder.mkdir(parents=True, exist_ok=True)  # with another hydra.sweep.dir
-        folders = [os.path.relpath(self.config(job).run.dir, self.folder) for job in best_first]
-        (self.folder / "runs.txt").write_text("\n".join([*folders, ""]), "utf-8")  # for report.py
         print(f"report    python scripts/report.py {shlex.quote(str(self.folder))}")
         return int(any(result.status != "finished" for result in results.values()))
-
-    def _print_means(self, results: Mapping[Overrides, Result], metrics: "Metrics") -> None:
-        """Print the means over REPEATS."""
-        groups: dict[Overrides, list[float]] = defaultdict(list)
-        for job, result in results.items():
-            if result.value is not None:
-                group = tuple(word for word in job if _key(word) not in REPEATS)
-                groups[group].append(result.value)
-        means = {group: mean(values) for group, values in groups.items()}
-        form = metrics[metrics.best_by].form
-        for group in sorted(means, key=means.__getitem__, reverse=not metrics.lower_is_better):
-            values = groups[group]
-            if len(values) > 1:
-                text = f"{means[group]:9{form}}  mean of {len(values)} best values"
-                spread = f"standard deviation {stdev(values):{form}}"
-                print("  ".join([f"{text}, {spread}", *group]))
 
 
 def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
+
+
+def _unescaped(override: str) -> str:
+    """Undo Hydra's escapes of spaces and colons in a text, which is taken as it is."""
+    if _key(override) in TEXT_KEYS:
+        return override.replace("\\", "")
+    return override
 
 
 def _values(text: str) -> list[str]:
@@ -190,7 +172,7 @@ def _values(text: str) -> list[str]:
         if override.is_interval_sweep():
             interval: Any = override.value()
             return [str(interval.start)]
-        return [*itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1)]
+        return [*override.sweep_string_iterator()]
     except HydraException:
         return []  # composing says what is wrong
 
@@ -207,12 +189,12 @@ def _run_job(script: str, fixed: Overrides, total: str, _: Any) -> float:
     The run itself finds out whether it has finished: its images may have changed.
     """
     name = f"job {HydraConfig.get().job.num + 1:,}{total}"
-    job = tuple(word.lstrip("+") for word in HydraConfig.get().overrides.task)
+    job = tuple(_unescaped(word.lstrip("+")) for word in HydraConfig.get().overrides.task)
     GlobalHydra.instance().clear()  # composing uses Hydra, too
     config = _config(fixed, job)
     print(f"{name}: {' '.join(job)}", flush=True)
-    command = [sys.executable, script, *fixed, *job, f"run.name={config.run.name}"]
-    status = _run_child(command)
+    run = [f"run.name={config.run.name}", f"run.dir={config.run.dir}"]  # ${now:} has a value
+    status = _run_child([sys.executable, script, *fixed, *job, *run])
     if status == 2:
         print(f"sweep stopped in {name}; correct the command")
         sys.exit(status)

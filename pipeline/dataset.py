@@ -188,8 +188,8 @@ class FolderDataset(Dataset):
         try:
             picture, others = self.load_undecoded(index, rng or sample_rng(self.seed, epoch, index))
             return {**self.image_fields(picture), **others}
-        except (UnreadableError, OSError) as error:  # of another file, such as a mask
-            raise UnreadableError(f"{self.name(index)}: {describe(error)}") from error
+        except UnreadableError as error:
+            raise UnreadableError(f"{self.name(index)}: {error}") from error
 
     def load_undecoded(self, index: int, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
         """Read a sample's file, and return its picture before it is decoded, and other fields.

@@ -34,6 +34,7 @@ import torch
 
 import train
 from conf import schema
+from conf.errors import UserError
 from conf.schema import Config
 from engine.distributed import World, join_world
 from engine.log.verdict import judge
@@ -59,6 +60,8 @@ class Stage(NamedTuple):
 def measure_stages(config: Config, *, only: Sequence[str], seconds: float) -> Iterator[Stage]:
     """Measure some of STAGES, in their order. Raises UserError if config or data are wrong."""
     with join_world(config.train.device) as world:
+        if world.size > 1:
+            raise UserError("torchrun", "this script measures one process", "start it without")
         config = for_measuring(train.resolve_config(config, world), world)
         parts = train.build_parts(config, world, {})
         if "loader" in only:

@@ -1,4 +1,4 @@
-"""Check the data, the config and the disk before a long training run.
+"""Check the data and the config before a long training run.
 
     python scripts/doctor.py data.root=/imagenet
     python scripts/doctor.py data.root=/imagenet --all > doctor.txt
@@ -25,7 +25,6 @@ import hashlib
 import logging
 import math
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -41,7 +40,6 @@ from PIL import Image
 import train
 from conf.errors import RunError, UserError, describe
 from conf.schema import Config
-from engine.compute import Compute
 from engine.distributed import World, resolve_device
 from engine.log.plan import planned, setup_notes
 from pipeline import decode
@@ -99,7 +97,6 @@ class Case:
     indexes: dict[str, Index] = field(default_factory=dict)  # of each split that has files
     is_refused: bool = False  # whether training refuses the images, which are checked nevertheless
     examined: dict[str, list[Examined]] = field(default_factory=dict)  # of each split
-    compute: Compute | None = None
 
 
 def data(case: Case) -> Iterator[Row]:
@@ -333,33 +330,9 @@ def plan(case: Case) -> Iterator[Row]:
     config = case.config = train.resolve_config(case.config, world)
     # Refuses what a training refuses; downloads published weights.
     parts = train.build_parts(config, world, {})
-    case.compute = parts.compute
     for note in setup_notes(config, parts.datasets, world):
         yield warn(note, "training still starts")
     yield from map(ok, planned(parts.datasets, parts.schedule, parts.compute))
-
-
-def disk(case: Case) -> Iterator[Row]:
-    """Check that run.dir can be written and has space for the checkpoints."""
-    folder = Path(case.config.run.dir).absolute()
-    while not folder.is_dir():
-        folder = folder.parent
-    if not os.access(folder, os.W_OK):
-        yield fail(f"{folder}: cannot be written", "give a run.dir with write permission")
-    if case.compute is not None:
-        yield space_for_checkpoints(folder, case.compute.parameters, case.config.checkpoint.keep)
-
-
-def space_for_checkpoints(folder: Path, parameters: int, keep: int) -> Row:
-    free = shutil.disk_usage(folder).free
-    # At most, in float32: the weights, their moving average and two moments of the optimiser.
-    size = 4 * 4 * parameters
-    number = keep + 2  # the best, and the one being written
-    missing = number * size - free
-    text = f"{folder}: {free / 1e9:,.1f} GB free; {number} checkpoints up to {size / 1e6:,.0f} MB"
-    if missing > 0:
-        return fail(text, f"free {missing / 1e9:,.1f} GB more, or lower checkpoint.keep")
-    return ok(text)
 
 
 # Later checks use results of earlier ones.
@@ -370,7 +343,6 @@ CHECKS = {
     "duplicates": duplicates,
     "colours": colours,
     "plan": plan,
-    "disk": disk,
 }
 
 

@@ -299,15 +299,13 @@ def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
 
     The file is real.json of arXiv 2006.07159. Raises UserError if an image has no list or several.
     """
-    cure = "give real.json of the paper's authors"
-    lists = read_json(path, f"--real {path}", cure)
-    if not isinstance(lists, list) or {*map(type, lists)} != {list}:
-        raise UserError(f"--real {path}", "is not a list of lists", cure)
-    names = [os.path.basename(dataset.name(index)) for index in range(len(dataset))]
+    lists = read_json(path, f"--real {path}", "give real.json of the paper's authors")
+    count = list(map(type, lists)).count(list)
+    names = list(map(os.path.basename, map(dataset.name, range(len(dataset)))))
     in_order = sorted(set(names))
-    if len(lists) != len(names) or len(in_order) != len(names):
+    if not count == len(lists) == len(in_order) == len(names):
         images = f"{len(names):,} images with {len(in_order):,} different names"
-        wrong = f"has {len(lists):,} lists for {images}"
+        wrong = f"has {count:,} lists for {images}"
         raise UserError(f"--real {path}", wrong, "give one for each")
     labels = dict(zip(in_order, lists, strict=True))
     return [labels[name] for name in names]

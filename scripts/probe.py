@@ -30,6 +30,7 @@ if __name__ == "__main__":
     OPTIONS = parser.parse_args()
 
 import json
+import warnings
 from functools import partial
 from typing import NamedTuple
 
@@ -67,6 +68,7 @@ def vote_weights(distances: np.ndarray) -> np.ndarray:
 
 def probe_features(train: Path, val: Path) -> int:
     try:
+        from sklearn.exceptions import ConvergenceWarning
         from sklearn.linear_model import LogisticRegression
         from sklearn.model_selection import GridSearchCV, ShuffleSplit
         from sklearn.neighbors import KNeighborsClassifier
@@ -81,18 +83,21 @@ def probe_features(train: Path, val: Path) -> int:
         raise UserError(str(val), wrong, "give images of the same classes")
     number = min(NEIGHBOURS, len(bank.folders))
     knn = KNeighborsClassifier(number, metric="cosine", weights=vote_weights)
-    knn.fit(*bank)
     choices = {"C": 10.0 ** np.arange(-6, 7)}  # of equally good ones, the smallest
     tenth = ShuffleSplit(1, test_size=0.1, random_state=0)
     linear = GridSearchCV(LogisticRegression(max_iter=1000), choices, cv=tenth)
-    linear.fit(*bank)
-    penalty = 1 / linear.best_params_["C"]
+    warnings.simplefilter("ignore", ConvergenceWarning)  # the module states the iterations
+    try:
+        knn.fit(*bank)
+        linear.fit(*bank)
+        knn_top1 = 100 * knn.score(*queries)
+        linear_top1 = 100 * linear.score(*queries)
+    except ValueError as error:  # scikit-learn: one class only, NaN, features of two models
+        raise UserError(f"{train}, {val}", str(error).partition("\n")[0]) from None
     num_train, num_val = len(bank.folders), len(queries.folders)
     print(f"{num_train:,} training, {num_val:,} validation images, {len(classes):,} classes")
-    top1 = 100 * knn.score(*queries)
-    print(f"top1 {top1:.2f} %  knn")
-    top1 = 100 * linear.score(*queries)
-    print(f"top1 {top1:.2f} %  linear, penalty {penalty:g}")
+    print(f"top1 {knn_top1:.2f} %  knn")
+    print(f"top1 {linear_top1:.2f} %  linear, penalty {1 / linear.best_params_['C']:g}")
     return 0
 
 

@@ -88,6 +88,8 @@ class Run:
             for name in SAMPLES & self.summary.keys():
                 self.keys[name] = self.summary[name]
         self.history = list(self.summary.get("history", []))  # changes of the config
+        self.keys["history"] = "; ".join(self.history)
+        self.keys["folds"] = self.keys.get("data.val_fold", "").partition("/")[2]
         self.units = ABOUT["units"] | self.summary.get("units", {})
         judged = read_json(folder / "verdict.json")  # of a run that goes on
         judged |= self.summary
@@ -186,16 +188,14 @@ def read_rows(folder: Path, split: str) -> Rows:
 
 def run_folders(folder: Path) -> list[Path]:
     """Return the run directories that a folder stands for. Raises UserError if there are none."""
-    listed = read_text(folder / "runs.txt")  # of a sweep
-    if listed:
-        return [folder / line for line in listed.splitlines()]
-    found = list(folder.glob("metrics.jsonl"))
-    found += folder.glob("*/metrics.jsonl")
+    listed = read_text(folder / "runs.txt").splitlines()  # of a sweep, also jobs without a run
+    folders = [folder / line for line in listed] or [folder, *folder.glob("*")]
+    found = [path for path in folders if (path / "metrics.jsonl").exists()]
     if not found:
         near = near_paths(str(folder), "runs")
         wrong = "no metrics.jsonl in it or below"
         raise UserError(str(folder), wrong, f"give a run directory{near}")
-    return [path.parent for path in found]
+    return found
 
 
 def read_each(paths: Iterable[Path], read: Callable, damaged: list[str]) -> list:
@@ -279,14 +279,20 @@ def draw(name: str, curves: Curves, unit: Any) -> dict:
 
 
 def curve(tables: list[Rows], name: str) -> tuple[Array, Array]:
-    """Return epochs and values of at most POINTS points: means over runs, then of neighbours."""
-    epochs = values = np.empty(0)
+    """Return epochs and values of at most POINTS points: means over runs, then of neighbours.
+
+    A point is a row: the same one of folds has a slightly different epoch.
+    """
+    places: Array = np.empty(0)
+    epochs, values = places, places
     for rows in tables:
         if name in rows:
+            places = np.append(places, np.arange(len(rows[name])))
             epochs = np.append(epochs, rows["epoch"])
             values = np.append(values, rows[name])
     known = np.isfinite(values)
-    epochs, places = np.unique(epochs[known], return_inverse=True)
+    _, places = np.unique(places[known], return_inverse=True)
+    epochs = means_by(places, epochs[known])
     values = means_by(places, values[known])
     places = np.arange(len(epochs)) // math.ceil(len(epochs) / POINTS)
     return means_by(places, epochs), means_by(places, values)
@@ -362,7 +368,7 @@ def write_report(options: argparse.Namespace) -> int:
         out = Path() if options.runs[1:] else options.runs[0]
     if out.is_dir():
         out /= "report.html"
-    if out.exists() and not out.is_file():
+    if out.exists() and not out.is_file():  # as root, /dev/null would become a page
         raise UserError(f"--out {out}", "not a regular file", "give another name")
     damaged: list[str] = []
     runs = read_runs(options.runs, damaged)

@@ -106,15 +106,6 @@ def test_validation_does_not_count_as_training(train_run, folder, monkeypatch, j
     check_not_trained(folder)
 
 
-def test_finished_run_is_not_changed(nine_steps, image_root, capfd):
-    folder, summary = nine_steps
-    before = tree(folder)
-    assert run(image_root, folder, BOARD) == summary
-    labels = [line.split()[0] for line in capfd.readouterr().out.splitlines()]
-    assert labels == "status result evaluate report curves predict".split()
-    assert tree(folder) == before
-
-
 def test_best_follows_top1(train_run, folder):
     """The checkpoint with the highest top1 is the best; a resumed run that is worse keeps it."""
     first = train_run("train.epochs=8", "checkpoint.keep=1")

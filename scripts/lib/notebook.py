@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import train as training
+from conf.cli import require_root
 from conf.compose import from_overrides
 from engine.distributed import join_world, resolve_device
 from scripts.evaluate import evaluate_checkpoint, with_config
@@ -14,7 +15,9 @@ from scripts.predict import Predictor, Result, find_files
 
 def train(*overrides: str) -> dict[str, Any]:
     """Train with the overrides of a command; return what summary.json holds."""
-    return training.train(from_overrides(overrides))
+    config = from_overrides(overrides)
+    require_root(config)
+    return training.train(config)
 
 
 def evaluate(checkpoint: str, *overrides: str) -> dict[str, float]:

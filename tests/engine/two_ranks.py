@@ -62,9 +62,7 @@ def check_tensors(world: World) -> None:
     assert model.weight[0] == world.rank + 7
 
 
-class ScaledNorm(nn.BatchNorm1d):
-    """Only its training scales."""
-
+class ScaledNorm(nn.BatchNorm1d):  # in training alone
     def forward(self, input: Tensor) -> Tensor:
         scale = self.weight if self.training else 1
         return scale * nn.functional.batch_norm(

@@ -27,7 +27,8 @@ NAME = "resnet50,data=fake"
         ("++optim.lr=1,2", ["1", "2"]),
         ("train.seed=range(4,0,-2)", ["4", "2"]),
         ("augment.batch=choice([],[{mixup: {alpha: 0.2}}])", ["[]", "[{mixup:{alpha:0.2}}]"]),
-        ("data.root=/a,/b c", ["/a", "/b\\ c"]),
+        ("data.root=/a,/b c", ["/a", "/b c"]),
+        ("optim.name=extras.muon:muon,sgd", ["extras.muon:muon", "sgd"]),
         ("model.weights=null,'/a,b.pth'", ["null", "'/a,b.pth'"]),
         ("model.weights=a/best.pt,b/best.pt", ["a/best.pt", "b/best.pt"]),
     ],
@@ -57,7 +58,6 @@ MISTAKES = {
     "optim.lr=0.1,-2": "optim.lr=-2: not allowed; give a number > 0",
     "model=glob(res*)": "model=glob(res*): no such model; give ",
     "optim.lr=1,2 run.dir=x": "such as 'run.name=NAME-${optim.lr}'",
-    "train.seed=range(0,10000000000)": "-m: more than 10,000 jobs",
     "optim.lr=1,2 data.root=gone": "data.root=gone: there is no folder or file /",
 }
 
@@ -94,6 +94,7 @@ if status == 0:
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(cli.to_yaml(config))
+    (folder / "metrics.jsonl").touch()
     summary = dict(status="finished", best_top1=50.0 + config.train.seed)
     (folder / "summary.json").write_text(json.dumps(summary))
 if status == "wait":
@@ -143,7 +144,7 @@ def sweep(folder: Path, outcomes: list[Any], *more: str) -> tuple[int, list[str]
 def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path):
     status, started, out = sweep(tmp_path, [0, 1, 0])
     assert (status, started) == (1, ["0", "1", "2"])
-    first, second, third = (NAME.replace(",", f",train.seed={seed},") for seed in range(3))
+    first, _, third = (NAME.replace(",", f",train.seed={seed},") for seed in range(3))
     (own,) = (tmp_path / "runs").glob("sweep,train.seed,*")
     assert "\njob 2 of 3: train.seed=1\n" in out
     assert out.partition("job 3 of 3: train.seed=2\n")[2].splitlines() == [
@@ -151,10 +152,9 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path):
         *("steps 1", "end"),
         "best top1, %, the best job first:",
         *("    52.00  train.seed=2", "    50.00  train.seed=0", "no result  train.seed=1"),
-        "    51.00  mean of 2 best values, standard deviation 1.41",
         f"report    python scripts/report.py runs/{own.name}",
     ]
-    assert [path.name for path in report.run_folders(own)] == [third, first, second]
+    assert [path.name for path in report.run_folders(own)] == [first, third]
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {first, third, own.name}
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "started", "outcomes", "runs"}
     # Each job starts again. A signal to a job ends the sweep, and so does a job that is refused.

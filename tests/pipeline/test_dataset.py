@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import os
 from pathlib import Path
-from typing import Any
 from unittest.mock import DEFAULT, Mock
 
 import numpy as np
@@ -18,7 +17,6 @@ from pipeline import index as module
 from pipeline.augment import Compose
 from pipeline.class_names import imagenet_names, readable
 from pipeline.dataset import FolderDataset
-from pipeline.decode import Picture
 from pipeline.index import ImageFolder, load_index
 from tests.helpers.stored import as_tar
 from tests.pipeline.loaders import crops, loaded
@@ -112,17 +110,6 @@ def test_transient_read_errors_are_retried(image_root, monkeypatch):
         read.side_effect = [*[error] * tries, b"content"]
         with pytest.raises(UnreadableError, match=error.strerror):
             dataset.read(0)
-
-
-class Masked(FolderDataset):
-    def targets(self, index: int, picture: Picture) -> dict[str, Any]:
-        return {"mask": Path("gone.png").read_bytes()}
-
-
-def test_a_mask_that_is_missing_is_an_unreadable_sample(image_root):
-    dataset = crops(image_root / "train", Masked)
-    with pytest.raises(UnreadableError, match=f"^{dataset.name(0)}: FileNotFoundError: .*gone.png"):
-        dataset.load(0, 0)
 
 
 def test_stale_container_is_opened_anew(image_root, tmp_path, monkeypatch):

@@ -20,9 +20,7 @@ from torch.distributed.run import get_args_parser
 from conf import cli
 from conf.compose import from_overrides
 from conf.overrides import SECTIONS, read_overrides
-from conf.schema import FIELDS, NAMES, Config, group_names
-from engine.log.console import header
-from engine.metrics import Metrics
+from conf.schema import FIELDS, NAMES, group_names
 from tests.helpers.processes import ROOT, needs_extras
 
 DOCS = ROOT / "docs"
@@ -191,24 +189,6 @@ def test_version_authors_and_address_are_the_same_everywhere():
     assert newest == (version, str(citation["date-released"]))
     assert (citation["version"], citation["authors"]) == (version, project["authors"])
     assert citation["repository-code"] == address
-
-
-def test_the_lock_of_extras():
-    """It pins the packages of its groups, and none that `make env` installs anyway."""
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
-    extras = pins("requirements-extras.lock")
-    words = groups["timm"] + groups["onnx"] + groups["s3"]
-    assert {word.partition(">=")[0] for word in words} <= extras
-    others = pins("requirements.lock") | pins("requirements-dev.lock")
-    assert extras.isdisjoint(others | pins("requirements-cuda.lock"))
-
-
-def pins(lock: str) -> set[str]:
-    return set(re.findall("^([a-z].*?)==", (ROOT / lock).read_text(), re.M))
-
-
-def test_the_columns_of_the_console_are_those_of_its_picture():
-    assert header(Metrics.of(Config())) in (DOCS / "console.svg").read_text(), "run `make pictures`"
 
 
 @needs_extras

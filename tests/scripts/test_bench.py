@@ -9,8 +9,11 @@ from tests.helpers.small_run import SMALL
 
 def test_stages_on_a_cpu(ranks, image_root):
     words = [*SMALL, "loader.workers=1", f"data.root={image_root}", "--seconds", "0.05"]
-    done = ranks.run([sys.executable, bench.__file__, *words], 1)
+    command = [sys.executable, bench.__file__]
+    done = ranks.run([*command, *words], 1)
     assert done.stderr == "" and "\nverdict  " in done.stdout
     rows = re.findall(r"(?m)^(\w+) +([\d,]+) images/s  \(([\d,]+)-([\d,]+)\)  \S", done.stdout)
     assert [name for name, *_ in rows] == list(bench.STAGES) and "batch 8" in done.stdout
     assert all(int(rate.replace(",", "")) > 0 for _, *rates in rows for rate in rates)
+    refused = ranks.run([*command, *words], 2, status=2)
+    assert "this script measures one process" in refused.stderr

@@ -55,6 +55,7 @@ def test_command(folder, image_root, tmp_path, ranks):
     wrong = {
         '{"path": "checks/a.jpg"}\n': "give the FILE of .*predict.py",
         json_text({"path": "cats/a.jpg", "features": [0] * 128}): "has images in the folder cats",
+        json_text({"path": "dots/a.jpg", "features": [0] * 9}): "9 features",
     }
     for text, message in wrong.items():
         files[1].write_text(text)
