@@ -24,8 +24,9 @@ BICUBIC = {"size": 256, "interpolation": "bicubic"}
 def pretrained(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one epoch."""
     folder = tmp_path_factory.mktemp("pretrained") / "run"
-    levels = ["data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]"]
-    small_run.run(image_root, folder, *levels, "train.epochs=1", "loader.workers=0")
+    keys = ["data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]"]
+    keys += ["model.args={zero_init_residual: true}", "train.epochs=1", "loader.workers=0"]
+    small_run.run(image_root, folder, *keys)
     return folder
 
 
@@ -54,6 +55,7 @@ def test_override_keys_override_what_the_program_decides(pretrained):
     assert values["loader.batch_size"] == 512 and values["optim.lr"] == 0.03
     assert values["schedule.warmup_epochs"] == 0.5
     assert (values["data.mean"], values["data.std"]) == ([0.5] * 3, [1] * 3)
+    assert decided(36, weights, "model.name=resnet_tiny")["model.args"]  # those of the run
     values = decided(36, weights, "data.image_size=48")
     crop = values["augment.train"][0]["random_resized_crop"]
     assert crop["size"] == values["data.val_size"] == 48
