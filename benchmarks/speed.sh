@@ -19,6 +19,13 @@ python train.py recipe=imagenet_rn50_modern data.root="$data" model.compile=defa
 python train.py recipe=imagenet_vit_s16 data.root="$data" model.compile=default train.max_steps=520 log.every_steps=40
 python train.py recipe=imagenet_convnext_t data.root="$data" model.compile=default train.max_steps=520 log.every_steps=40
 
+for mode in gpu hybrid; do
+    python train.py recipe=imagenet_vit_s16 data.root="$data" loader.batch_size=512 loader.decoder=$mode model.compile=default \
+        train.max_steps=300 log.every_steps=20 run.name=speed-vit-$mode
+    python train.py recipe=imagenet_rn50_a3 data.root="$data" loader.decoder=$mode model.compile=default \
+        train.max_steps=160 log.every_steps=20 run.name=speed-a3-$mode
+done
+
 for name in resnet50 resnet18; do
     torchrun --nproc-per-node 2 train.py data.root="$data" model.name=$name loader.batch_size=512 loader.workers=auto \
         model.compile=default train.max_steps=400 log.every_steps=25 train.validate_every_epochs=1000

@@ -315,7 +315,7 @@ def _lock(path: Path) -> int:
 
 
 def _move_aside(path: Path) -> None:
-    """Rename a folder, with the time in its new name, and create it anew."""
+    """Rename a folder, with the time in its new name, and create it again."""
     folder = path.resolve()  # the path may be a link to another disk
     aside = folder.with_name(f"{folder.name}.old-{datetime.now():%Y%m%d-%H%M%S-%f}")
     os.rename(folder, aside)

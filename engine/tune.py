@@ -42,7 +42,7 @@ TRIED_PART = 8  # then one of eight workers is taken away to see whether the ste
 # Two changes come close to the best number. Later ones need a predicted gain of PATIENCE over the
 # windows with this number, or they would follow noise.
 PATIENCE = 0.4
-FORGET_WINDOWS = 100  # then, the cause of a slow step may have ended: it is looked for anew
+FORGET_WINDOWS = 100  # then, the cause of a slow step may have ended: it is looked for again
 
 
 @dataclass
