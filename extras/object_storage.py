@@ -63,8 +63,8 @@ class RemoteTar(Storage):
                 return block[BLOCK:]
             problem = f"{len(block)} of {BLOCK + length} bytes arrived"
             if not is_named:
-                problem = f"{header.name} is in its place: {self.path}.json is of another tar file;"
-                problem += f" replace it (prepare.py writes it), and delete {default_cache_dir()}"
+                others = f"{self.path}.json, if it exists, and {default_cache_dir()}"
+                problem = f"{header.name} is in its place; delete {others}"
         except Exception as error:  # plugins raise many types
             problem = describe(error).partition("?")[0]  # without the signature of a URL
             _range_of.cache_clear()  # the signature may have expired

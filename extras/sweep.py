@@ -85,6 +85,8 @@ class Sweep:
                 swept[key] = f"++{word.lstrip('+')}"  # to Hydra, each key is new
             else:
                 fixed.append(word)
+        if "train.best_by" in self.columns:
+            raise UserError("-m", "jobs by other train.best_by cannot be compared", "give one")
         self.fixed = tuple(fixed)
         self.settings = [*settings, *swept.values()]  # of Hydra
         self.has_plugin = any(word.startswith("hydra/sweeper=") for word in settings)
@@ -218,6 +220,8 @@ def _run_child(command: Sequence[str]) -> int:
             status = child.wait()
         finally:  # submitit ends this process before the time limit of Slurm
             child.terminate()
+    if status == -signal.SIGKILL:  # by the kernel, if the memory is full: a job that failed
+        return 1
     return status if status >= 0 else 128 - status
 
 

@@ -6,7 +6,9 @@
 Accepts train.py's key=value overrides. Lists every file and decodes 2,000 random files of each
 split, or every file with --all. Prints a row for each check: ok, warn or fail, the result, the
 remedy (->), and the files. A fault of one kind does not hide others: data that training refuses is
-checked, too. Changes only the cache. Exit status: 1 if a check failed, 2 for wrong arguments.
+checked, too. Writes to caches only; downloads published weights.
+
+Exit status: 1 if a check failed, 2 for wrong arguments.
 """
 
 import sys
@@ -45,7 +47,7 @@ from engine.log.plan import planned, setup_notes
 from pipeline import decode
 from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
-from pipeline.index import ImageFolder, Index, find_storage, load_index
+from pipeline.index import ImageFolder, Index, find_split, load_index
 from pipeline.listing import LeftOut, count_left_out, list_classes
 from pipeline.splits import held_out, other_classes
 from scripts.lib.progress import in_threads, num_cores, with_progress
@@ -138,16 +140,16 @@ def listed(name: str, index: Index) -> Iterator[Row]:
 def list_apart(case: Case) -> Iterator[str]:
     """List each split by itself; yield what training refuses about it."""
     config = case.config.data
-    root = Path(config.root or "")
+    root = config.root or ""
     splits = {"train": config.train, "val": config.val}
     if held_out(config):
         del splits["val"]
-        if not find_storage(root / config.train):
+        if find_split(os.path.join(root, config.train), config.storage) is None:
             splits = {"root": "."}
     for name, place in splits.items():
-        folder = root / place
+        folder = os.path.join(root, place)
         try:
-            case.indexes[name] = load_index(folder, key=f"data.{name}")
+            case.indexes[name] = load_index(folder, key=f"data.{name}", storage=config.storage)
         except UserError as error:
             yield str(error)
             list_images(case, name, folder)
@@ -156,7 +158,7 @@ def list_apart(case: Case) -> Iterator[str]:
         yield str(other_classes(*case.indexes.values()))
 
 
-def list_images(case: Case, name: str, folder: Path) -> None:
+def list_images(case: Case, name: str, folder: str) -> None:
     """List the images of all class folders that hold some."""
     root = os.path.abspath(folder)
     left_out: LeftOut = {}

@@ -65,7 +65,7 @@ from pipeline.build import Datasets
 from pipeline.class_names import imagenet_names
 from pipeline.dataset import Dataset
 from pipeline.feed import Feed, open_feed
-from pipeline.index import find_storage
+from pipeline.index import find_split
 from pipeline.splits import HeldOut, held_out, refuse_inside
 from pipeline.start import start_forkserver
 from scripts.lib.progress import with_progress
@@ -76,7 +76,7 @@ CURE = "give images of its classes, or --classes FILE with the names of all, one
 HITS = "hits.json"
 Names = tuple[str, ...]  # of classes
 Outputs = tuple[Names, list[int]]  # names and places of outputs
-Images = tuple[Path, HeldOut | None]
+Images = tuple[str, HeldOut | None]
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def data_for(data: DataConfig, typed: Container[str]) -> DataConfig:
     """Find the images: data.val is below data.root, or else in the current folder."""
     root = data.root or os.path.dirname(data.val)
     data = replace(data, root=root or None)
-    is_below_root = bool(find_storage(root_of(data) / data.val))
+    is_below_root = find_split(os.path.join(root, data.val), data.storage) is not None
     if "data.val" in typed:
         if not is_below_root and os.path.exists(data.val):
             data = replace(data, val=os.path.abspath(data.val))
@@ -225,18 +225,22 @@ def data_for(data: DataConfig, typed: Container[str]) -> DataConfig:
     return data  # the images that the run has held out, or the same part of other images
 
 
-def root_of(data: DataConfig) -> Path:
-    return Path(data.root or "").resolve()
+def real_place(*parts: str) -> str:
+    """Return a path without links; a URL as it is."""
+    place = os.path.join(*parts)
+    if "://" in place:
+        return place
+    return os.path.realpath(place)
 
 
 def images_of(data: DataConfig) -> Images:
     """Return the place of the validation images without links, and which of them are held out."""
-    root = root_of(data)
+    root = data.root or ""
     held = held_out(data)
     if held:
-        return root, held
-    path = str((root / data.val).resolve())
-    return Path(path.removesuffix(".tar").removesuffix(".csv")), None  # which need not be typed
+        return real_place(root), held
+    place = real_place(root, data.val)
+    return place.removesuffix(".tar").removesuffix(".csv"), None  # which need not be typed
 
 
 def outputs_of(trained: Trained, datasets: Datasets, *, all_outputs: bool = False) -> Outputs:
@@ -389,13 +393,12 @@ def name_of(trained: Trained) -> str:
     images = images_of(trained.config.data)
     if images == images_of(data_of_run(trained)):
         return trained.name
-    place = str(images[0])
-    return trained.name + place.replace("/", ",")
+    return f"{trained.name},{images[0].lstrip('/').replace('/', ',')}"
 
 
 def are_trained_on(data: DataConfig, run: DataConfig) -> bool:
     """Whether data.val are training images of a run: all, or another part than it held out."""
-    root = root_of(run)
+    root = real_place(run.root or "")
     split = replace(run, val=run.train, val_fraction=0.0, val_fold=None)
     trained_on = {images_of(split), (root, None), (root, held_out(data))} - {images_of(run)}
     return images_of(data) in trained_on

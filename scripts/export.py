@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf.errors import RunError, UserError, describe
+from conf.named import split_entry
 from scripts.lib.options import OUT, Parser, parse_paths
 
 # format -> packages that it needs, besides torch
@@ -182,8 +183,9 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
     data = trained.config.data
     resize: dict[str, Any] = {"size": job.size, "interpolation": "bilinear"}
     for entry in job.transforms:
-        if "resize" in entry:
-            resize = entry["resize"]
+        name, parameters = split_entry(entry, "augment.val")
+        if name == "resize":
+            resize = parameters
     stated = {
         "input_size": job.example().shape[1:],
         "mean": list(data.mean),
@@ -212,8 +214,8 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
 
 def training_command(trained: Trained) -> str:
     overrides = ["..."]
-    stored = trained.path.resolve().parents[1] / "overrides.yaml"
-    if stored.is_file():
+    stored = trained.path.resolve().parent.parent / "overrides.yaml"
+    if trained.stored and stored.is_file():
         overrides = yaml.safe_load(stored.read_text("utf-8"))
     return shlex.join(["python", "train.py", *overrides])
 

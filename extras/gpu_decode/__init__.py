@@ -55,6 +55,8 @@ def engines(dataset: Any, config: Config, device: torch.device) -> Any:
             "splits each batch by measured speed, so the bits differ from run to run",
             "use another decoder with train.deterministic=true",
         )
+    if decoder not in ("auto", GPU, HYBRID):
+        return dataset
     reason = why_no_engines(device) or _needs_pixels(dataset)
     if decoder in (GPU, HYBRID):
         if reason:
@@ -66,7 +68,7 @@ def engines(dataset: Any, config: Config, device: torch.device) -> Any:
         reason = "train.deterministic=true excludes them"
     if not reason:
         return JpegEngineDataset(dataset)
-    if decoder == "auto" and device.type == "cuda" and hasattr(dataset, "transform"):
+    if device.type == "cuda" and hasattr(dataset, "transform"):
         logger.info("loader.decoder=auto: the GPU's JPEG engines are not used: %s", reason)
     return dataset
 

@@ -106,7 +106,7 @@ def test_an_index_file_of_another_tar_file_is_not_used(bucket, tars, monkeypatch
     bucket.put(tars / "prepared", "stale")
     members = (tars / "prepared/train.tar.json").read_bytes()
     bucket.send("PUT", "/photos/stale/train.tar.json", members.replace(b"dots/", b"dots/x"))
-    with pytest.raises(OSError, match=r"\.jpg is in its place: .*/train\.tar\.json is of another"):
+    with pytest.raises(OSError, match=r"\.jpg is in its place; delete .*/train\.tar\.json, if"):
         content(load(f"{S3}/stale/train"))
 
 

@@ -58,6 +58,7 @@ MISTAKES = {
     "optim.lr=0.1,-2": "optim.lr=-2: not allowed; give a number > 0",
     "model=glob(res*)": "model=glob(res*): no such model; give ",
     "optim.lr=1,2 run.dir=x": "such as 'run.name=NAME-${optim.lr}'",
+    "train.best_by=top1,-loss": "-m: jobs by other train.best_by cannot be compared; give one",
     "optim.lr=1,2 data.root=gone": "data.root=gone: there is no folder or file /",
 }
 
@@ -160,6 +161,7 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path):
     # Each job starts again. A signal to a job ends the sweep, and so does a job that is refused.
     assert sweep(tmp_path, [0, -signal.SIGTERM], "recipe=demo,cifar10")[:2] == (143, [*"001"])
     assert sweep(tmp_path, [2, 0, 0])[:2] == (2, ["0"])
+    assert sweep(tmp_path, [-signal.SIGKILL, 0])[:2] == (0, ["0", "1"])  # the memory was full
 
 
 @pytest.mark.parametrize(

@@ -50,5 +50,7 @@ def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root, tmp_path):
     again = run_command(job, variables)
     assert again.returncode == 0, again.stderr
     assert "resumed at step " in again.stdout
+    (tools / "srun").write_text("#!/bin/bash\nexit 3\n")
+    assert run_command(job, variables).returncode == 3
     assert (tmp_path / "requeued").read_text() == "requeue 4711\n"  # not again
     assert rows(folder, "train")[-1]["step"] == 180

@@ -37,7 +37,7 @@ from tests.pipeline.loaders import (
 from tests.reliability.odd_images import encoded, exif
 
 CUDA = torch.device("cuda", 0)
-ENGINES = "data.on_device=[extras.gpu_decode:engines]"
+ENGINES = "data.on_device=[extras.gpu_decode:engines]", "loader.decoder=auto"
 
 
 class PillowEngines:
@@ -128,7 +128,7 @@ def test_every_mode_makes_the_batches_of_the_cpu(image_root, workers, batch, mon
     overrides = f"augment.batch={batch}", "data.image_size=48"
     with opened(image_root, *overrides, **options) as plain:
         expected, validated = training(plain), validation(plain)
-    with opened(image_root, *overrides, ENGINES, modes=("gpu",), **options) as feed:
+    with opened(image_root, *overrides, *ENGINES, modes=("gpu",), **options) as feed:
         dataset = feed.datasets.train
         taken = [pair for step in range(9) for pair in feed.train.loader.samples(step).tolist()]
         most = sum(engines_support(dataset.read(index)) for _, index in taken)
@@ -192,6 +192,7 @@ def test_machines_and_keys_that_exclude_the_engines(monkeypatch, caplog):
     caplog.set_level("INFO")
     assert extended(plain := listed(CROP), device=CPU) is plain and not caplog.text
     monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: None)
+    assert extended(plain, "loader.decoder=pillow") is plain
     assert extended(plain, "train.deterministic=true") is plain
     assert caplog.text.endswith("not used: train.deterministic=true excludes them\n")
     with pytest.raises(UserError, match=r"^loader.decoder=hybrid: splits each batch by measured"):
@@ -213,7 +214,7 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root, mode):
     levels = ("data.mean=[0,0,0]", f"data.std=[{1 / 255},{1 / 255},{1 / 255}]")
     both = "data.on_device=[extras.rand_augment.on_gpu:on_gpu,extras.gpu_decode:engines]"
     options = {"device": CUDA, "modes": (mode,)}
-    with opened(image_root, f"augment.train=[{crop}]", *levels, ENGINES, **options) as feed:
+    with opened(image_root, f"augment.train=[{crop}]", *levels, *ENGINES, **options) as feed:
         plain = training(feed)
     with opened(image_root, f"augment.train={rand}", *levels, both, **options) as feed:
         dataset = feed.datasets.train
@@ -235,7 +236,7 @@ def test_the_cpu_decodes_what_the_engines_refuse(error, image_root, monkeypatch)
     with opened(image_root, "data.image_size=48") as plain:
         expected = training(plain)
     monkeypatch.setattr(PillowEngines, "error", error)
-    with opened(image_root, "data.image_size=48", ENGINES, modes=("gpu",)) as feed:
+    with opened(image_root, "data.image_size=48", *ENGINES, modes=("gpu",)) as feed:
         assert_equal(training(feed), expected)
 
 
