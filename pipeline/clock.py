@@ -45,7 +45,6 @@ class StepTimes(NamedTuple):
     graph_refused: str = ""  # why the whole step is not one CUDA graph
     slowed: float = 0.0  # the GPU has reduced its clock, and not for its power limit
     starting: bool = False  # of the first steps of this start only, which compile
-    first_epoch: bool = False  # which reads cold files
 
     @property
     def per_worker(self) -> float:
@@ -218,6 +217,7 @@ class StepClock:
 
         gaps = ms("idle", "begin")
         spans = ms("begin", "end")
+        steps_ms = ms("ready", "end")  # without the time for which other ranks were waited for
         copies = ms("copy_begin", "copy_end")
         if self.cuda:  # until the copy has ended; the host is responsible for the rest of a gap
             waits = np.clip(ms("idle", "copy_end"), 0, gaps)
@@ -239,8 +239,8 @@ class StepClock:
             drained=sum(m.drained for m in events) / len(events),
             core_wait=min(1.0, (waited - waited_before) / max(now - began, 1e-6)),
             copy_ms=float(np.median(copies)),
-            step_ms=float(np.median(spans)),
-            step_worst_ms=float(spans.max()),
+            step_ms=float(np.median(steps_ms)),
+            step_worst_ms=float(steps_ms.max()),
             on_gpu=self.cuda,
         )
 

@@ -215,7 +215,7 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
 def training_command(trained: Trained) -> str:
     overrides = ["..."]
     stored = trained.path.resolve().parent.parent / "overrides.yaml"
-    if trained.stored and stored.is_file():
+    if stored.is_file():
         overrides = yaml.safe_load(stored.read_text("utf-8"))
     return shlex.join(["python", "train.py", *overrides])
 

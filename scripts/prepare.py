@@ -284,9 +284,8 @@ def prepare_images(options: argparse.Namespace) -> int:
         f"{classes:,} classes, {splits}",
         *notes,
         f"{', '.join(outcomes)}; {gigabytes:,.3f} GB",
+        f"train with: {shlex.join(command)}",
     ]
-    if images["train"]:
-        lines.append(f"train with: {shlex.join(command)}")
     print("\n".join(lines))
     return list_unreadable(options.to / UNREADABLE, unreadable)
 

@@ -91,9 +91,9 @@ class Run:
         self.keys["history"] = "; ".join(self.history)
         self.keys["folds"] = self.keys.get("data.val_fold", "").partition("/")[2]
         self.units = ABOUT["units"] | self.summary.get("units", {})
-        judged = read_json(folder / "verdict.json")  # of a run that goes on
-        judged |= self.summary
-        self.verdict = " ".join(judged.get("verdict", [UNKNOWN]))
+        judged = read_json(folder / "verdict.json")  # if the last start goes on or was short
+        sentences = self.summary.get("verdict") or judged.get("verdict", [UNKNOWN])
+        self.verdict = " ".join(sentences)
         self.facts = self._facts()
         self.val_rows = read_rows(folder, "val")
         best_by = self.keys.get("train.best_by", "top1")
@@ -116,8 +116,9 @@ class Run:
     def _facts(self) -> dict:
         speed = last_start = UNKNOWN
         if self.summary:
-            speed = f"{self.summary['images_per_second']:,.0f}"
             last_start = tqdm.format_interval(self.summary["seconds"])
+        if self.summary.get("images_per_second"):  # 0 without a step to measure
+            speed = f"{self.summary['images_per_second']:,.0f}"
         made_by = self.summary.get("made_by", {})
         commit = made_by.get("git_commit", UNKNOWN)  # 40 digits, and perhaps -dirty
         changed = (self.folder / "metrics.jsonl").stat().st_mtime

@@ -191,12 +191,10 @@ class RunLog:
         first_steps = FIRST_STEPS if self.world.device.type == "cuda" else 1
         skip = max(0, self._first_step + first_steps - before)
         times = self.feed.step_times(interval.steps, skip=skip)
-        first_epoch = before * self.schedule.batch_size < self.schedule.images
         times = times._replace(
             graph_refused=self.train_on_batch.disabled_reason,
             slowed=self.monitor.slowed(),
             starting=skip >= interval.steps,
-            first_epoch=first_epoch,
         )
         self.timed_rows.append(times)
         return times
@@ -245,11 +243,11 @@ class RunLog:
     def _newest_values(self) -> dict[str, Any]:
         """Return the values of the last validation, their units, and the names without `_raw`."""
         values = dict(self.state.last_validation)
-        values.pop("step", None)
+        step = values.pop("step", None)
         values.pop("epoch", None)
         names = [name for name in values if not name.endswith("_raw")]
         units = {name: self.metrics[name.removesuffix("_raw")].unit for name in values}
-        return {**values, "values": names, "units": units}
+        return {**values, "values": names, "units": units, "validated_step": step}
 
     def _best_values(self) -> dict[str, Any]:
         """Return the best validation so far, with None where there is none."""
@@ -259,23 +257,17 @@ class RunLog:
         values |= {key: None, "best_epoch": None, "best_checkpoint": None}
         best = self.state.best_validation
         if best:
-            step = int(best["step"])
             values[key] = best.get(name)
-            values["best_epoch"] = round(self.schedule.epoch(step), 4)
-            values["best_checkpoint"] = file_name(step)
+            values["best_epoch"] = round(best["epoch"], 4)
+            values["best_checkpoint"] = file_name(int(best["step"]))
         return values
 
     def _speed(self) -> dict[str, Any]:
-        """Return images/s and the verdict of rows like the newest, which tell more. Collective."""
-        settled: list[StepTimes] = []
+        """Return images/s and the verdict of the rows after the first steps. Collective."""
+        settled = [row for row in self.timed_rows if not row.starting]
         rate = 0.0
-        if self.timed_rows:
-            newest = self.timed_rows[-1]
-            kind = newest.starting, newest.first_epoch
-            settled = [row for row in self.timed_rows if (row.starting, row.first_epoch) == kind]
+        if settled:
             rate = mean_of(settled).rate * self.world.size
-            if newest.starting:
-                settled = []
         verdict = judge(settled, SHORT_RUN, self.world, self.feed)
         return {"images_per_second": rate, "verdict": list(verdict.sentences)}
 

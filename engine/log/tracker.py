@@ -54,7 +54,7 @@ class Tracker(ExitStack):
         folder: the run directory; None to report nothing, as on other ranks than 0.
         config: log.trackers says what to write.
         start_step: the step from which this start resumes. Later rows of metrics.jsonl are dropped,
-            and TensorBoard hides the later values of earlier starts: no step has two.
+            and TensorBoard hides the later values of earlier starts.
     """
 
     def __init__(self, folder: Path | None, config: Config, *, start_step: int = 0) -> None:

@@ -58,12 +58,14 @@ class Predictions:
     """The rows of a validation of a classifier: one for every image of a split, in its order."""
 
     def __init__(self, rows: Rows, classes: Sequence[str], dataset: Dataset) -> None:
-        self.classes = classes
-        self.names = [*map(readable, classes)]
+        self.size = len(classes)
+        self.classes = [*classes, ""]  # the last one is that of the prediction -1
+        self.names = [*map(readable, classes), ""]
         self.dataset = dataset
-        # int64 [N]; the prediction is class 0 if a logit is NaN
+        # int64 [N]; the prediction is -1 if a logit is NaN
         self.labels = rows["label"].numpy()
-        self.predictions = rows["prediction"].numpy().clip(0)
+        self.predictions = rows["prediction"].numpy()
+        self.valid = self.predictions >= 0
         # float64 [N], from engine.classifier.classifier_values; top5 of at least six classes
         names = [name for name in ("top1", "top5", "loss") if name in rows]
         self.values = {name: rows[name].numpy().astype(np.float64) for name in names}
@@ -96,8 +98,9 @@ class Predictions:
     @cached_property
     def confusions(self) -> list[tuple[int, int, int]]:
         """(label, prediction, images) of every pair, the most frequent first."""
-        size = len(self.classes)
-        pairs, images = np.unique(self.labels * size + self.predictions, return_counts=True)
+        size = self.size
+        pairs = (self.labels * size + self.predictions)[self.valid]
+        pairs, images = np.unique(pairs, return_counts=True)
         order = np.argsort(-images, kind="stable")
         labels, predictions = np.divmod(pairs[order], size)
         columns = labels.tolist(), predictions.tolist(), images[order].tolist()
@@ -106,17 +109,17 @@ class Predictions:
     @cached_property
     def per_class(self) -> list[dict[str, Any]]:
         """The rows of per_class.csv: percent, but for the loss; None without images or guesses."""
-        size = len(self.classes)
+        size = self.size
         images = np.bincount(self.labels, minlength=size)
-        guesses = np.bincount(self.predictions, minlength=size)
+        guesses = np.bincount(self.predictions[self.valid], minlength=size)
         hits = np.bincount(self.labels, self.values["top1"], size)  # in percent
-        columns = {"class": [*self.classes], "images": images.tolist()}
+        columns = {"class": self.classes[:size], "images": images.tolist()}
         for key, values in self.values.items():
             sums = np.bincount(self.labels, values, size)
             columns[key] = _ratios(sums, images)
         columns["precision"] = _ratios(hits, guesses)
         columns["f1"] = _ratios(2 * hits, images + guesses)
-        columns["name"] = self.names
+        columns["name"] = self.names[:size]
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def worst(self, count: int) -> list[int]:

@@ -70,10 +70,10 @@ def test_classes_and_confusions(logits, labels):
 
 
 def test_nan_is_no_hit():
-    """argmax returns class 0 for NaN; top1 counts no hit, and neither does a class."""
     found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long))
     row, other = found.per_class[:2]
-    assert row["top1"] == row["precision"] == 0 and other["precision"] is other["f1"] is None
+    assert row["top1"] == row["f1"] == 0 and row["precision"] is other["f1"] is None
+    assert (found.confusions, found.named(0, -1)["prediction"]) == ([], "")
     assert not found.confidences.any()
 
 
