@@ -107,12 +107,9 @@ def file_name(step: int) -> str:
 
 def files(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder in the order of their steps, which may have 9 digits."""
-    paths = {}
-    for path in folder.glob("step-*.pt"):
-        step = path.stem.removeprefix("step-")
-        if step.isdecimal():
-            paths[int(step)] = path
-    return [paths[step] for step in sorted(paths)]
+    paths = {path.stem.removeprefix("step-"): path for path in folder.glob("step-*.pt")}
+    steps = sorted(filter(str.isdecimal, paths), key=int)
+    return [paths[step] for step in steps]
 
 
 def find_checkpoint(path: str | Path) -> Path:

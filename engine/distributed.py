@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import models
 from conf.errors import RunError, UserError, with_advice
 from conf.schema import show
+from engine.optim import trained
 from pipeline.feed import RankInfo
 
 T = TypeVar("T")
@@ -115,8 +116,8 @@ class World(RankInfo):
         with three or more ranks, the sums then round differently. So that the first step after a
         restart rounds like any other, and a step without averaging waits for no rank, DDP passes
         over an image of `image_shape` first, (..., C, S, S). In evaluation mode, this changes no
-        buffer and uses no random number; heads that only the training uses get their gradients,
-        which DDP waits for, from the sum of the parameters.
+        buffer and uses no random number. DDP waits for all gradients: parameters that only the
+        training uses, such as those of a head, get theirs from their sum.
         """
         if self.size == self.local_size:
             if self.size > 1:  # a model may draw initial weights from another source than torch
@@ -128,8 +129,10 @@ class World(RankInfo):
         network.broadcast_buffers = False
         network.eval()
         example = torch.zeros(1, *image_shape, device=self.device)
-        parameters = sum(map(torch.sum, network.parameters()))
-        (network(example).sum() + parameters).backward()
+        parameters = trained(model)
+        gradients = torch.autograd.grad(model(example).sum(), parameters, allow_unused=True)
+        unused = [parameters[i].sum() for i, found in enumerate(gradients) if found is None]
+        (network(example).sum() + sum(unused)).backward()
         network.zero_grad(set_to_none=True)
         with network.no_sync():
             network(example)

@@ -42,7 +42,6 @@ TRIED_PART = 8  # then one of eight workers is taken away to see whether the ste
 # Two changes come close to the best number. Later ones need a predicted gain of PATIENCE over the
 # windows with this number, or they would follow noise.
 PATIENCE = 0.4
-FORGET_WINDOWS = 100  # then, the cause of a slow step may have ended: it is looked for again
 
 
 @dataclass
@@ -79,7 +78,7 @@ class Rule:
         added = window.workers - self.last_window.workers
         differs = abs(window.demand / self.last_window.demand - 1) > NOISE
         if added == 0:
-            if differs or self.windows_kept > FORGET_WINDOWS:  # other programs have begun or ended
+            if differs:  # other programs have begun or ended
                 self.slope = 0.0
                 self.correction = 1.0
                 self.changes = 0

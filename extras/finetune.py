@@ -92,7 +92,8 @@ def of_weights(config: Config, typed: set[str]) -> KeyValues:
     """Return the model's name and preprocessing, as far as the file or its library states them."""
     stated = _stated(config, typed)
     keys = ["data.mean", "data.std", "data.val_size", "data.image_size"]
-    if typed.isdisjoint(MODEL_KEYS) or config.model.name == stated.get("model.name"):
+    is_own = "model" not in typed and config.model.name == stated.get("model.name")
+    if is_own or typed.isdisjoint(MODEL_KEYS):
         keys += ["model.name", "model.args"]
     values = {key: stated[key] for key in keys if key in stated}
     if "data.image_size" in typed:

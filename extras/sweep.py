@@ -36,7 +36,6 @@ from conf.schema import Config
 from conf.start import handle_stops, stop_with_parent
 
 WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
-OPTUNA = "hydra/sweeper=optuna"  # minimises by default
 
 Overrides = tuple[str, ...]
 
@@ -120,7 +119,7 @@ class Sweep:
         # A launcher may run `run_job` in another process, which imports this package.
         os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         settings = ["hydra.mode=MULTIRUN", *self.settings]
-        if OPTUNA in settings:
+        if "hydra/sweeper=optuna" in settings:  # it minimises by default
             settings.insert(0, "hydra.sweeper.direction=maximize")
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.has_plugin:  # else, the jobs are not known
@@ -159,8 +158,8 @@ def _key(override: str) -> str:
 
 
 def _unescaped(override: str) -> str:
-    """Undo Hydra's escapes of spaces and colons in a text, which is taken as it is."""
-    if _key(override) in TEXT_KEYS:
+    """Undo Hydra's escapes in a text without quotes, which is taken as it is."""
+    if _key(override) in TEXT_KEYS and not override.endswith(("'", '"')):
         return override.replace("\\", "")
     return override
 

@@ -307,8 +307,7 @@ def _check_end(file: BinaryIO, at: int, stop: int) -> None:
     """
     file.seek(at)
     rest = file.read(min(stop - at, PADDING + 1))
-    has_length_of_end = 2 * BLOCK <= len(rest) <= PADDING
-    if not has_length_of_end or rest.strip(b"\0"):
+    if not 2 * BLOCK <= rest.count(0) == len(rest) <= PADDING:
         raise ValueError("no header and no end, two blocks of zeros with nothing after them")
 
 

@@ -5,7 +5,7 @@
     python scripts/evaluate.py resnet50-0676ba61.pth model.name=resnet50 data.root=/imagenet
 
 data.root needs no training split. If data.val holds some of the model's classes, only their outputs
-compete. Prints loss, top-1, top-5, macro recall (balanced accuracy) and what log.values adds.
+compete. Prints loss, top-1, top-5, and what log.values adds, such as macro recall.
 Writes evaluation.json, hits.json and the files of log.observers to --out, usually evaluation/<name>
 for the validation images of the run, and evaluation/<name>,other,val for those of /other/val.
 """

@@ -44,6 +44,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--to {to}: needs {', '.join(missing)}; {cure}")
     if options.preprocessing and to in ("safetensors", "hub"):
         parser.error("--preprocessing: a safetensors file has no graph; give onnx or pt2")
+    if options.out is not None and options.out.suffix != f".{to}" and to != "hub":
+        parser.error(f"--out {options.out}: give a file that ends in .{to}")
     return options
 
 

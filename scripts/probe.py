@@ -93,7 +93,7 @@ def probe_features(train: Path, val: Path) -> int:
         knn_top1 = 100 * knn.score(*queries)
         linear_top1 = 100 * linear.score(*queries)
     except ValueError as error:  # scikit-learn: one class only, NaN, features of two models
-        raise UserError(f"{train}, {val}", str(error).partition("\n")[0]) from None
+        raise UserError(f"{train}, {val}", str(error).strip().partition("\n")[0]) from None
     num_train, num_val = len(bank.folders), len(queries.folders)
     print(f"{num_train:,} training, {num_val:,} validation images, {len(classes):,} classes")
     print(f"top1 {knn_top1:.2f} %  knn")

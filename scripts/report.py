@@ -69,7 +69,7 @@ OTHER_SPLIT = {"train": b'"split": "val"', "val": b'"split": "train"'}  # in its
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 5 times as fast, if it is built
 Array = np.ndarray  # float64 [rows or points], NaN where a row does not have a value
 Rows = dict[str, Array]  # by the name of a value
-Curves = dict[str, list[Rows]]  # by its label, the rows of the runs whose mean is drawn
+Curves = dict[str, Rows]  # by its label
 
 
 class Run:
@@ -116,9 +116,8 @@ class Run:
     def _facts(self) -> dict:
         speed = last_start = UNKNOWN
         if self.summary:
-            last_start = tqdm.format_interval(self.summary["seconds"])
-        if self.summary.get("images_per_second"):  # 0 without a step to measure
             speed = f"{self.summary['images_per_second']:,.0f}"
+            last_start = tqdm.format_interval(self.summary["seconds"])
         made_by = self.summary.get("made_by", {})
         commit = made_by.get("git_commit", UNKNOWN)  # 40 digits, and perhaps -dirty
         changed = (self.folder / "metrics.jsonl").stat().st_mtime
@@ -147,7 +146,7 @@ class Evaluation:
 
 
 class Group:
-    """Runs that differ only in seed or fold, the best first: a row of the table, and a curve."""
+    """Runs that differ only in seed or fold, the best first: a row of the table."""
 
     def __init__(self, runs: list[Run]) -> None:
         self.runs = runs
@@ -256,9 +255,8 @@ def formatted(name: str, value: float, unit: str, row: dict) -> str:
 
 def charts(curves: Curves, units: dict[str, str]) -> dict[str, str]:
     """Return the figure of each value as JSON. Plotly reads labels and units as HTML."""
-    every = chain.from_iterable(curves.values())
     figures = {}
-    for name in dict.fromkeys(chain.from_iterable(every)):
+    for name in dict.fromkeys(chain.from_iterable(curves.values())):
         figure = draw(name, curves, units.get(name, ""))
         if any(any(trace["y"]) for trace in figure["data"]):  # others say nothing
             figures[name] = json.dumps(figure, default=Array.tolist)
@@ -268,8 +266,8 @@ def charts(curves: Curves, units: dict[str, str]) -> dict[str, str]:
 def draw(name: str, curves: Curves, unit: Any) -> dict:
     """Return a figure as plotly.js reads it: plotly's classes take a minute for 200 runs."""
     traces: list[dict] = []
-    for label, tables in curves.items():
-        epochs, values = curve(tables, name)
+    for label, rows in curves.items():
+        epochs, values = curve(rows, name)
         traces.append({"name": escape(label), "x": epochs, "y": values})
     for trace in traces[DRAWN_CURVES:]:
         trace["visible"] = "legendonly"
@@ -279,24 +277,13 @@ def draw(name: str, curves: Curves, unit: Any) -> dict:
     return {"data": traces, "layout": ABOUT["layout"] | {"yaxis": axis}}
 
 
-def curve(tables: list[Rows], name: str) -> tuple[Array, Array]:
-    """Return epochs and values of at most POINTS points: means over runs, then of neighbours.
-
-    A point is a row: the same one of folds has a slightly different epoch.
-    """
-    places: Array = np.empty(0)
-    epochs, values = places, places
-    for rows in tables:
-        if name in rows:
-            places = np.append(places, np.arange(len(rows[name])))
-            epochs = np.append(epochs, rows["epoch"])
-            values = np.append(values, rows[name])
+def curve(rows: Rows, name: str) -> tuple[Array, Array]:
+    """Return epochs and values of at most POINTS points: means of neighbours."""
+    values = rows.get(name, np.empty(0))
     known = np.isfinite(values)
-    _, places = np.unique(places[known], return_inverse=True)
-    epochs = means_by(places, epochs[known])
-    values = means_by(places, values[known])
+    epochs = rows.get("epoch", values)[: len(known)][known]
     places = np.arange(len(epochs)) // math.ceil(len(epochs) / POINTS)
-    return means_by(places, epochs), means_by(places, values)
+    return means_by(places, epochs), means_by(places, values[known])
 
 
 def means_by(places: Array, values: Array) -> Array:
@@ -336,10 +323,10 @@ def page(runs: list[Run], damaged: list[str]) -> str:
     groups = groups_of(runs, keys)
     evaluations = []
     if runs[1:]:
-        curves = {group.label: [run.val_rows for run in group.runs] for group in groups}
+        curves = {run.name: run.val_rows for group in groups for run in group.runs}
     else:
         training = read_each([run.folder], partial(read_rows, split="train"), damaged)
-        curves = {"validation": [run.val_rows], "training": training}
+        curves = {"validation": run.val_rows, **dict(zip(["training"], training, strict=False))}
         evaluations = read_evaluations(run, damaged)
     environment = Environment(
         autoescape=True,

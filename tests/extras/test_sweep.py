@@ -28,6 +28,7 @@ NAME = "resnet50,data=fake"
         ("train.seed=range(4,0,-2)", ["4", "2"]),
         ("augment.batch=choice([],[{mixup: {alpha: 0.2}}])", ["[]", "[{mixup:{alpha:0.2}}]"]),
         ("data.root=/a,/b c", ["/a", "/b c"]),
+        ("data.root='/it\\'s','/c'", ["'/it\\'s'", "'/c'"]),
         ("optim.name=extras.muon:muon,sgd", ["extras.muon:muon", "sgd"]),
         ("model.weights=null,'/a,b.pth'", ["null", "'/a,b.pth'"]),
         ("model.weights=a/best.pt,b/best.pt", ["a/best.pt", "b/best.pt"]),

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from conf.compose import from_overrides
 from conf.schema import Config
 from engine.distributed import join_world
 from engine.log import plan
-from engine.log.console import header, train_line, val_line
+from engine.log.console import header, say, train_line, val_line
 from engine.log.plan import setup_notes
 from engine.log.runlog import train_row
 from engine.meter import Meter
@@ -107,3 +108,9 @@ def test_row_of_an_interval():
     row = row_of(WAITED._replace(ranks_wait=0.04, rate=32 / 2), ranks=2)
     assert row["ranks_wait_fraction"] == 0.04
     assert row["images_per_second"] == 2 * 32 / 2
+
+
+def test_an_output_that_nobody_reads(monkeypatch):
+    """As in `python train.py | head`: the training continues."""
+    monkeypatch.setattr("sys.stdout", Mock(write=Mock(side_effect=BrokenPipeError)))
+    say("a row")
