@@ -54,9 +54,8 @@ class StepGraph(AbstractContextManager["StepGraph"]):
     def __post_init__(self) -> None:
         has_ddp = isinstance(self.network, DistributedDataParallel)
         on_gpu = next(self.network.parameters()).is_cuda
-        self.disabled_reason = (
-            "" if on_gpu else "CUDA graphs need a GPU of NVIDIA or AMD"
-        )  # why there is no graph
+        # Why there is no graph
+        self.disabled_reason = "" if on_gpu else "CUDA graphs need a GPU of NVIDIA or AMD"
         self.steps_before_capture = STEPS_BEFORE_CAPTURE_DDP if has_ddp else STEPS_BEFORE_CAPTURE
         self._needed = 0  # bytes of a step, beyond what is allocated between steps
         self._steps = 0  # so far, on a GPU; `reset` lowers it, which delays the next capture

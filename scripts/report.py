@@ -279,7 +279,7 @@ def draw(name: str, curves: Curves, unit: Any) -> dict:
 
 def curve(rows: Rows, name: str) -> tuple[Array, Array]:
     """Return epochs and values of at most POINTS points: means of neighbours."""
-    values = rows.get(name, np.empty(0))
+    values = rows.get(name, np.empty(0))  # no points if the run has no such value
     known = np.isfinite(values)
     epochs = rows.get("epoch", values)[: len(known)][known]
     places = np.arange(len(epochs)) // math.ceil(len(epochs) / POINTS)
