@@ -95,7 +95,7 @@ def test_surroundings(variable, tmp_path, monkeypatch):
     monkeypatch.setenv(variable, "2")
     copy = Path(shutil.copy(ROOT / "train.py", tmp_path / "train_mine.py"))
     (tmp_path / "conf").symlink_to(ROOT / "conf")
-    done = run_python(copy, "--help", cwd=ROOT / "docs")
+    done = run_python(copy, "--help", cwd=ROOT / "conf")
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: python train_mine.py " in done.stdout
 

@@ -29,7 +29,7 @@ NAME = "resnet50,data=fake"
         ("augment.batch=choice([],[{mixup: {alpha: 0.2}}])", ["[]", "[{mixup:{alpha:0.2}}]"]),
         ("data.root=/a,/b c", ["/a", "/b c"]),
         ("data.root='/it\\'s','/c'", ["'/it\\'s'", "'/c'"]),
-        ("optim.name=extras.muon:muon,sgd", ["extras.muon:muon", "sgd"]),
+        ("optim.name=extras.sweep:main,sgd", ["extras.sweep:main", "sgd"]),
         ("model.weights=null,'/a,b.pth'", ["null", "'/a,b.pth'"]),
         ("model.weights=a/best.pt,b/best.pt", ["a/best.pt", "b/best.pt"]),
     ],
