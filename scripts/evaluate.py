@@ -451,8 +451,8 @@ def evaluate_one(options: argparse.Namespace) -> int:
             real=options.real,
         )
         if world.is_main:
-            write(result, folder)
             print_result(result, folder)
+            write(result, folder)
             if others is not None:
                 compared = compare(hits_of(result), others)
                 say(f"against   {compared}")
