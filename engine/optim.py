@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from conf.errors import UserError, did_you_mean
 from conf.named import create_object, is_object_name
-from conf.schema import CLASSES, OptimConfig, group_names, show
+from conf.schema import TORCH_OPTIMIZERS, OptimConfig, group_names, show
 from models.zoo import import_timm
 
 Groups = list[dict[str, Any]]
@@ -142,7 +142,7 @@ def _is_on_gpu(model: nn.Module) -> bool:
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adamw": adamw}
-for name in CLASSES.split():
+for name in TORCH_OPTIMIZERS.split():
     OPTIMIZERS[name.lower()] = partial(from_class, getattr(torch.optim, name))
 
 

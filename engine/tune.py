@@ -34,9 +34,9 @@ WINDOW_SECONDS = 2.0  # of log rows that are judged together
 AVERAGED_WINDOWS = 5  # windows with the same number of workers; one is accurate to about 5 %
 MIN_GAIN = 0.015  # a gain of images/s, or a wait, that is worth another number of workers
 MARGIN = 1.15  # supply over demand: batches come unevenly
+SPARE_SUPPLY = 1.3  # workers beyond this many times the demand with its margin are given up
 MAX_CORRECTION = 2.0
 NOISE = 0.05  # two windows of an equal step differ by less
-SPARE_SUPPLY = 1.3  # workers beyond this many times the demand with its margin are given up
 SLOW_STEP = 0.95  # share of its rate alone; below it, workers may take the step's cores
 TRIED_PART = 8  # then one of eight workers is taken away to see whether the step gets faster
 # Two changes come close to the best number. Later ones need a predicted gain of PATIENCE over the
@@ -152,7 +152,6 @@ class Tuner:
         self.say(f"autotune  the step takes {feed.step_rate:,.0f} images/s on a batch on the GPU")
         first = self.measure_mode(feed.datasets.decode_modes[0], first_step)
         mode = self.choose_mode(first.rate, first_step)
-        feed.set_decode_mode(mode)  # the branches below read the decoder
         workers = feed.num_cores
         if mode == "cpu":
             enough = math.ceil(MARGIN * feed.step_rate / first.per_worker)
@@ -161,7 +160,6 @@ class Tuner:
         else:
             workers = max(1, workers - 1)  # a thread of this process waits for the device
         feed.pool.activate(workers)
-        # Again, now that the number of workers is known.
         feed.set_decode_mode(mode, demand=ENOUGH_ON_DEVICE * feed.step_rate)
         self.say(f"autotune  decoder={feed.decoder_name}, at first workers={workers}")
 

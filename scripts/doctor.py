@@ -7,7 +7,6 @@ Accepts train.py's key=value overrides. Lists every file and decodes 2,000 rando
 split, or every file with --all. Prints a row for each check: ok, warn or fail, the result, the
 remedy (->), and the files. A fault of one kind does not hide others: data that training refuses is
 checked, too. Writes to caches only; downloads published weights.
-
 Exit status: 1 if a check failed, 2 for wrong arguments.
 """
 

@@ -305,7 +305,8 @@ def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
     """
     lists = read_json(path, f"--real {path}", "give real.json of the paper's authors")
     count = list(map(type, lists)).count(list)
-    names = list(map(os.path.basename, map(dataset.name, range(len(dataset)))))
+    paths = map(dataset.name, range(len(dataset)))
+    names = list(map(os.path.basename, paths))
     in_order = sorted(set(names))
     if not count == len(lists) == len(in_order) == len(names):
         images = f"{len(names):,} images with {len(in_order):,} different names"

@@ -279,11 +279,11 @@ def draw(name: str, curves: Curves, unit: Any) -> dict:
 
 def curve(rows: Rows, name: str) -> tuple[Array, Array]:
     """Return epochs and values of at most POINTS points: means of neighbours."""
-    values = rows.get(name, np.empty(0))  # no points if the run has no such value
+    epochs = rows.get("epoch", np.empty(0))
+    values = rows.get(name, np.full(len(epochs), np.nan))
     known = np.isfinite(values)
-    epochs = rows.get("epoch", values)[: len(known)][known]
-    places = np.arange(len(epochs)) // math.ceil(len(epochs) / POINTS)
-    return means_by(places, epochs), means_by(places, values[known])
+    places = np.arange(known.sum()) // math.ceil(known.sum() / POINTS)
+    return means_by(places, epochs[known]), means_by(places, values[known])
 
 
 def means_by(places: Array, values: Array) -> Array:
@@ -326,7 +326,8 @@ def page(runs: list[Run], damaged: list[str]) -> str:
         curves = {run.name: run.val_rows for group in groups for run in group.runs}
     else:
         training = read_each([run.folder], partial(read_rows, split="train"), damaged)
-        curves = {"validation": run.val_rows, **dict(zip(["training"], training, strict=False))}
+        # Without training, if its rows are damaged.
+        curves = dict(zip(("validation", "training"), (run.val_rows, *training), strict=False))
         evaluations = read_evaluations(run, damaged)
     environment = Environment(
         autoescape=True,
