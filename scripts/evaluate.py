@@ -214,15 +214,15 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
 def data_for(data: DataConfig, typed: Container[str]) -> DataConfig:
     """Find the images: data.val is below data.root, or else in the current folder."""
     root = data.root or os.path.dirname(data.val)
-    data = replace(data, root=root or None)
     is_below_root = find_split(os.path.join(root, data.val), data.storage) is not None
     if "data.val" in typed:
         if not is_below_root and os.path.exists(data.val):
             data = replace(data, val=os.path.abspath(data.val))
-        return replace(data, val_fraction=0.0, val_fold=None)
+        return replace(data, root=root or ".", val_fraction=0.0, val_fold=None)
     if "data.root" in typed and is_below_root:
         return replace(data, val_fraction=0.0, val_fold=None)
-    return data  # the images that the run has held out, or the same part of other images
+    # The images that the run has held out, or the same part of other images.
+    return replace(data, root=root or None)
 
 
 def real_place(*parts: str) -> str:
@@ -330,14 +330,14 @@ def top1_real(predictions: list[int], places: list[int], labels: list[list[int]]
     return 100 * sum(hits) / max(len(hits), 1)
 
 
-def hits_of(result: Evaluated) -> dict[str, bool]:
-    """Return which images were right, by their paths below the folder of the split."""
+def hits_of(result: Evaluated) -> dict[str, Any]:
+    """Return the fingerprint of the images, their paths, and which of them were right."""
     data = result.datasets.val
-    root, _ = images_of(result.trained.config.data)
-    hits = {}
-    for number, hit in enumerate(result.rows["top1"].bool().tolist()):
-        hits[os.path.relpath(data.name(number), root)] = hit
-    return hits
+    return {
+        "images": data.fingerprint(),
+        "paths": list(map(data.name, range(len(data)))),
+        "right": result.rows["top1"].bool().tolist(),
+    }
 
 
 def read_json(path: Path, origin: str, cure: str) -> Any:
@@ -348,21 +348,23 @@ def read_json(path: Path, origin: str, cure: str) -> Any:
         raise UserError(origin, str(error), cure) from None
 
 
-def compare(hits: dict[str, bool], others: dict[str, bool]) -> str:
+def compare(hits: dict[str, Any], others: dict[str, Any]) -> str:
     """State McNemar's exact test of two models. Raises UserError if their images differ."""
-    if hits.keys() != others.keys():
+    if hits["images"] != others.get("images"):
         raise UserError("--against", "has other images", "evaluate both models on the same ones")
-    differing = dict(hits.items() - others.items())
-    here = sum(differing.values())
-    there = len(differing) - here
+    here = there = 0  # right only there
+    for right, other in zip(hits["right"], others["right"], strict=True):
+        here += right > other
+        there += other > right
+    differing = here + there
     ways = 1  # to choose so many of the images that differ
     tail = 0
     for chosen in range(min(here, there) + 1):
         tail += ways
-        ways = ways * (len(differing) - chosen) // (chosen + 1)
-    p = min(1.0, 2 * tail / 2 ** len(differing))
+        ways = ways * (differing - chosen) // (chosen + 1)
+    p = min(1.0, 2 * tail / 2**differing)
     counts = f"{here:,} right only here, {there:,} only there"
-    return f"of {len(hits):,} images, {counts}: p = {p:.2g} (McNemar, exact)"
+    return f"of {len(hits['right']):,} images, {counts}: p = {p:.2g} (McNemar, exact)"
 
 
 def write(result: Evaluated, folder: Path) -> None:
@@ -445,11 +447,7 @@ def evaluate_one(options: argparse.Namespace) -> int:
         folder = options.out or Path("evaluation", name)
         refuse_inside(folder, trained.config.data, f"--out {folder}")
         result = evaluate_checkpoint(
-            trained,
-            world,
-            flip=options.flip,
-            all_outputs=options.all_outputs,
-            real=options.real,
+            trained, world, flip=options.flip, all_outputs=options.all_outputs, real=options.real
         )
         if world.is_main:
             print_result(result, folder)

@@ -22,7 +22,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf.errors import RunError, UserError, describe
-from conf.named import split_entry
 from scripts.lib.options import OUT, Parser, parse_paths
 
 # format -> packages that it needs, besides torch
@@ -162,12 +161,12 @@ class Job:
 
 
 def explicit(entry: Any) -> Any:
-    """Return an entry of augment.val with the short side and the interpolation of a resize."""
+    """Return an entry of augment.val with the side or sides and the interpolation of a resize."""
     if not isinstance(entry, dict) or "resize" not in entry:
         return entry
     parameters = {"interpolation": "bilinear", **entry["resize"]}
-    if "crop_ratio" in parameters:
-        parameters["size"] = round(parameters["size"] / parameters.pop("crop_ratio"))
+    sides = np.divide(parameters["size"], parameters.pop("crop_ratio", 1.0))
+    parameters["size"] = np.rint(sides).astype(int).tolist()
     return {"resize": parameters}
 
 
@@ -183,19 +182,20 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
 
     trained = job.trained
     data = trained.config.data
-    resize: dict[str, Any] = {"size": job.size, "interpolation": "bilinear"}
-    for entry in job.transforms:
-        name, parameters = split_entry(entry, "augment.val")
-        if name == "resize":
-            resize = parameters
+    match job.transforms:
+        case [{"resize": {"size": int(short_side), "interpolation": kernel}}, {"center_crop": _}]:
+            pass
+        case transforms:
+            wrong = f"states a resize of the short side and a center_crop, not {transforms}"
+            raise UserError("--to hub", wrong, "give safetensors, which states all transforms")
     stated = {
         "input_size": job.example().shape[1:],
         "mean": list(data.mean),
         "std": list(data.std),
-        "interpolation": resize["interpolation"],
+        "interpolation": kernel,
         "crop_mode": "center",
         # timm rounds the short side, size / crop_pct, down.
-        "crop_pct": math.floor(1e6 * job.size / resize["size"]) / 1e6,
+        "crop_pct": math.floor(1e6 * job.size / short_side) / 1e6,
         "tag": None,  # this and what follows would be those of timm's own weights
         "license": None,
         "test_input_size": None,

@@ -35,6 +35,8 @@ def test_recipe_builds(recipe):
     side = build_image_transforms(config.augment.train, "augment.train").image_size
     val_side = build_image_transforms(config.augment.val, "augment.val").image_size
     assert (side, val_side) == (config.data.image_size, config.data.val_size)
+    assert {"resize", "random_resized_crop"} & {*config.augment.train[0]}  # a photo is scaled
+    assert "resize" in config.augment.val[0]
     if config.model.name.startswith("timm/") and find_spec("timm") is None:
         return  # the rest needs the model
     with torch.device("meta"):

@@ -83,7 +83,7 @@ def test_command_line(ranks, folder, found, image_root, tmp_path):
         against = ["--against", out]
     assert "\nagainst   of 15 images, " in done.stdout
     hits = json.loads((tmp_path / out / "hits.json").read_text())
-    assert [*hits.values()] == found.rows["top1"].bool().tolist()
+    assert hits["right"] == found.rows["top1"].bool().tolist()
     stored = json.loads((tmp_path / out / "evaluation.json").read_text())
     assert stored["loss"] == found.values["loss"] and stored["made_by"]
     assert stored.items() >= found.summary.items()
@@ -96,12 +96,12 @@ def test_command_line(ranks, folder, found, image_root, tmp_path):
 
 def test_mcnemar_as_in_r():
     """binom.test(1, 9)$p.value is 0.0390625."""
-    hits = dict.fromkeys("abcdefghi", True) | {"j": False}
-    others = dict.fromkeys("abcdefgh", False) | {"i": True, "j": True}
+    hits = {"images": "a", "right": [True] * 9 + [False]}
+    others = {"images": "a", "right": [False] * 8 + [True, True]}
     assert "8 right only here, 1 only there: p = 0.039 (M" in evaluate.compare(hits, others)
     assert evaluate.compare(hits, hits).endswith(": p = 1 (McNemar, exact)")
     with pytest.raises(UserError, match=r"^--against: has other images; evaluate both "):
-        evaluate.compare(hits, {"a": True})
+        evaluate.compare(hits, {"images": "b", "right": [True] * 10})
 
 
 def test_other_classes(folder, image_root, tmp_path):

@@ -93,8 +93,8 @@ def test_command_line(folder, image_root, tmp_path, monkeypatch, capsys):
     assert again.config.model.name == own.config.model.name
     assert again.config.data.mean == own.config.data.mean
     assert [export.explicit(entry) for entry in own.config.augment.val] == again.config.augment.val
-    entry = {"resize": {"size": 224, "crop_ratio": 0.875}}
-    assert export.explicit(entry) == {"resize": {"size": 256, "interpolation": "bilinear"}}
+    entry = export.explicit({"resize": {"size": [224, 112], "crop_ratio": 0.875}})
+    assert entry == {"resize": {"size": [256, 128], "interpolation": "bilinear"}}
     assert export.explicit("horizontal_flip") == "horizontal_flip"
     assert own.averaged and all(torch.equal(again.weights[k], own.weights[k]) for k in own.weights)
     words = [str(folder), "--to", "pt2", "--preprocessing", *HERE]
@@ -109,7 +109,8 @@ def test_a_folder_for_timm(trained, tmp_path):
     name, out = "timm/resnet10t", tmp_path / "model"  # timm's own weights are tested at 224 px
     weights = models.build(name, num_classes=3, image_size=32).state_dict()
     config = replace(trained.config, model=replace(trained.config.model, name=name))
-    export.export(Job(replace(trained, config=config, weights=weights), "hub", False, 32), out)
+    job = Job(replace(trained, config=config, weights=weights), "hub", False, 32)
+    export.export(job, out)
     names = ["README.md", "config.json", "model.safetensors"]
     assert sorted(path.name for path in out.iterdir()) == names
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # all follow the umask
@@ -119,6 +120,9 @@ def test_a_folder_for_timm(trained, tmp_path):
     assert stated.classes == CLASSES
     assert stated.values["data.mean"] == list(config.data.mean)
     assert stated.values["augment.val"] == [{"resize": {"size": 32}}, {"center_crop": {"size": 32}}]
+    config = replace(config, augment=replace(config.augment, val=["horizontal_flip"]))
+    with pytest.raises(UserError, match=r"^--to hub: states a resize of the short side and a "):
+        export.export(replace(job, trained=replace(job.trained, config=config)), tmp_path / "other")
 
 
 def test_the_accuracy_on_a_card(trained):

