@@ -216,7 +216,7 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root, mode):
     options = {"device": CUDA, "modes": (mode,)}
     with opened(image_root, f"augment.train=[{crop}]", *levels, *ENGINES, **options) as feed:
         plain = training(feed)
-    with opened(image_root, f"augment.train={rand}", *levels, both, **options) as feed:
+    with opened(image_root, f"augment.train={rand}", *levels, *ENGINES, both, **options) as feed:
         dataset = feed.datasets.train
         assert isinstance(dataset, JpegEngineDataset) and "operations" in dataset.fields
         for batch, before in zip(training(feed), plain, strict=True):
