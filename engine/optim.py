@@ -101,15 +101,15 @@ def from_class(
 
 
 def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
-    """Create an optimiser of timm, with lr, weight_decay, momentum and optim.args."""
+    """Create an optimiser of timm, with lr, weight_decay and optim.args only."""
     import_timm(f"optim.name={config.name}")
     import timm.optim
 
     _refuse_moments(config)
     keys: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    keys["momentum"] = config.momentum
     name = config.name.removeprefix("timm/")
-    if name not in timm.optim.list_optimizers(exclude_filters=["bnb*", "fused*"]):  # other packages
+    excluded = ["bnb*", "fused*", "adahessian"]  # of other packages; with gradients of gradients
+    if name not in timm.optim.list_optimizers(exclude_filters=excluded):
         raise UserError(f"optim.name={config.name}", "timm has no such optimiser")
     groups = decay_groups(model, config)
     return _refusing_capture(timm.optim.create_optimizer_v2(groups, name, **keys, **args))

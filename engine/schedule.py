@@ -103,7 +103,7 @@ class Schedule:
         ended = self.epochs_ended(step)
         before = self.epochs_ended(max(0, step - 1))
         every = self.config.train.validate_every_epochs
-        validate = left == 0 or ended // every > before // every
+        validate = left <= 0 or ended // every > before // every
         # The last row has at least half of its steps: the mean of fewer would look like a change.
         is_whole_row = step % self.log_every == 0 and 2 * left >= self.log_every
         log = is_whole_row or left == 0

@@ -25,7 +25,7 @@ from pipeline.feed import Feed, is_measured
 logger = logging.getLogger(__name__)
 
 MIN_BATCHES = 16  # with fewer left in the run, nothing is measured
-ROUNDS, ROUND_SECONDS, MAX_STEPS = 5, 0.2, 40  # to measure the step
+ROUNDS, ROUND_SECONDS, MAX_STEPS = 3, 0.2, 40  # to measure the step
 # The CPU's mode is enough if it makes this many times the images of the step; it is measured while
 # all workers run. The device's decoders share the device with the step, so that they need more.
 ENOUGH_ON_CPU = 1.05
@@ -39,8 +39,7 @@ MAX_CORRECTION = 2.0
 NOISE = 0.05  # two windows of an equal step differ by less
 SLOW_STEP = 0.95  # share of its rate alone; below it, workers may take the step's cores
 TRIED_PART = 8  # then one of eight workers is taken away to see whether the step gets faster
-# Two changes come close to the best number. Later ones need a predicted gain of PATIENCE over the
-# windows with this number, or they would follow noise.
+# Two changes come close to the best number. Later ones need a gain of PATIENCE over the windows.
 PATIENCE = 0.4
 
 

@@ -83,9 +83,7 @@ def residual_stage(width_in: int, width: int, depth: int, stride: int) -> nn.Seq
 def mean_classifier(width: int, num_classes: int) -> OrderedDict[str, nn.Module]:
     """The last layers of a ResNet, by name: the mean over the image, and a linear layer."""
     return OrderedDict(
-        avgpool=nn.AdaptiveAvgPool2d(1),
-        flatten=nn.Flatten(),
-        fc=nn.Linear(width, num_classes),
+        avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(width, num_classes)
     )
 
 

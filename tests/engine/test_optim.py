@@ -87,4 +87,4 @@ def test_a_name_of_timm():
     pytest.importorskip("timm")
     assert build_optimizer(nn.Linear(2, 2), OptimConfig("timm/nesterov")).defaults["nesterov"]
     with pytest.raises(UserError, match="timm has no such optimiser"):
-        build_optimizer(nn.Linear(2, 2), OptimConfig("timm/lino"))
+        build_optimizer(nn.Linear(2, 2), OptimConfig("timm/adahessian"))

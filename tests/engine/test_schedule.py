@@ -37,6 +37,7 @@ def test_what_is_due(what, epochs, max_steps, every, steps):
     """Ten steps per epoch, log.every_steps=5, checkpoint.every_steps=4."""
     given = schedule(100, 10, epochs, max_steps, every)
     assert [s for s in range(1, given.stop_step + 1) if getattr(given.due(s), what)] == steps
+    assert given.due(given.stop_step + 1).validate  # of a run whose train.max_steps was lowered
 
 
 def test_epochs_of_a_step_and_ten_rows_of_a_short_run():
