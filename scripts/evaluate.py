@@ -352,7 +352,7 @@ def compare(hits: dict[str, Any], others: dict[str, Any]) -> str:
     """State McNemar's exact test of two models. Raises UserError if their images differ."""
     if hits["images"] != others.get("images"):
         raise UserError("--against", "has other images", "evaluate both models on the same ones")
-    here = there = 0  # right only there
+    here = there = 0  # images that only one of the two models got right
     for right, other in zip(hits["right"], others["right"], strict=True):
         here += right > other
         there += other > right
