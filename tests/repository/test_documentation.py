@@ -204,7 +204,7 @@ def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe):
     assert expect.keys() == FACTS.keys() and expect["recipe"] == recipe
     hardware, time, source = expect["hardware"], expect["time"], expect["source"]
     top1 = f"{expect['top1']:g}"
-    if expect["runs"]:
+    if expect["std"]:
         top1 += f" ± {expect['std']:.2g}"
     row = re.escape(" | ".join(["", hardware, time, top1, f"{source} |"]))
     about = rf"^\| `{recipe}` \| [^|]+, {config.train.epochs:g}\b[^|]*{row}"
