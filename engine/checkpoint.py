@@ -32,7 +32,7 @@ FORMAT = 3
 READABLE = (2, 3)  # formats whose weights, config and model_input have the same meaning
 GIVE = "the folder of a run, a step-*.pt, never (start over) or auto (the default)"
 # Parts of every checkpoint -> type.
-PARTS = {"step": int, **dict.fromkeys(("state", "identity", "config", "model_input"), dict)}
+PARTS = {"step": int, "state": dict, "identity": dict, "config": dict, "model_input": dict}
 
 
 class CheckpointError(RunError):

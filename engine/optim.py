@@ -27,25 +27,20 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     """
     if is_object_name(config.name):
         return create_object(config.name, "optim.name", Optimizer, model, config, **config.args)
-    create = _find(config.name)
+    create = OPTIMIZERS.get(config.name)
+    if config.name.startswith("timm/"):
+        create = from_timm
+    if create is None:
+        near = did_you_mean(config.name, OPTIMIZERS)
+        groups = " or ".join(group_names("optim"))
+        others = f"optim={groups}, timm/NAME and module:name are others{near}"
+        raise UserError(f"optim.name={config.name}", "there is no such optimiser", others)
     try:
         return create(model, config, **config.args)
     except (TypeError, ValueError) as error:
         if not config.args:
             raise
         raise UserError(f"optim.args={show(config.args)}", str(error), "change them") from None
-
-
-def _find(name: str) -> Callable[..., Optimizer]:
-    """Return the function that `optim.name` names. Raises UserError if there is none."""
-    if name.startswith("timm/"):
-        return from_timm
-    if name not in OPTIMIZERS:
-        near = did_you_mean(name, OPTIMIZERS)
-        groups = " or ".join(group_names("optim"))
-        others = f"optim={groups}, timm/NAME and module:name are others{near}"
-        raise UserError(f"optim.name={name}", "there is no such optimiser", others)
-    return OPTIMIZERS[name]
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

@@ -46,10 +46,6 @@ def check_loss(row: Mapping[str, float], folder: Path) -> None:
         raise diverged(f"the loss is {loss} at step {row['step']} (lr {row['lr']:g})", folder)
 
 
-def tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
 class MovingAverage(nn.Module):
     """Exponential moving average of a model's weights and buffers, including BatchNorm statistics.
 
@@ -76,7 +72,9 @@ class MovingAverage(nn.Module):
         values: list[Tensor] = []
         counts: list[Tensor] = []
         new_counts: list[Tensor] = []
-        for mean, value in zip(tensors(self.module), tensors(model), strict=True):
+        averaged = [*self.module.parameters(), *self.module.buffers()]
+        current = [*model.parameters(), *model.buffers()]
+        for mean, value in zip(averaged, current, strict=True):
             if mean.is_floating_point():
                 means.append(mean)
                 values.append(value)

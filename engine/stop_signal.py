@@ -31,10 +31,7 @@ class StopSignal(ExitStack):
         self.world = world
         self.received = 0  # number of the signal that this process received
         self.number = 0  # number of the signal that stops all ranks; set by `poll`
-
-    def __enter__(self) -> "StopSignal":
         self.enter_context(handle_stops(self._receive))
-        return self
 
     def __bool__(self) -> bool:
         """Whether training stops now: the same on every rank."""

@@ -25,7 +25,9 @@ from pipeline.feed import Feed, is_measured
 logger = logging.getLogger(__name__)
 
 MIN_BATCHES = 16  # with fewer left in the run, nothing is measured
-ROUNDS, ROUND_SECONDS, MAX_STEPS = 3, 0.2, 40  # to measure the step
+ROUNDS = 3  # in which the step is measured
+ROUND_SECONDS = 0.2
+MAX_STEPS = 40  # of a round
 # The CPU's mode is enough if it makes this many times the images of the step; it is measured while
 # all workers run. The device's decoders share the device with the step, so that they need more.
 ENOUGH_ON_CPU = 1.05
@@ -125,7 +127,9 @@ class Tuner:
     """Measures at the start, and follows the run. `rule`: None while nothing is followed."""
 
     def __init__(self, feed: Feed, world: World, say: Callable[[str], None]) -> None:
-        self.feed, self.world, self.say = feed, world, say
+        self.feed = feed
+        self.world = world
+        self.say = say
         self.rule: Rule | None = None
         self.first_row = 0  # of the present window
         self.seen = 0  # rows so far
@@ -173,10 +177,7 @@ class Tuner:
         return len(resident.samples) / seconds
 
     def choose_mode(self, first_rate: float, first_step: int) -> str:
-        """Return the first mode if it is enough on all ranks, else the faster of two. Collective.
-
-        first_rate: images/s of the first mode, which is the CPU's, or that of the run so far.
-        """
+        """Return the first mode if its rate is enough on all ranks, else the faster. Collective."""
         modes = self.feed.datasets.decode_modes
         num_modes = min(self.world.all_gather(len(modes)))  # a rank may lack engines
         share = self.smallest_share(first_rate)

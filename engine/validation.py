@@ -17,7 +17,7 @@ from pipeline.feed import Feed
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.
 `engine.metrics.Metrics.computations` makes the values of a validation from them."""
-NUMBER = ""  # of a sample in its split; no value has this name
+NUMBER = ""  # the column with the number of each sample in its split; no value has this name
 Columns = dict[str, list[Tensor]]  # name -> the values of each batch
 Rows = dict[str, Tensor]
 """What `Measure` has returned for all samples of a split, in its order, [N, ...]."""
@@ -44,17 +44,16 @@ def evaluate(
     perhaps fewer than another rank: only the results are gathered.
     """
     outputs: list[Columns] = [{} for _ in networks]
-    numbers: list[Tensor] = []  # of the samples of each batch
     with ExitStack() as stack:
         for network in networks:
             stack.enter_context(in_eval_mode(network))
         for batch in batches:
-            numbers.append(batch.samples[:, 1].clone())  # the batch's memory is reused
             for network, columns in zip(networks, outputs, strict=True):
-                for name, value in measure(network, batch).items():
-                    # A copy: it may be a part of the batch.
+                values = {NUMBER: batch.samples[:, 1], **measure(network, batch)}
+                for name, value in values.items():
+                    # A copy: it may be a part of the batch, whose memory is reused.
                     columns.setdefault(name, []).append(value.clone())
-    return [collect(columns, numbers, world) for columns in outputs]
+    return [collect(columns, world) for columns in outputs]
 
 
 @contextmanager
@@ -65,16 +64,14 @@ def in_eval_mode(network: nn.Module) -> Iterator[None]:
     models.train_mode(network, was_training)
 
 
-def collect(columns: Columns, numbers: list[Tensor], world: World) -> Validation:
-    """Gather the rows of all ranks, and sort them by the number of their sample. Collective.
+def collect(columns: Columns, world: World) -> Validation:
+    """Gather the rows of all ranks, and sort them by NUMBER. Collective.
 
-    `numbers`: of the samples of each batch, int64 [B]; -1 is none. A rank may have no batch.
+    A row with the number -1 has no sample. A rank may have no batch, and then has no columns.
     """
     own: Rows = {}
-    if numbers:
-        number = torch.cat(numbers)
-        valid = number >= 0
-        own[NUMBER] = number[valid].cpu()
+    if columns:
+        valid = torch.cat(columns[NUMBER]) >= 0
         for name, values in columns.items():
             own[name] = torch.cat(values)[valid].cpu()
     shares = [share for share in world.all_gather(own) if share]

@@ -179,7 +179,8 @@ class TorchvisionTransform:
     """
 
     def __init__(self, name: str, **parameters: Any) -> None:
-        self.name, self.parameters = name, parameters
+        self.name = name
+        self.parameters = parameters
         _v2_transform(self)  # refuses wrong parameters now
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:

@@ -184,7 +184,8 @@ class RandomErasing:
 
         Returns left, top, right, bottom; an empty box if nothing is erased.
         """
-        rng, count = share.rng, share.total
+        rng = share.rng
+        count = share.total
         erased = rng.random(count) < self.p
         smallest, largest = self.scale
         narrowest, widest = map(math.log, self.ratio)

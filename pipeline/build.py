@@ -167,8 +167,11 @@ def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose)
             wrong = f"data.source={data.source} does not read it"
             cure = "for images in class folders write data=folder, or omit it"
             raise UserError(held.origin, wrong, cure)
-    decoder, seed = config.loader.decoder, config.train.seed
-    options = dict(decoder=decoder, seed=seed, exif_orientation=data.exif_orientation)
+    options: Options = {
+        "decoder": config.loader.decoder,
+        "seed": config.train.seed,
+        "exif_orientation": data.exif_orientation,
+    }
     return build(data, train, val, options)
 
 

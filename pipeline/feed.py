@@ -124,7 +124,8 @@ def open_feed(
     The CPU decodes validation images in every mode, so that a checkpoint has one accuracy.
     `dtype` and `channels_last`: of the images on the device.
     """
-    loader, data = config.loader, config.data
+    loader = config.loader
+    data = config.data
     num_cores = machine.cores_for_workers(world.local_size)
     workers = max_workers = loader.workers
     if loader.workers == "auto":

@@ -266,7 +266,9 @@ def tar_members(
     members: Members = {}
     at = start
     try:
-        with opened(path, "rb") as file, _open_tar(file, start) as tar:
+        with opened(path, "rb") as file:
+            file.seek(start)
+            tar = tarfile.TarFile(fileobj=file)
             header = tar.next()
             while header is not None:
                 _add_member(members, header)
@@ -282,11 +284,6 @@ def tar_members(
         cure += "without compression and links (tar --dereference --hard-dereference)"
         raise UserError(shown, f"cannot be read at byte {at:,}: {error}", cure) from None
     return members
-
-
-def _open_tar(file: BinaryIO, start: int) -> tarfile.TarFile:
-    file.seek(start)
-    return tarfile.open(fileobj=file, mode="r:")
 
 
 def _add_member(members: Members, header: tarfile.TarInfo) -> None:

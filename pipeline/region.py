@@ -90,7 +90,7 @@ def compile_library(folder: Path) -> Path:
         command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(output), str(SOURCE)]
         made = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if made.returncode != 0:
-            reason = (made.stderr or made.stdout or "no message").splitlines()[0]
+            reason, _, _ = made.stderr.strip().partition("\n")
             raise OSError(f"install a C compiler that works: {compiler} failed ({reason})")
         os.replace(output, path)  # several processes may do this at the same time
     return path

@@ -108,7 +108,9 @@ def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -
     `following`: the samples of this task and of those after it, to read several at a time.
     """
     ring = rings[task.ring]
-    started, computed, queued = time.perf_counter(), time.thread_time(), waited_for_core()
+    started = time.perf_counter()
+    computed = time.thread_time()
+    queued = waited_for_core()
     # The views of a batch are made once for a task: they take longer than a copy of an image.
     batch = {name: memory.array[task.slot] for name, memory in ring.memory.items()}
     ring.dataset.begin_rows(batch, range(task.row, task.row + len(task.samples)))
@@ -124,7 +126,8 @@ def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -
             trace = "".join(traceback.format_exception(error.__cause__))
             return Reply(error=str(error), trace=trace)
         ring.samples.array[task.slot, row] = epoch, used  # last: the row is complete
-    computing, waiting = time.thread_time() - computed, waited_for_core() - queued
+    computing = time.thread_time() - computed
+    waiting = waited_for_core() - queued
     storage = time.perf_counter() - started - computing - waiting
     return Reply(len(task.samples), computing, storage, waiting, skipped)
 

@@ -39,10 +39,7 @@ HEADER_ROWS = 40  # the columns are named again after so many rows: a terminal h
 
 @dataclass
 class RunLog:
-    """Reports a run while the loop trains, from the first step to the last.
-
-    It writes through the tracker, whose exit also closes the observers and the GPU monitor.
-    """
+    """Reports a run through the tracker, whose exit closes observers and GPU monitor, too."""
 
     feed: Feed
     schedule: Schedule
