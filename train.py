@@ -101,7 +101,7 @@ def train(config: Config) -> dict[str, Any]:
             return run.finished_summary
 
         feed = enter(open_feed(config, parts.datasets, world, compute.dtype, compute.channels_last))
-        tracker = enter(Tracker(run.path if world.is_main else None, config, start_step=state.step))
+        tracker = enter(Tracker(run.path if world.is_main else None, config, state))
         tracker.print(f"loader    workers={feed.pool.active} decoder={feed.decoder_name}")
         train_on_batch = enter(build_step(schedule, compute, parts.loss_fn, state, world))
         stop = enter(StopSignal(world, feed.pool))

@@ -68,7 +68,6 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
     path = folder / file_name(step)
     kept = {path}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, open(temporary, "wb") as file:
             torch.save({"format": FORMAT, **content}, file)
         if best_step is None:

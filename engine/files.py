@@ -26,8 +26,12 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_bytes(text.encode(errors="surrogateescape"))
+    try:
+        with replacing(path) as temporary:
+            temporary.write_bytes(text.encode(errors="surrogateescape"))
+    except OSError as error:
+        error.filename = str(path)  # the error of a full disk has none
+        raise
 
 
 @contextmanager

@@ -200,6 +200,10 @@ class Run(AbstractContextManager["Run"]):
         for weights in content["state"]["model"].values():
             if not weights.isfinite().all():
                 raise diverged(f"the weights are not finite at step {content['step']}", self.path)
+        assert self._lock is not None
+        if not os.path.samestat(os.fstat(self._lock), os.stat(self.path / ".lock")):
+            text = f"run.dir={self.path}: was replaced by another folder; give a run.name to train"
+            raise checkpoint.CheckpointError(f"{text} again")
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 
     def wait(self) -> None:

@@ -6,7 +6,6 @@ A full disk or a missing TensorBoard causes one warning; training continues.
 import io
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from conf.errors import UserError
 from conf.schema import Config
 from engine.files import json_text, replace_file, write_json
 from engine.log.console import say
+from engine.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +53,17 @@ class Tracker(ExitStack):
     Args:
         folder: the run directory; None to report nothing, as on other ranks than 0.
         config: log.trackers says what to write.
-        start_step: the step from which this start resumes. Later rows of metrics.jsonl are dropped,
-            and TensorBoard hides the later values of earlier starts.
+        state: from which this start resumes. Later rows of metrics.jsonl are dropped, with a
+            validation that this start repeats; TensorBoard hides later values of earlier starts.
     """
 
-    def __init__(self, folder: Path | None, config: Config, *, start_step: int = 0) -> None:
+    def __init__(self, folder: Path | None, config: Config, state: TrainState) -> None:
         super().__init__()
         self.folder = folder
-        self._start_step = start_step
+        self._start_step = state.step
+        self._last_steps = {"train": state.step, "val": state.step}  # of the rows that are kept
+        if state.last_validation.get("step") != state.step:  # it was interrupted
+            self._last_steps["val"] -= 1
         self._failed: set[str] = set()  # outputs that are not written any more
         self._rows: Any = None  # the file metrics.jsonl
         self._board: Any = None  # TensorBoard's SummaryWriter
@@ -68,8 +71,7 @@ class Tracker(ExitStack):
             return
         self._rows = self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl")
         if config.log.trackers:
-            best_by = config.train.best_by.removeprefix("-")
-            self._board = self.guard("TensorBoard", self._open_board, folder, best_by)
+            self._board = self.guard("TensorBoard", self._open_board, folder)
 
     def _open_rows(self, path: Path) -> Any:
         kept = []
@@ -77,23 +79,20 @@ class Tracker(ExitStack):
             for line in path.read_text("utf-8", errors="replace").splitlines():
                 # A killed process leaves an incomplete line; a user may have added others.
                 with suppress(ValueError, TypeError, KeyError):
-                    if json.loads(line)["step"] <= self._start_step:
+                    row = json.loads(line)
+                    if row["step"] <= self._last_steps[row["split"]]:
                         kept.append(f"{line}\n")
         replace_file(path, "".join(kept))  # a new file, also for a link
         file = open(path, "a", buffering=1)  # noqa: SIM115 - the stack closes it
         self.callback(self.guard, "metrics.jsonl", file.close)
         return file
 
-    def _open_board(self, folder: Path, best_by: str) -> Any:
+    def _open_board(self, folder: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         # Into the folder itself: TensorBoard names a run after the folder of its files.
         board: Any = SummaryWriter(folder, purge_step=self._start_step + 1, flush_secs=10)
         self.callback(self.guard, "TensorBoard", board.close)
-        charts = {}
-        for name in ("loss", best_by):  # a chart has the curves of training and validation
-            charts[name] = ["Multiline", [f"(train|val)/{re.escape(name)}(_raw)?$"]]
-        board.add_custom_scalars({"learning": charts})
         return board
 
     def print(self, *lines: str) -> None:

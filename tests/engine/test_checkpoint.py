@@ -18,7 +18,7 @@ from torch import nn
 
 from conf.errors import UserError
 from engine import checkpoint
-from engine.checkpoint import host_copy, load, load_newest, save
+from engine.checkpoint import CheckpointError, host_copy, load, load_newest, save
 from engine.distributed import World
 from engine.files import json_text
 from engine.state import TrainingError
@@ -115,7 +115,7 @@ def test_order_of_calls(tmp_path, monkeypatch):
     record("fsync", synced)
     record("replace", lambda source, target: (Path(source).name, Path(target).name))
     record("unlink", lambda path: (Path(path).name,))
-    folder = tmp_path / "checkpoints"
+    (folder := tmp_path / "checkpoints").mkdir()
     save(folder, content(1, step=1), keep=1)
     assert calls == saving(folder, "step-00000001.pt") + saving(folder, "best.pt")
     calls.clear()
@@ -158,7 +158,7 @@ def test_every_kind_of_tensor_is_copied(device, tmp_path):
     state["best"]["step"] = -1
     for tensor in tensors.values():
         tensor.zero_()
-    path = checkpoint.save(tmp_path / "copy", copied, keep=1)
+    path = checkpoint.save(tmp_path, copied, keep=1)
     stored = checkpoint.load(path)["state"]
     for name, tensor in expected.items():
         assert stored["tensors"][name].dtype == tensor.dtype
@@ -206,6 +206,19 @@ def test_weights_that_differ_between_ranks_are_told(tmp_path, monkeypatch, caplo
         resume_with(run, state_of(), {})
         run.save(state_of(5))
     assert "step 5: the weights differ between the ranks, and the checkpoint" in caplog.text
+
+
+def test_a_run_in_whose_place_another_one_trains(tmp_path):
+    """As after `rm -rf` of the folder, whose lock nobody can see then."""
+    with directory(tmp_path / "run") as run:
+        resume_with(run, state_of(), {})
+        run.path.rename(tmp_path / "moved")
+        with directory(run.path) as other:
+            resume_with(other, state_of(), {})
+        run.save(state_of(5))
+        with pytest.raises(CheckpointError, match="was replaced by another folder; give a run"):
+            run.wait()
+    assert not os.listdir(other.checkpoints)
 
 
 def test_weights_that_are_not_finite_are_not_written(tmp_path):
