@@ -6,6 +6,7 @@ A full disk or a missing TensorBoard causes one warning; training continues.
 import io
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -61,9 +62,9 @@ class Tracker(ExitStack):
         super().__init__()
         self.folder = folder
         self._start_step = state.step
-        self._last_steps = {"train": state.step, "val": state.step}  # of the rows that are kept
-        if state.last_validation.get("step") != state.step:  # it was interrupted
-            self._last_steps["val"] -= 1
+        # Of the rows that are kept. An interrupted validation of this step is repeated.
+        validated = state.last_validation.get("step", 0)
+        self._last_steps = {"train": state.step, "val": max(state.step - 1, validated)}
         self._failed: set[str] = set()  # outputs that are not written any more
         self._rows: Any = None  # the file metrics.jsonl
         self._board: Any = None  # TensorBoard's SummaryWriter
@@ -71,7 +72,8 @@ class Tracker(ExitStack):
             return
         self._rows = self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl")
         if config.log.trackers:
-            self._board = self.guard("TensorBoard", self._open_board, folder)
+            best_by = config.train.best_by.removeprefix("-")
+            self._board = self.guard("TensorBoard", self._open_board, folder, best_by)
 
     def _open_rows(self, path: Path) -> Any:
         kept = []
@@ -87,12 +89,16 @@ class Tracker(ExitStack):
         self.callback(self.guard, "metrics.jsonl", file.close)
         return file
 
-    def _open_board(self, folder: Path) -> Any:
+    def _open_board(self, folder: Path, best_by: str) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         # Into the folder itself: TensorBoard names a run after the folder of its files.
         board: Any = SummaryWriter(folder, purge_step=self._start_step + 1, flush_secs=10)
         self.callback(self.guard, "TensorBoard", board.close)
+        charts = {}
+        for name in ("loss", best_by):  # a chart has the curves of training and validation
+            charts[name] = ["Multiline", [f"(train|val)/{re.escape(name)}(_raw)?$"]]
+        board.add_custom_scalars({"learning": charts})
         return board
 
     def print(self, *lines: str) -> None:

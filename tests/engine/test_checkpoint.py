@@ -115,7 +115,8 @@ def test_order_of_calls(tmp_path, monkeypatch):
     record("fsync", synced)
     record("replace", lambda source, target: (Path(source).name, Path(target).name))
     record("unlink", lambda path: (Path(path).name,))
-    (folder := tmp_path / "checkpoints").mkdir()
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
     save(folder, content(1, step=1), keep=1)
     assert calls == saving(folder, "step-00000001.pt") + saving(folder, "best.pt")
     calls.clear()
@@ -209,7 +210,6 @@ def test_weights_that_differ_between_ranks_are_told(tmp_path, monkeypatch, caplo
 
 
 def test_a_run_in_whose_place_another_one_trains(tmp_path):
-    """As after `rm -rf` of the folder, whose lock nobody can see then."""
     with directory(tmp_path / "run") as run:
         resume_with(run, state_of(), {})
         run.path.rename(tmp_path / "moved")
