@@ -201,9 +201,12 @@ class Run(AbstractContextManager["Run"]):
             if not weights.isfinite().all():
                 raise diverged(f"the weights are not finite at step {content['step']}", self.path)
         assert self._lock is not None
-        if not os.path.samestat(os.fstat(self._lock), os.stat(self.path / ".lock")):
-            text = f"run.dir={self.path}: was replaced by another folder; give a run.name to train"
-            raise checkpoint.CheckpointError(f"{text} again")
+        is_ours = False
+        with suppress(OSError):  # the folder was removed
+            is_ours = os.path.samestat(os.fstat(self._lock), os.stat(self.path / ".lock"))
+        if not is_ours:
+            text = "was removed or replaced; give the command again, or with another run.name"
+            raise checkpoint.CheckpointError(f"run.dir={self.path}: {text}")
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 
     def wait(self) -> None:

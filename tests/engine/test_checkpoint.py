@@ -216,7 +216,7 @@ def test_a_run_in_whose_place_another_one_trains(tmp_path):
         with directory(run.path) as other:
             resume_with(other, state_of(), {})
         run.save(state_of(5))
-        with pytest.raises(CheckpointError, match="was replaced by another folder; give a run"):
+        with pytest.raises(CheckpointError, match="was removed or replaced; give the command"):
             run.wait()
     assert not os.listdir(other.checkpoints)
 
