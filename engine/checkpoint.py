@@ -68,6 +68,7 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
     path = folder / file_name(step)
     kept = {path}
     try:
+        folder.mkdir(exist_ok=True)  # a user may have removed it
         with replacing(path) as temporary, open(temporary, "wb") as file:
             torch.save({"format": FORMAT, **content}, file)
         if best_step is None:

@@ -96,16 +96,20 @@ def from_class(
 
 
 def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
-    """Create an optimiser of timm, with lr, weight_decay and optim.args only."""
+    """Create an optimiser of timm, with lr, weight_decay and optim.args.
+
+    It may take the momentum of a recipe; conf/schema.py refuses a typed one, as most do not.
+    """
     import_timm(f"optim.name={config.name}")
     import timm.optim
 
     _refuse_moments(config)
     keys: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     name = config.name.removeprefix("timm/")
-    excluded = ["bnb*", "fused*", "adahessian"]  # of other packages; with gradients of gradients
+    excluded = ["bnb*", "fused*", "adahessian"]  # of other packages; with second derivatives
     if name not in timm.optim.list_optimizers(exclude_filters=excluded):
         raise UserError(f"optim.name={config.name}", "timm has no such optimiser")
+    args = {"momentum": config.momentum} | args
     groups = decay_groups(model, config)
     return _refusing_capture(timm.optim.create_optimizer_v2(groups, name, **keys, **args))
 

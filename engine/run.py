@@ -205,7 +205,7 @@ class Run(AbstractContextManager["Run"]):
         with suppress(OSError):  # the folder was removed
             is_ours = os.path.samestat(os.fstat(self._lock), os.stat(self.path / ".lock"))
         if not is_ours:
-            text = "was removed or replaced; give the command again, or with another run.name"
+            text = "was moved, removed or replaced; train again with another run.name"
             raise checkpoint.CheckpointError(f"run.dir={self.path}: {text}")
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 

@@ -103,7 +103,7 @@ def of_weights(config: Config, typed: set[str]) -> KeyValues:
         factor = 1.0
         if not typed.isdisjoint(VAL_SIZES):
             factor = config.data.val_size / stated["data.val_size"]
-        values["augment.val"] = scaled(stated["augment.val"], factor)
+        values["augment.val"] = scaled(_val_transforms(stated), factor)
     if "bicubic" in str(values.get("augment.val")):
         size = values["data.image_size"]
         values["augment.train"] = _with_bicubic_crops(config.augment.train, size)
@@ -134,6 +134,17 @@ def _published(config: Config, typed: set[str], path: Path, stored: str | None) 
             name = stored if stored in models.available() else f"timm/{stored}"
         name, _ = torchvision_files().get(path.name, (name, None))
     return {"model.name": name, **published(name, path).values}
+
+
+def _val_transforms(stated: KeyValues) -> list[Any]:
+    """Return augment.val of the weights, with the resize that earlier CIFAR runs left out."""
+    size, transforms = stated["data.val_size"], stated["augment.val"]
+    if transforms and "resize" not in str(transforms).lower():
+        is_bicubic = "bicubic" in str(stated.get("augment.train"))
+        interpolation = "bicubic" if is_bicubic else "bilinear"
+        resize = {"resize": {"size": size, "interpolation": interpolation}}
+        transforms = [resize, *transforms]
+    return list(transforms)
 
 
 def _with_bicubic_crops(transforms: list[Any], size: int) -> list[Any]:

@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import reduction
 from typing import Any
 
@@ -92,7 +92,7 @@ def _lock(arrays: Sequence[SharedArray], device: int) -> list[int]:
     for shared in arrays:
         # CUDA would map the pages slower, and block the imports of other threads meanwhile (H200).
         pages = shared.array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]
-        with ThreadPoolExecutor(8) as threads:
+        with suppress(RuntimeError), ThreadPoolExecutor(8) as threads:  # no more threads allowed
             threads.map(np.sum, np.array_split(pages, 8))
         address, size = shared.array.ctypes.data, shared.array.nbytes
         error = torch.cuda.cudart().cudaHostRegister(address, size, 0)

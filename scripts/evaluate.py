@@ -351,7 +351,8 @@ def read_json(path: Path, origin: str, cure: str) -> Any:
 def compare(hits: dict[str, Any], others: dict[str, Any]) -> str:
     """State McNemar's exact test of two models. Raises UserError if their images differ."""
     if hits["images"] != others.get("images"):
-        raise UserError("--against", "has other images", "evaluate both models on the same ones")
+        wrong = "has other images, or is of an earlier version"
+        raise UserError("--against", wrong, "evaluate both models on the same images")
     here = there = 0  # images that only one of the two models got right
     for right, other in zip(hits["right"], others["right"], strict=True):
         here += right > other

@@ -54,17 +54,17 @@ class Tracker(ExitStack):
     Args:
         folder: the run directory; None to report nothing, as on other ranks than 0.
         config: log.trackers says what to write.
-        state: from which this start resumes. Later rows of metrics.jsonl are dropped, with a
-            validation that this start repeats; TensorBoard hides later values of earlier starts.
+        state: from which this start resumes. Later rows of metrics.jsonl are dropped, and that of a
+            validation that is repeated; TensorBoard hides later values of earlier starts.
     """
 
     def __init__(self, folder: Path | None, config: Config, state: TrainState) -> None:
         super().__init__()
         self.folder = folder
         self._start_step = state.step
-        # Of the rows that are kept. An interrupted validation of this step is repeated.
-        validated = state.last_validation.get("step", 0)
-        self._last_steps = {"train": state.step, "val": max(state.step - 1, validated)}
+        # An interrupted validation of this step is repeated.
+        validated = state.last_validation.get("step", state.step)
+        self._last_steps = {"val": max(state.step - 1, validated)}  # of the rows that are kept
         self._failed: set[str] = set()  # outputs that are not written any more
         self._rows: Any = None  # the file metrics.jsonl
         self._board: Any = None  # TensorBoard's SummaryWriter
@@ -82,7 +82,7 @@ class Tracker(ExitStack):
                 # A killed process leaves an incomplete line; a user may have added others.
                 with suppress(ValueError, TypeError, KeyError):
                     row = json.loads(line)
-                    if row["step"] <= self._last_steps[row["split"]]:
+                    if row["step"] <= self._last_steps.get(row.get("split"), self._start_step):
                         kept.append(f"{line}\n")
         replace_file(path, "".join(kept))  # a new file, also for a link
         file = open(path, "a", buffering=1)  # noqa: SIM115 - the stack closes it

@@ -31,7 +31,7 @@ def content_of(step: int, state: dict[str, Any]) -> dict[str, Any]:
 def add_checkpoint(path: Path, step: int, **changes: Any) -> Path:
     """Save a checkpoint with changes of the state."""
     content = content_of(step, {**state_of(step).state_dict(), **changes})
-    (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+    path.mkdir(exist_ok=True)
     return checkpoint.save(path / "checkpoints", content, keep=9)
 
 

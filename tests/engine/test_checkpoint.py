@@ -116,7 +116,6 @@ def test_order_of_calls(tmp_path, monkeypatch):
     record("replace", lambda source, target: (Path(source).name, Path(target).name))
     record("unlink", lambda path: (Path(path).name,))
     folder = tmp_path / "checkpoints"
-    folder.mkdir()
     save(folder, content(1, step=1), keep=1)
     assert calls == saving(folder, "step-00000001.pt") + saving(folder, "best.pt")
     calls.clear()
@@ -216,7 +215,7 @@ def test_a_run_in_whose_place_another_one_trains(tmp_path):
         with directory(run.path) as other:
             resume_with(other, state_of(), {})
         run.save(state_of(5))
-        with pytest.raises(CheckpointError, match="was removed or replaced; give the command"):
+        with pytest.raises(CheckpointError, match="was moved, removed or replaced; train"):
             run.wait()
     assert not os.listdir(other.checkpoints)
 

@@ -84,6 +84,7 @@ def test_command_line(ranks, folder, found, image_root, tmp_path):
     assert "\nagainst   of 15 images, " in done.stdout
     hits = json.loads((tmp_path / out / "hits.json").read_text())
     assert hits["right"] == found.rows["top1"].bool().tolist()
+    assert hits["images"] == found.datasets.val.fingerprint()
     stored = json.loads((tmp_path / out / "evaluation.json").read_text())
     assert stored["loss"] == found.values["loss"] and stored["made_by"]
     assert stored.items() >= found.summary.items()
@@ -100,7 +101,7 @@ def test_mcnemar_as_in_r():
     others = {"images": "a", "right": [False] * 8 + [True, True]}
     assert "8 right only here, 1 only there: p = 0.039 (M" in evaluate.compare(hits, others)
     assert evaluate.compare(hits, hits).endswith(": p = 1 (McNemar, exact)")
-    with pytest.raises(UserError, match=r"^--against: has other images; evaluate both "):
+    with pytest.raises(UserError, match=r"^--against: has other images, .*; evaluate both "):
         evaluate.compare(hits, {"images": "b", "right": [True] * 10})
 
 

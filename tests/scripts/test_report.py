@@ -287,10 +287,7 @@ def test_damaged_runs_are_named_and_left_out(run, tmp_path, capsys):
     damaged = {
         "metrics": ("metrics.jsonl", "{not json}\n"),
         "split": ("metrics.jsonl", '{"step": 1, "epoch": 1, "split": "test"}\n'),
-        "epoch": ("metrics.jsonl", '{"step": 1, "split": "val", "top1": 5}\n'),
-        "text": ("metrics.jsonl", '{"step": 1, "epoch": 1, "split": "val", "top1": "high"}\n'),
         "summary": ("summary.json", "[1, 2]"),
-        "made_by": ("summary.json", '{"images_per_second": 1, "seconds": 1, "made_by": []}'),
         "verdict": ("verdict.json", "1"),
         "config": ("config.yaml", "a: [1"),
         "overrides": ("overrides.yaml", "1"),

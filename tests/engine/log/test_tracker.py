@@ -102,7 +102,10 @@ def test_lines_that_are_no_rows_are_dropped(tmp_path):
         with Tracker(tmp_path, SILENT, at(20, validated=20)) as tracker:
             tracker.write_row(train_row(30))
         assert [row["step"] for row in rows(tmp_path)] == [10, 20, 20, 30]
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "outside")
+    (tmp_path / "metrics.jsonl").symlink_to("outside")  # in a stranger's run; it is not followed
     Tracker(tmp_path, SILENT, at(20)).close()  # it repeats a validation that was interrupted
+    assert len((tmp_path / "outside").read_text().splitlines()) == 4
     assert [(row["step"], row["split"]) for row in rows(tmp_path)] == [(10, "train"), (20, "train")]
 
 
