@@ -200,6 +200,11 @@ class Run(AbstractContextManager["Run"]):
         for weights in content["state"]["model"].values():
             if not weights.isfinite().all():
                 raise diverged(f"the weights are not finite at step {content['step']}", self.path)
+        self.require_own_folder()
+        checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
+
+    def require_own_folder(self) -> None:
+        """Raise CheckpointError if run.dir is no longer the folder that this start has locked."""
         assert self._lock is not None
         is_ours = False
         with suppress(OSError):  # the folder was removed
@@ -207,7 +212,6 @@ class Run(AbstractContextManager["Run"]):
         if not is_ours:
             text = "was moved, removed or replaced; train again with another run.name"
             raise checkpoint.CheckpointError(f"run.dir={self.path}: {text}")
-        checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""

@@ -1,7 +1,4 @@
-"""Reports a run: console, metrics.jsonl, TensorBoard, the GPU, the verdict and log.observers.
-
-The loop in train.py trains, validates and saves, and calls the methods here.
-"""
+"""Reports a run: console, metrics.jsonl, TensorBoard, the GPU, the verdict and log.observers."""
 
 import math
 import time
@@ -158,6 +155,7 @@ class RunLog:
 
     def validated(self, row: dict[str, Any], result: Validation, *, best: bool) -> None:
         """Report a validation. `row`: the values of its result, and those of the raw model."""
+        self.world.on_rank_0(self.run.require_own_folder)  # observers write files
         seconds = time.monotonic() - self._pause_began
         row = row | {"split": "val", "images": result.images, "seconds": seconds}
         names = self.metrics.computations(result.rows)
