@@ -96,10 +96,7 @@ def from_class(
 
 
 def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
-    """Create an optimiser of timm, with lr, weight_decay and optim.args.
-
-    It may take the momentum of a recipe; conf/schema.py refuses a typed one, as most do not.
-    """
+    """Create an optimiser of timm, with lr, weight_decay, a recipe's momentum and optim.args."""
     import_timm(f"optim.name={config.name}")
     import timm.optim
 

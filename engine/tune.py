@@ -41,7 +41,8 @@ MAX_CORRECTION = 2.0
 NOISE = 0.05  # two windows of an equal step differ by less
 SLOW_STEP = 0.95  # share of its rate alone; below it, workers may take the step's cores
 TRIED_PART = 8  # then one of eight workers is taken away to see whether the step gets faster
-# Two changes come close to the best number. Later ones need a gain of PATIENCE over the windows.
+# Two changes come close to the best number. Later ones need a predicted gain of PATIENCE over the
+# windows with this number, or they would follow noise.
 PATIENCE = 0.4
 
 

@@ -90,7 +90,7 @@ def _lock(arrays: Sequence[SharedArray], device: int) -> list[int]:
     locked: list[int] = []
     torch.cuda.set_device(device)  # else CUDA would use memory of the first GPU for this thread
     for shared in arrays:
-        # CUDA would map the pages slower, and block the imports of other threads meanwhile (H200).
+        # Reads map the pages. CUDA is slower, and blocks the imports of other threads meanwhile.
         pages = shared.array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]
         with suppress(RuntimeError), ThreadPoolExecutor(8) as threads:  # no more threads allowed
             threads.map(np.sum, np.array_split(pages, 8))
