@@ -20,8 +20,7 @@ from engine.optim import trained
 from pipeline.feed import RankInfo
 
 T = TypeVar("T")
-# A rank may need this many times loader.timeout_seconds for its part of a collective: it compiles,
-# or it waits for the disk.
+# A collective may take this many loader.timeout_seconds: a rank compiles, or waits for the disk.
 TIMEOUT_FACTOR = 10
 
 

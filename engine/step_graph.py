@@ -65,8 +65,7 @@ class StepGraph(AbstractContextManager["StepGraph"]):
     def __exit__(self, *_: object) -> None:
         """Destroy the graph, even if a traceback still refers to it.
 
-        While a graph with collectives exists, NCCL waits for it: the end of the process group would
-        hang (pytorch#115388).
+        NCCL waits for a graph with collectives: the process group would not end (pytorch#115388).
         """
         if self._captured is not None:
             self._captured[0].reset()

@@ -46,8 +46,7 @@ class BlurredConv(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """float [B, C, H, W] -> an output like that of the plain convolution."""
-        # [1 2 1] is [1 1] applied twice. torch.compile fuses average pooling, but not a depthwise
-        # convolution.
+        # [1 2 1] is [1 1] twice. torch.compile fuses average pooling, but no depthwise convolution.
         once = F.avg_pool2d(F.pad(input, (1, 1, 1, 1)), 2, stride=1)
         if self.kernel_size == (1, 1) and self.padding == (0, 0):
             blurred = F.avg_pool2d(once, 2, self.stride)  # only the pixels that it reads

@@ -2,9 +2,8 @@
 
     python train.py recipe=finetune data.root=/photos model.weights=resnet50-0676ba61.pth
 
-A typed key or group overrides them. They are the same at every start of a run, because they depend
-only on the file, the number of images and (the batch) the number of ranks, and they are part of the
-run's identity.
+A typed key or group overrides them. They are part of the run's identity: they depend only on the
+file, the number of images and (the batch) the number of ranks.
 """
 
 from dataclasses import replace

@@ -50,8 +50,7 @@ def blocks(model: nn.Module) -> list[list[str]]:
     timm's models state their blocks (`group_matcher`). For other models, they follow from the names
     of the modules: up to the first part that ends in a digit, and the next one if it does, too,
     such as `layer2.0`, `features.3` or `encoder.layers.encoder_layer_5`. Names without weights of
-    linear or convolution layers, such as norms and position embeddings, belong to the block before
-    them.
+    linear or convolution layers, such as norms, belong to the block before them.
     """
     matcher: Any = getattr(model, "group_matcher", None)
     if matcher is not None:

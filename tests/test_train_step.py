@@ -60,8 +60,7 @@ class Reference:
     def step(self, step: int, batch: Batch, lr: float) -> dict[str, float]:
         """Train on a batch; return the loss and the accuracy before."""
         x = batch["image"].double().numpy().reshape(BATCH, FEATURES)
-        # Cross entropy with targets mixed with the uniform distribution (arXiv 1512.00567,
-        # section 7).
+        # Targets are mixed with the uniform distribution (arXiv 1512.00567, section 7).
         logits = x @ self.weights[:-CLASSES].reshape(CLASSES, FEATURES).T + self.weights[-CLASSES:]
         log_probabilities = logits - np.log(np.exp(logits).sum(1, keepdims=True))
         smooth = (1 - SMOOTHING) * batch["target"].double().numpy() + SMOOTHING / CLASSES

@@ -7,8 +7,10 @@ The pixels of files that a worker has decoded go through the same kernel.
 
 import ctypes
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +103,10 @@ def why_no_engines(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "training does not run on CUDA"
     try:
-        torch.cuda.init()
-        open_engines()
+        with ThreadPoolExecutor(1) as thread:  # it imports what most models need, in a second
+            thread.submit(import_module, "torchvision.models")
+            torch.cuda.init()
+            open_engines()
     except RuntimeError as error:  # JpegEngineError, or of CUDA
         return str(error)
     return None

@@ -83,8 +83,7 @@ class BlockConv(nn.Conv2d):
         """float [B, 3, S, S] -> [B, C, S / 2, S / 2]."""
         if input.shape[2] % 2 or input.shape[3] % 2:
             return super().forward(input)
-        # A row and a column of zeros before the weights make them 8x8, so that output o depends on
-        # blocks o to o + 3.
+        # Zeros before the weights make them 8x8: output o depends on blocks o to o + 3.
         weight = F.pixel_unshuffle(F.pad(self.weight, (1, 0, 1, 0)), 2)
         blocks = F.pixel_unshuffle(F.pad(input, (4, 2, 4, 2)), 2)
         more = (0, 0, 0, 0, 0, PADDED_CHANNELS - blocks.shape[1])

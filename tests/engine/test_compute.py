@@ -29,10 +29,11 @@ NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 def test_compiled_kernels_are_kept_in_the_cache(cache, monkeypatch):
     """torch chooses the folder for temporary files at its import; a container loses it."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # that of this process
-    program = "from conf.start import keep_compiled_kernels as keep; keep(); import os, torch; "
-    program += "import torch._inductor.codecache; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    program = "from conf.start import keep_compiled_kernels as keep; keep(); from torch._inductor"
+    program += ".runtime import cache_dir_utils as d; print(d.cache_dir(), d.triton_cache_dir(0))"
     result = run_python("-c", program, XDG_CACHE_HOME=str(cache.parent))
-    assert result.stdout.strip() == str(cache / "inductor")
+    assert result.stdout.split() == [str(cache / "inductor"), str(cache / "triton")]
 
 
 @pytest.mark.slow

@@ -23,9 +23,9 @@ def test_environment_variables():
             if "environ" in line:
                 names.update(re.findall(r"(?<!, )'([A-Z_]+)'", line))
     assert names == {
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "XDG_CACHE_HOME", "PYTHONPATH"),
-        *("CUBLAS_WORKSPACE_CONFIG", "OMP_WAIT_POLICY", "TORCHINDUCTOR_CACHE_DIR"),
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTHONPATH", "XDG_CACHE_HOME"),
+        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "OMP_WAIT_POLICY"),
+        *("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
     }
 
 
