@@ -55,7 +55,6 @@ def test_losses_are_the_stored_ones(image_root, tmp_path, monkeypatch):
         "val": column(tmp_path, "val", "loss"),
         "val, raw model": column(tmp_path, "val", "loss_raw"),
     }
-    assert [*map(len, found.values())] == [20, 7, 7]
     if not GOLDEN.exists():
         GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
         pytest.fail(f"{GOLDEN.name} did not exist and has been written; run the test again")

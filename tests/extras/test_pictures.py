@@ -87,9 +87,8 @@ def test_pictures(logits, labels):
             return {"image": np.full((8, 8, 3), index % 256, np.uint8)}
 
     found = recorded(logits, labels, Images(IMAGES, CLASSES, 8))
-    drawn = found.draw()
+    sheet = np.asarray(found.draw()["val/worst"])
     assert loaded == found.worst(16)
-    sheet = np.asarray(drawn["val/worst"])
     for i, index in enumerate(loaded):
         assert (sheet[100 + i // 4 * 254, 100 + i % 4 * 200] == index % 256).all()
 

@@ -130,8 +130,7 @@ def test_changed_folder_is_scanned_again(tmp_path, new, gone):
     first = load_index(root, key="data.train")
     with unseen_change(root / "a"):
         make(root, "a/unseen.jpg")  # only a new scan finds it
-    again = load_index(root, key="data.train")
-    assert again.digest == first.digest
+    assert load_index(root, key="data.train").digest == first.digest
     make(root, *new)
     for name in gone:
         (root / name).unlink()

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class Recorder(Observer):
     def __init__(self, log: ObservedRun, *, fails: str = "", refuses: str = "") -> None:
         super().__init__(log)
         self.fails, self.refuses = fails, refuses
+        Recorder.newest = weakref.ref(self)
         self.called("made")
 
     def called(self, event: str, *content: Any) -> None:
@@ -70,6 +72,7 @@ def test_what_an_observer_is_told(image_root, tmp_path):
     assert summary["of the observer"] == 2
     assert rows(tmp_path, "val")[0]["own"] == 2.5
     assert summary["verdict"] == []  # less than 3 s of steps
+    assert Recorder.newest() is None  # it has the run, whose memory is free for the next one
 
 
 @pytest.mark.parametrize("event", ["made", "begin", "end", "logged", "validated", "finish"])
