@@ -148,7 +148,8 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
             continue
         _require_ours(path, content)
         return path, content
-    raise CheckpointError(f"{paths[0]} and all before it: damaged; give checkpoint.resume=never")
+    cure = "share run.dir between the nodes; if they are damaged, give checkpoint.resume=never"
+    raise CheckpointError(f"{paths[0]} and older ones cannot be read on {platform.node()}; {cure}")
 
 
 def load(path: Path) -> dict[str, Any]:

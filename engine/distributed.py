@@ -242,8 +242,7 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             limit = timedelta(seconds=TIMEOUT_FACTOR * timeout_seconds)
             store, _, _ = next(dist.rendezvous("env://", timeout=limit))
-            # torchrun's store keeps addresses of earlier processes: on one node, prefix the restart
-            # count (nodes may count differently).
+            # The store has addresses of earlier processes. Nodes may count restarts differently.
             prefix = ""
             if local_size == size:
                 prefix = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

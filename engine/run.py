@@ -80,19 +80,19 @@ class Run(AbstractContextManager["Run"]):
         """
         given = self.config.checkpoint.resume
         self._found = self.world.on_rank_0(self._own_checkpoints)
-        if self._found:
-            self.resumed_from, self._stored = checkpoint.load_newest(self._found)
-            before = self._stored["config"].get("checkpoint.resume")
-            if given not in ("auto", before):
-                wrong = f"{self.path} holds a run that was last started without it"
-                ours = self.resumed_from.name
-                cure = f"leave the key out to resume from {ours}, or give a run.name"
-                raise UserError(f"checkpoint.resume={given}", wrong, cure)
-        elif given not in ("auto", "never"):
-            path = Path(given)
-            newest_last = [path, *checkpoint.files(path), *checkpoint.files(path / "checkpoints")]
-            self.resumed_from = newest_last[-1]  # the path itself, if it is a file
-            self._stored = checkpoint.load(self.resumed_from)
+        with self.world.shared_errors():  # a node may not see the folder
+            if self._found:
+                self.resumed_from, self._stored = checkpoint.load_newest(self._found)
+                before = self._stored["config"].get("checkpoint.resume")
+                if given not in ("auto", before):
+                    wrong = f"{self.path} holds a run that was last started without it"
+                    cure = "leave the key out to resume it, or give a run.name"
+                    raise UserError(f"checkpoint.resume={given}", wrong, cure)
+            elif given not in ("auto", "never"):
+                path = Path(given)
+                in_folder = checkpoint.files(path) + checkpoint.files(path / "checkpoints")
+                self.resumed_from = [path, *in_folder][-1]  # the path itself, if it is a file
+                self._stored = checkpoint.load(self.resumed_from)
         return self._stored
 
     def _own_checkpoints(self) -> list[Path]:
@@ -280,8 +280,7 @@ def _identity_of_weights(weights: str | None) -> str | None:
 def changed_keys(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, str]:
     """Return how a checkpoint's identity differs from that of this start, name -> both values.
 
-    Keys of FIXED come first. A key that only the checkpoint has is not listed; the key that
-    disables it is.
+    Keys of FIXED come first. A key that only the checkpoint has is left out.
     """
     changes = {}
     for name in sorted(identity, key=lambda name: name not in FIXED):

@@ -306,6 +306,21 @@ def test_unreadable_images_of_all_ranks(image_root, tmp_path, ranks):
     assert "data.max_bad_fraction=0.04: 2 of 36 training images cannot be read" in done.stderr
 
 
+def leave(config, world, folder):
+    os.chdir((".", folder)[world.rank])
+    return config
+
+
+def test_a_node_that_does_not_see_the_run(image_root, tmp_path, ranks):
+    """All ranks end with a message, which does not call the checkpoint damaged."""
+    moves = f"train.prepare={{{__name__}:leave: {{folder: /}}}}"
+    words = command(image_root, "run", "loader.workers=0", moves)
+    ranks.run([*words, "train.max_steps=2"], 2, cwd=tmp_path)
+    done = ranks.run(words, 2, cwd=tmp_path, status=1)
+    assert done.stderr.count(f".pt and older ones cannot be read on {os.uname()[1]}; ") == 2
+    assert "Traceback" not in done.stderr
+
+
 def test_a_loss_that_is_not_a_number_ends_the_run(train_run, call_main, folder, monkeypatch):
     """Step 7 of 18 diverges. Its log row ends the run before the save after step 8."""
     train_step, seen = train.train_step, set()

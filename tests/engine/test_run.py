@@ -48,7 +48,7 @@ def test_auto_resumes_the_newest_intact_checkpoint(run):
     twenty.write_bytes(b"partial")
     assert open_run(run) == ten
     ten.write_bytes(b"partial")
-    with pytest.raises(CheckpointError, match="and all before it: damaged; give "):
+    with pytest.raises(CheckpointError, match=r"and older ones cannot be read on .*, give "):
         open_run(run)
 
 
@@ -84,7 +84,7 @@ def test_new_run_starts_from_a_path(run, tmp_path):
     ten.rename(tmp_path / "elsewhere.pt")  # as if its run had removed it
     assert open_run(branch, str(ten)) == own  # the same command resumes
     check_refused(r"checkpoint\.resume=.*/branch holds a run", branch, branch, str(twenty))
-    check_refused(r"leave the key out to resume from step-00000020\.pt", run, run, str(twenty))
+    check_refused("leave the key out to resume it, ", run, run, str(twenty))
 
 
 def test_never_moves_the_old_run_aside(run, tmp_path):

@@ -1,32 +1,14 @@
 """Lists that are fixed: a change of them is a decision."""
 
-import ast
-import re
-
 from conf.schema import FIELDS
-from tests.helpers.processes import needs_extras, run_python
-from tests.helpers.sources import PROGRAM, ROOT
+from tests.helpers.processes import run_python
+from tests.helpers.sources import ROOT
 
 
 def test_size():
     """No part is over a limit of .ci/size: what comes in pays with what goes."""
     done = run_python(ROOT / ".ci" / "size")
     assert done.returncode == 0, f"{done.stdout}write less; a fork deletes this file"
-
-
-@needs_extras
-def test_environment_variables():
-    """They give the rank, the cache folder and how libraries work; none affects the result."""
-    names = set()
-    for path in PROGRAM.values():
-        for line in ast.unparse(ast.parse(path.read_text())).splitlines():
-            if "environ" in line:
-                names.update(re.findall(r"(?<!, )'([A-Z_]+)'", line))
-    assert names == {
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTHONPATH", "XDG_CACHE_HOME"),
-        *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "OMP_WAIT_POLICY"),
-        *("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
-    }
 
 
 def test_what_each_key_affects():
