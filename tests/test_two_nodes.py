@@ -51,9 +51,9 @@ def set_up(command: list[str]) -> None:
 
 
 def start(prefix: list[str], arguments: list[str], node: int, log: Path) -> Started:
-    """Start one rank on a node. Node 0 is the meeting point."""
+    """Start two ranks on a node. Node 0 is the meeting point."""
     launcher = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"),
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
         *("--nnodes", "1:2", "--max-restarts", "3", "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", f"{ADDRESSES[0]}:29400", "--rdzv-id", "test"),
         # Both nodes have the host name of this machine, so torchrun cannot tell which one it is on.
@@ -61,8 +61,9 @@ def start(prefix: list[str], arguments: list[str], node: int, log: Path) -> Star
         *("--local-addr", ADDRESSES[node]),
     ]
     command = [*prefix, *launcher, *arguments[1:]]
+    variables = {"GLOO_SOCKET_IFNAME": "wire", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with log.open("wb") as file:
-        return Started(command, {"GLOO_SOCKET_IFNAME": "wire"}, stdout=file, stderr=STDOUT)
+        return Started(command, variables, stdout=file, stderr=STDOUT)
 
 
 def test_killed_ranks_restart_both_nodes_and_one_continues_without_the_other(
@@ -75,13 +76,13 @@ def test_killed_ranks_restart_both_nodes_and_one_continues_without_the_other(
         started = [stack.enter_context(start(nodes[i], words, i, logs[i])) for i in (0, 1)]
         for node, step in ((1, 25), (0, 60)):
             wait_for(f"step {step}", lambda step=step: logged_steps(folder) >= step, started[0])
-            (rank,) = (pid for pid, one in processes().items() if one.parent == started[node].pid)
-            os.kill(rank, signal.SIGKILL)
+            ranks = [pid for pid, one in processes().items() if one.parent == started[node].pid]
+            os.kill(ranks[-1], signal.SIGKILL)
         wait_for("step 100", lambda: logged_steps(folder) >= 100, started[0])
         started[1].kill_all()  # without a goodbye
         assert started[0].wait() == 0, logs[0].read_text()
     console = logs[0].read_text()
-    assert "(ranks: 2, micro-batches on each: 1 of 4)" in console
+    assert "(ranks: 4, micro-batches on each: 1 of 2)" in console
     assert "resumed at step " in console
     summary = summary_of(folder)
     assert (summary["status"], summary["step"]) == ("finished", 180)
