@@ -116,11 +116,11 @@ def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.imag
     """Count the operations of one image's forward pass (a multiply-add counts as two).
 
     Args:
-        model: on the meta device; it is set to evaluation.
+        model: on the meta device; it is set to evaluation, and all of it is frozen.
         shape: of the image on the device, such as (C, H, W).
         key: key to name if the model does not take such images, which is a UserError.
     """
-    model.eval()
+    model.eval().requires_grad_(False)  # the counter fails at views of parameters
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(torch.empty(1, *shape, device="meta"))

@@ -129,8 +129,7 @@ def _published(config: Config, typed: set[str], path: Path, stored: str | None) 
     """Return what the library of a model states. `stored`: the name of the model in the file."""
     name = config.model.name
     if typed.isdisjoint(MODEL_KEYS):
-        if stored is not None:  # timm's files name the model without the prefix
-            name = stored if stored in models.available() else f"timm/{stored}"
+        name = stored or name
         name, _ = torchvision_files().get(path.name, (name, None))
     return {"model.name": name, **published(name, path).values}
 

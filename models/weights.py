@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 Weights = dict[str, Tensor]
 # Keys under which trainers store the state_dict. The moving average comes first: timm and
 # torchvision report the accuracy of the average if there is one.
-CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
+CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 ANY_FILE = "a checkpoint, the folder of a run, or a file with weights (.pth, .pt, .safetensors)"
 LIGHTNING = "pytorch-lightning_version"  # a key in its checkpoints
 FORMER_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")  # in torchvision's files

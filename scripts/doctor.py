@@ -308,8 +308,7 @@ def colours(case: Case) -> Iterator[Row]:
     mean, square = np.mean(moments, axis=0)
     std = np.sqrt(np.maximum(0, square - mean**2))
     text = f"measured data.mean={as_list(mean)} data.std={as_list(std.clip(0.001))}"
-    # ImageNet has a mean of 0.05 and a deviation of 1.24 after normalisation with the usual values,
-    # and 0.19 and 0.56 with 0.5 for both.
+    # ImageNet's mean is 0.05 and its deviation 1.24 with the usual values, 0.19 and 0.56 with 0.5.
     far_mean = abs(mean - config.mean) / config.std > 0.5
     far_std = abs(std / config.std - 0.95) > 0.55
     if (far_mean | far_std).any() and case.config.model.weights is None:
@@ -326,8 +325,7 @@ def plan(case: Case) -> Iterator[Row]:
     """Build the parts of the training, as far as they need no ranks, and pass its notes on."""
     if case.is_refused:
         return
-    device = resolve_device(case.config.train.device)
-    world = World(0, 1, 1, device)
+    world = World(0, 1, 1, resolve_device(case.config.train.device))
     config = case.config = train.resolve_config(case.config, world)
     # Refuses what a training refuses; downloads published weights.
     parts = train.build_parts(config, world, {})

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.processes import Started, processes, run_command, wait_for
 from tests.helpers.results import column, logged_steps, summary_of
-from tests.helpers.small_run import command, run
+from tests.helpers.small_run import command
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_logging")]
 OPTIONS = ["train.epochs=40", "checkpoint.every_steps=10", "loader.workers=0"]
@@ -87,7 +87,3 @@ def test_killed_ranks_restart_both_nodes_and_one_continues_without_the_other(
     summary = summary_of(folder)
     assert (summary["status"], summary["step"]) == ("finished", 180)
     assert column(folder, "train", "step") == [*range(1, 181)]
-    run(image_root, tmp_path / "one", *OPTIONS, "train.max_steps=9")
-    # Neighbouring steps differ by far more: the first steps saw the same samples.
-    one = column(tmp_path / "one", "train", "loss")[0]
-    assert column(folder, "train", "loss")[0] == pytest.approx(one, abs=0.2)

@@ -5,16 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import train as training
-from conf.cli import require_root
-from conf.compose import from_overrides
+from conf.cli import log_to_stderr, require_root
+from conf.compose import from_overrides, merged
+from conf.overrides import read_yaml
 from engine.distributed import join_world, resolve_device
 from scripts.evaluate import evaluate_checkpoint, with_config
 from scripts.lib.trained import open_trained
 from scripts.predict import Predictor, Result, find_files
 
+log_to_stderr()  # what commands print, too
+
 
 def train(*overrides: str) -> dict[str, Any]:
     """Train with the overrides of a command; return what summary.json holds."""
+    read_yaml.cache_clear()  # files may have changed since the last call
+    merged.cache_clear()
     config = from_overrides(overrides)
     require_root(config)
     return training.train(config)

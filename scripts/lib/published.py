@@ -30,8 +30,7 @@ def published(name: str, path: Path) -> Stated:
     """Return what the library states about a file with weights, perhaps NOTHING.
 
     timm states it for each model (with its test size, as timm's validate.py); torchvision for each
-    published file, recognised by its name. `name`: as in `build`. `path`: `pretrained` stands for
-    what `build` downloads.
+    file, known by its name. `name`: as in `build`. `path`: `pretrained` is what `build` downloads.
     """
     if name.startswith("timm/"):
         return _of_timm(name.removeprefix("timm/"))
@@ -54,11 +53,14 @@ def published(name: str, path: Path) -> Stated:
 
 
 def stored_name(content: Any) -> str | None:
-    """Return the name of the model that pytorch/examples, timm or torchvision store in a file."""
+    """Return model.name of what pytorch/examples, torchvision or timm have stored in a file."""
     if not isinstance(content, dict):
         return None
-    name = content.get("arch") or getattr(content.get("args"), "model", None)
-    return name if isinstance(name, str) else None
+    name = content.get("arch")
+    model = getattr(content.get("args"), "model", None)
+    if None not in (name, model):  # timm stores both, and some of its names are torchvision's
+        return f"timm/{model}"
+    return name or model
 
 
 def torchvision_files() -> dict[str, tuple[str, Any]]:

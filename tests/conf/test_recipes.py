@@ -42,9 +42,9 @@ def test_recipe_builds(recipe):
     with torch.device("meta"):
         options = {"num_classes": 10, "image_size": side, "args": config.model.args}
         model = models.build(config.model.name, **options)
+    build_optimizer(model, config.optim)
     for size in {side, val_side}:
         assert count_flops(model, (3, size, size)) > 0
-    build_optimizer(model, config.optim)
 
 
 MANY = ["rn50_a3", "rn50_a2", "rn50_modern", "rn50_fast", "convnext_t", "vit_s16", "deit3_s16"]

@@ -135,8 +135,14 @@ def test_compile_mode_of_resnet50(word, device, epochs, found, searches):
     assert is_search_worthwhile(config, steps) == searches
 
 
+class Query(nn.MultiheadAttention):  # like SigLIP's pooling, it gives a parameter to a layer
+    def forward(self, image):
+        return self.out_proj(self.in_proj_weight.expand(1, -1, -1))
+
+
 def test_published_flops():
     """torchvision publishes 4.089 G multiply-adds for ResNet-50 at 224 px; each counts as two."""
     with torch.device("meta"):
         model = models.build("resnet50", num_classes=1000, image_size=224)
+        assert count_flops(Query(4, 1), (3, 8, 8)) == 2 * 12 * 4 * 4
     assert count_flops(model, (3, 224, 224)) == pytest.approx(2 * 4.089e9, rel=0.001)

@@ -9,18 +9,17 @@ import re
 import shlex
 import shutil
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from torch.distributed.run import get_args_parser
 
 from conf import cli
 from conf.compose import from_overrides
 from conf.overrides import SECTIONS, read_overrides
 from conf.schema import FIELDS, NAMES, group_names
+from scripts.lib import notebook
 from tests.helpers.processes import ROOT, needs_extras
 
 DOCS = ROOT / "docs"
@@ -181,14 +180,11 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capfd):
     assert "'top1': " in out and "'probability': " in out
 
 
-def test_version_authors_and_address_are_the_same_everywhere():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    version, address = project["version"], project["urls"]["Repository"]
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    newest = re.findall(r"^## (\S+) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[0]
-    assert newest == (version, str(citation["date-released"]))
-    assert (citation["version"], citation["authors"]) == (version, project["authors"])
-    assert citation["repository-code"] == address
+def test_a_notebook_sees_a_changed_recipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(notebook.training, "train", lambda config: config.optim.lr)
+    for lr in (0.5, 0.001):
+        (tmp_path / "mine.yaml").write_text(f"optim: {{lr: {lr}}}\n")
+        assert notebook.train(f"recipe={tmp_path / 'mine.yaml'}", "data=fake") == lr
 
 
 @needs_extras

@@ -248,8 +248,7 @@ def read_folder(
 
     Folders in a class are part of the name, without images/, as in Tiny ImageNet's classes. The
     labels of ImageNet's validation images, which are not in class folders, are in other files of
-    the tree. `splits`: name of a folder that stands for a tar file -> split; files that are not
-    read are added to `others`.
+    the tree. `splits`: name of a folder for a tar file -> split; `others`: gets what is not read.
     """
     add_left_out(tree, others)
     images = below_common_folder(tree)
