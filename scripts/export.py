@@ -171,8 +171,7 @@ def explicit(entry: Any) -> Any:
 
 
 def write_weights(job: Job, model: nn.Module, path: Path) -> None:
-    state = model.state_dict()
-    weights = {name: value.contiguous() for name, value in state.items()}
+    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
     path.write_bytes(safetensors.torch.save(weights, job.texts()))
 
 

@@ -29,7 +29,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line: the options, `checkpoint`, `paths` and `overrides`."""
     parser = Parser(__doc__, "PATH... [options] [key=value ...]")
     add = parser.add_argument
-    add("--format", choices=FORMATS, help="output (table on a terminal, else jsonl)")
+    usual = "table" if sys.stdout.isatty() else "jsonl"
+    add("--format", choices=FORMATS, default=usual, help="output (table on a terminal, else jsonl)")
     add("--top", type=int, default=5, metavar="K", help="classes per image, at most all (5)")
     add("--features", action="store_true", help="add the input of the last layer")
     options = parse_paths(parser, words, several=True)
@@ -343,8 +344,7 @@ def predict_all(options: argparse.Namespace) -> int:
     predictor = Predictor(trained, device, top=options.top, features=options.features)
     # Any path can be written.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
-    usual = "table" if sys.stdout.isatty() else "jsonl"
-    output = Output(options.format or usual, sys.stdout, predictor.names)
+    output = Output(options.format, sys.stdout, predictor.names)
     total = num_unreadable = 0
     for batch in predictor.predict_files(find_files(options.paths)):
         good = []

@@ -1,5 +1,6 @@
 """Train, evaluate and predict from Python, as in a notebook (README.md shows how)."""
 
+import signal
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ def train(*overrides: str) -> dict[str, Any]:
     merged.cache_clear()
     config = from_overrides(overrides)
     require_root(config)
-    return training.train(config)
+    summary = training.train(config)
+    if summary["signal"] == signal.SIGINT:  # its checkpoint is written; a loop ends, too
+        raise KeyboardInterrupt
+    return summary
 
 
 def evaluate(checkpoint: str, *overrides: str) -> dict[str, float]:

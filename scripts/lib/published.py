@@ -48,8 +48,7 @@ def published(name: str, path: Path) -> Stated:
     values["data.image_size"] = side
     values["data.mean"] = transforms.mean
     values["data.std"] = transforms.std
-    names = entry.meta["categories"] or ()  # none for features without a head
-    return Stated(values, tuple(names))
+    return Stated(values, tuple(entry.meta["categories"] or ()))  # VGG's features have none
 
 
 def stored_name(content: Any) -> str | None:
@@ -97,8 +96,7 @@ def _of_timm(name: str) -> Stated:
     values["data.image_size"] = about.input_size[-1]
     values["data.mean"] = list(about.mean)
     values["data.std"] = list(about.std)
-    names = getattr(about, "label_names", None) or ()
-    return Stated(values, tuple(names))
+    return Stated(values, tuple(about.label_names or ()))
 
 
 def _preprocessing(side: int, short_side: int, interpolation: str) -> dict[str, Any]:

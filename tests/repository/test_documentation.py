@@ -180,11 +180,13 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capfd):
     assert "'top1': " in out and "'probability': " in out
 
 
-def test_a_notebook_sees_a_changed_recipe(tmp_path, monkeypatch):
-    monkeypatch.setattr(notebook.training, "train", lambda config: config.optim.lr)
+def test_a_notebook_sees_a_changed_recipe_and_an_interrupt(tmp_path, monkeypatch):
+    monkeypatch.setattr(notebook.training, "train", lambda config: {"signal": config.optim.lr})
     for lr in (0.5, 0.001):
         (tmp_path / "mine.yaml").write_text(f"optim: {{lr: {lr}}}\n")
-        assert notebook.train(f"recipe={tmp_path / 'mine.yaml'}", "data=fake") == lr
+        assert notebook.train(f"recipe={tmp_path / 'mine.yaml'}", "data=fake")["signal"] == lr
+    with pytest.raises(KeyboardInterrupt):
+        notebook.train("data=fake", "optim.lr=2")  # the number of SIGINT
 
 
 @needs_extras

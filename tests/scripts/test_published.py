@@ -48,7 +48,7 @@ def test_another_size_keeps_the_share_of_the_image(tmp_path):
 
 def of_timm(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> Any:
     """Return the keys for a model whose preprocessing a replacement of timm states."""
-    common = {"input_size": (3, 224, 224), "test_input_size": None}
+    common = {"input_size": (3, 224, 224), "test_input_size": None, "label_names": None}
     common |= {"crop_pct": 0.9, "test_crop_pct": None, "crop_mode": "center"}
     common |= {"interpolation": "bicubic", "mean": (0.5, 0.5, 0.5), "std": (0.4, 0.5, 0.6)}
     timm = ModuleType("timm")
