@@ -148,7 +148,7 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
             continue
         _require_ours(path, content)
         return path, content
-    cure = "share run.dir between the nodes; if they are damaged, give checkpoint.resume=never"
+    cure = "if damaged, give checkpoint.resume=never; if there are several nodes, share run.dir"
     raise CheckpointError(f"{paths[0]} and older ones cannot be read on {platform.node()}; {cure}")
 
 

@@ -242,7 +242,7 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             limit = timedelta(seconds=TIMEOUT_FACTOR * timeout_seconds)
             store, _, _ = next(dist.rendezvous("env://", timeout=limit))
-            # The store has addresses of earlier processes; nodes need a new one (docs/cluster.md).
+            # The store keeps addresses of earlier processes; several nodes: see docs/cluster.md.
             prefix = ""
             if local_size == size:
                 prefix = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -2,7 +2,7 @@
 
     python train.py recipe=finetune data.root=/photos model.weights=resnet50-0676ba61.pth
 
-A typed key or group overrides them. They are part of the run's identity: they depend only on the
+A typed key or group overrides them. They are the same at every start: they depend only on the
 file, the number of images and (the batch) the number of ranks.
 """
 
@@ -129,7 +129,8 @@ def _published(config: Config, typed: set[str], path: Path, stored: str | None) 
     """Return what the library of a model states. `stored`: the name of the model in the file."""
     name = config.model.name
     if typed.isdisjoint(MODEL_KEYS):
-        name = stored or name
+        if stored is not None:  # timm's files name the model without the prefix
+            name = stored if stored in models.available() else f"timm/{stored}"
         name, _ = torchvision_files().get(path.name, (name, None))
     return {"model.name": name, **published(name, path).values}
 

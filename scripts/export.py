@@ -298,8 +298,7 @@ def compare(job: Job, predict: Callable[[Tensor], Tensor], model: nn.Module) -> 
     """Return the largest difference from eager mode on random images; RunError above BOUND."""
     levels = np.random.default_rng(0).random((sum(BATCHES), *job.pixels))
     levels *= job.format.highest
-    images = torch.from_numpy(levels.astype(job.trained.image_dtype))
-    batches = images.split(BATCHES)
+    batches = torch.from_numpy(levels.astype(job.trained.image_dtype)).split(BATCHES)
     eager = torch.cat([model(job.format.normalised(batch)) for batch in batches])
     exported = torch.cat([predict(job.input(batch)) for batch in batches])
     difference = (exported - eager).abs().amax()  # NaN if there is one

@@ -103,7 +103,7 @@ def why_no_engines(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "training does not run on CUDA"
     try:
-        with ThreadPoolExecutor(1) as thread:  # it imports what most models need, in a second
+        with ThreadPoolExecutor(1) as thread:  # imports what most models need: a second
             thread.submit(import_module, "torchvision.models")
             torch.cuda.init()
             open_engines()

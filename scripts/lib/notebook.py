@@ -17,10 +17,15 @@ from scripts.predict import Predictor, Result, find_files
 log_to_stderr()  # what commands print, too
 
 
+def forget_files() -> None:
+    """Let recipes and groups be read again: they may have changed since the last call."""
+    read_yaml.cache_clear()
+    merged.cache_clear()
+
+
 def train(*overrides: str) -> dict[str, Any]:
     """Train with the overrides of a command; return what summary.json holds."""
-    read_yaml.cache_clear()  # files may have changed since the last call
-    merged.cache_clear()
+    forget_files()
     config = from_overrides(overrides)
     require_root(config)
     summary = training.train(config)
@@ -31,6 +36,7 @@ def train(*overrides: str) -> dict[str, Any]:
 
 def evaluate(checkpoint: str, *overrides: str) -> dict[str, float]:
     """Evaluate a run or a checkpoint on its validation images, or those of data.val=PATH."""
+    forget_files()
     trained = open_trained(Path(checkpoint), overrides)
     config = trained.config
     with join_world(config.train.device, config.loader.timeout_seconds) as world:

@@ -52,14 +52,11 @@ def published(name: str, path: Path) -> Stated:
 
 
 def stored_name(content: Any) -> str | None:
-    """Return model.name of what pytorch/examples, torchvision or timm have stored in a file."""
+    """Return the name of the model that pytorch/examples, timm or torchvision store in a file."""
     if not isinstance(content, dict):
         return None
-    name = content.get("arch")
-    model = getattr(content.get("args"), "model", None)
-    if None not in (name, model):  # timm stores both, and some of its names are torchvision's
-        return f"timm/{model}"
-    return name or model
+    name = content.get("arch") or getattr(content.get("args"), "model", None)
+    return name if isinstance(name, str) else None
 
 
 def torchvision_files() -> dict[str, tuple[str, Any]]:

@@ -48,7 +48,7 @@ def test_auto_resumes_the_newest_intact_checkpoint(run):
     twenty.write_bytes(b"partial")
     assert open_run(run) == ten
     ten.write_bytes(b"partial")
-    with pytest.raises(CheckpointError, match=r"and older ones cannot be read on .*, give "):
+    with pytest.raises(CheckpointError, match=r"older ones cannot be read on .* damaged, give "):
         open_run(run)
 
 

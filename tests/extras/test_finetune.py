@@ -1,6 +1,5 @@
 """Fine-tuning with train.py, from a checkpoint of this project and from files of torchvision."""
 
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from tests.helpers import small_run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 FAST = ["train.device=cpu", "loader.workers=0", "log.trackers=[]"]
-VGG = Namespace(model="vgg11")
 BICUBIC = {"size": 256, "interpolation": "bicubic"}
 
 
@@ -76,7 +74,7 @@ def test_override_keys_override_what_the_program_decides(pretrained):
         ("efficientnet_b0_rwightman-7f5810bc.pth", lambda w: w, "efficientnet_b0", BICUBIC),
         ("a.pth", lambda w: {"arch": "resnet18", "state_dict": w}, "resnet18", None),
         ("a.pth", lambda w: w, "resnet50", None),
-        ("a.pth", lambda w: {"arch": "vgg11", "args": VGG, "state_dict": w}, "timm/vgg11", None),
+        ("a.pth", lambda w: {"arch": "of_timm", "state_dict": w}, "timm/of_timm", None),
     ],
 )
 def test_files_of_other_projects(tmp_path, file, content, name, resize):
