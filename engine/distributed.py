@@ -20,7 +20,7 @@ from engine.optim import trained
 from pipeline.feed import RankInfo
 
 T = TypeVar("T")
-# A collective may take this many loader.timeout_seconds: a rank compiles, or waits for the disk.
+# A collective may last so many times loader.timeout_seconds: a rank may compile meanwhile.
 TIMEOUT_FACTOR = 10
 
 
@@ -242,7 +242,7 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             limit = timedelta(seconds=TIMEOUT_FACTOR * timeout_seconds)
             store, _, _ = next(dist.rendezvous("env://", timeout=limit))
-            # The store keeps addresses of earlier processes; several nodes: see docs/cluster.md.
+            # torchrun's store has addresses of earlier processes (several nodes: docs/cluster.md).
             prefix = ""
             if local_size == size:
                 prefix = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

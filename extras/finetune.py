@@ -137,13 +137,13 @@ def _published(config: Config, typed: set[str], path: Path, stored: str | None) 
 
 def _val_transforms(stated: KeyValues) -> list[Any]:
     """Return augment.val of the weights, with the resize that earlier CIFAR runs left out."""
-    size, transforms = stated["data.val_size"], stated["augment.val"]
+    transforms = list(stated["augment.val"])
     if transforms and "resize" not in str(transforms).lower():
         is_bicubic = "bicubic" in str(stated.get("augment.train"))
         interpolation = "bicubic" if is_bicubic else "bilinear"
-        resize = {"resize": {"size": size, "interpolation": interpolation}}
-        transforms = [resize, *transforms]
-    return list(transforms)
+        resize = {"size": stated["data.val_size"], "interpolation": interpolation}
+        transforms.insert(0, {"resize": resize})
+    return transforms
 
 
 def _with_bicubic_crops(transforms: list[Any], size: int) -> list[Any]:

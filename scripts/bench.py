@@ -74,8 +74,9 @@ def measure_stages(config: Config, *, only: Sequence[str], seconds: float) -> It
 
 def for_measuring(config: Config, world: World) -> Config:
     """Return a config that does not diverge in any number of steps, and compiles the model."""
+    optim = replace(config.optim, lr=1e-3)
     schedule = schema.ScheduleConfig("constant")
-    config = replace(config, optim=replace(config.optim, lr=1e-3), schedule=schedule)
+    config = replace(config, optim=optim, schedule=schedule)
     if config.model.compile == "auto" and world.device.type == "cuda":  # also for a short run
         model = replace(config.model, compile="default")
         config = replace(config, model=model)

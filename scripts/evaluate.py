@@ -431,16 +431,15 @@ def print_result(result: Evaluated, folder: Path) -> None:
 
 
 def evaluate_one(options: argparse.Namespace) -> int:
-    overrides = options.overrides
     others = None
     if options.against is not None:
         given = f"--against {options.against}"
         others = read_json(options.against / HITS, given, "evaluate the model again")
-    trained = open_trained(Path(options.paths[0]), overrides, classes=options.classes)
+    trained = open_trained(Path(options.paths[0]), options.overrides, classes=options.classes)
     if trained.config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model
     with join_world(trained.config.train.device, trained.config.loader.timeout_seconds) as world:
-        trained = with_config(trained, overrides, world)
+        trained = with_config(trained, options.overrides, world)
         name = name_of(trained)
         if options.flip:
             name += ",flip"
@@ -453,7 +452,8 @@ def evaluate_one(options: argparse.Namespace) -> int:
             print_result(result, folder)
             write(result, folder)
             if others is not None:
-                say(f"against   {compare(hits_of(result), others)}")
+                compared = compare(hits_of(result), others)
+                say(f"against   {compared}")
     return 0
 
 

@@ -211,7 +211,8 @@ class Predictor:
         if self.last_input is not None:
             values["features"] = self.last_input[0].float()
         names = [PRINTED_AS.get(name, name) for name in values]
-        rows = zip(*map(self.column, values.keys(), values.values()), strict=True)
+        columns = map(self.column, values.keys(), values.values())
+        rows = zip(*columns, strict=True)
         for result, row in zip(results, rows, strict=True):
             result.values = dict(zip(names, row, strict=True))
 

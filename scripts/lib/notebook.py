@@ -29,7 +29,7 @@ def train(*overrides: str) -> dict[str, Any]:
     config = from_overrides(overrides)
     require_root(config)
     summary = training.train(config)
-    if summary["signal"] == signal.SIGINT:  # its checkpoint is written; a loop ends, too
+    if summary["signal"] == signal.SIGINT:  # the checkpoint is written; a loop ends, too
         raise KeyboardInterrupt
     return summary
 

@@ -49,7 +49,8 @@ def damaged(path: str, reason: object) -> UserError:
 def tree_of_tar(path: str, others: LeftOut, start: int = 0, length: int = sys.maxsize) -> Tree:
     """List the files in the tar file at byte `start` of a file; add the hidden ones to `others`.
 
-    `length`: its bytes, at most. Tar files in it are folders. Raises UserError or OSError.
+    `length`: bytes of the tar file, at most. Tar files in it are folders. Raises UserError if it is
+    damaged, OSError if it cannot be read.
     """
     with open(path, "rb") as file:
         stored = inflated(path).name if file.read(2) == b"\x1f\x8b" else path

@@ -281,7 +281,8 @@ def has_splits(images: Tree, splits: Mapping[str, str]) -> bool:
 
 def split_of_folder(name: str, splits: Mapping[str, str]) -> str:
     """Return the split of a folder; LOOSE if it is none. `splits`: see `read_folder`."""
-    return splits.get(name.lower(), SPLITS.get(first_word(name), LOOSE))
+    by_name = SPLITS.get(first_word(name), LOOSE)
+    return splits.get(name.lower(), by_name)
 
 
 def below_common_folder(tree: Tree) -> Tree:
