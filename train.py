@@ -374,7 +374,7 @@ def build_state(config: Config, datasets: Datasets, compute: Compute, world: Wor
     weights = config.model.weights
     torch.manual_seed(config.train.seed)
     model = build_model(config, datasets, pretrained=weights == "pretrained")
-    if weights and weights != "pretrained":
+    if weights not in (None, "pretrained"):
         models.load_weights(model, find_checkpoint(weights), datasets.classes)
     if config.model.sync_bn and world.size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
