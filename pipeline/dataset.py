@@ -242,7 +242,7 @@ class FolderDataset(Dataset):
 
     def mean_bytes(self) -> float:
         """Estimate the mean file size in bytes from a sample of the files."""
-        return float(np.mean(self._sizes)) if self._sizes else 0.0
+        return float(np.mean(self._sizes))
 
     def notes(self) -> list[str]:
         lost = self._sample_files(NOTED, decode.lost_in_rgb)
