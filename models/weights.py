@@ -131,10 +131,8 @@ def _named_classes(path: Path, content: dict[str, Any]) -> str:
     """Return the names of the classes that a file states, as JSON; an empty list if it does not."""
     if path.suffix == ".safetensors":
         return safetensors_metadata(path).get("classes", "[]")
-    model_input = content.get("model_input")
-    if isinstance(model_input, dict):
-        return json.dumps(model_input.get("classes", []))
-    return "[]"
+    model_input = content.get("model_input", {})
+    return json.dumps(model_input.get("classes", []))
 
 
 def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bool = False) -> None:
