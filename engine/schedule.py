@@ -87,8 +87,7 @@ class Schedule:
     def progress(self, step: int) -> float:
         """Return the fraction of the steps after the warm-up that is done, in [0, 1]."""
         done = step - self.warmup_steps
-        after_warmup = max(1, self.steps - self.warmup_steps)
-        return min(1.0, done / after_warmup)
+        return min(1.0, done / (self.steps - self.warmup_steps))
 
     def epoch(self, step: int) -> float:
         """Return the epochs done after `step` steps, at most train.epochs."""
