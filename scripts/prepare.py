@@ -135,13 +135,12 @@ def read_checked(sample: Sample, side: int | None) -> tuple[bytes, str]:
     Raises Exception if it is damaged or cannot be read.
     """
     data = read(sample.place)
-    if side is not None:
-        output = reencoded(data, sample.name, side)
-        if output is not data:
-            return output, "encoded"
+    if side is None:
+        decode_small(decode.open_picture(data, decoder()))
         return data, "copied"
-    decode_small(decode.open_picture(data, decoder()))
-    return data, "copied"
+    output = reencoded(data, sample.name, side)
+    outcome = "copied" if output is data else "encoded"
+    return output, outcome
 
 
 def decode_small(picture: decode.Picture) -> None:
