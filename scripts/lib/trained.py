@@ -238,7 +238,7 @@ def sizes_in(
     with torch.device("meta"):
         model = models.build(config.name, num_classes=2, image_size=image_size, args=config.args)
     head = head_of(model)
-    sizes = [weights[key].shape[0] for key in head if key in weights and weights[key].ndim]
+    sizes = [weights[key].shape[0] for key in head if key in weights]
     if not sizes:
         key = min(weights, default="none")
         wrong = f"has no {', '.join(head)} of model.name={config.name}, but keys such as {key}"
