@@ -138,7 +138,7 @@ def _published(config: Config, typed: set[str], path: Path, stored: str | None) 
 def _val_transforms(stated: KeyValues) -> list[Any]:
     """Return augment.val of the weights, with the resize that earlier CIFAR runs left out."""
     transforms = list(stated["augment.val"])
-    if transforms and "resize" not in str(transforms).lower():
+    if "resize" not in str(transforms).lower():
         is_bicubic = "bicubic" in str(stated.get("augment.train"))
         interpolation = "bicubic" if is_bicubic else "bilinear"
         resize = {"size": stated["data.val_size"], "interpolation": interpolation}
