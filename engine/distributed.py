@@ -172,7 +172,7 @@ def average_gradients(network: nn.Module) -> None:
     """
     if not dist.is_initialized() or isinstance(network, DistributedDataParallel):
         return
-    parameters = [p for p in network.parameters() if p.requires_grad]
+    parameters = trained(network)
     # A parameter without a gradient here may have one on another rank, and asking would wait for
     # the device. So it gets zeros, and weight decay and momentum change it, unlike with one rank.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
