@@ -101,8 +101,7 @@ class World(RankInfo):
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Copy rank 0's buffers, such as BatchNorm's statistics, to all ranks. Collective."""
-        if self.size > 1:
-            _copy_from_rank_0(model.buffers())
+        self._copy_from_rank_0(model.buffers())
 
     def wrap(self, model: nn.Module, image_shape: Sequence[int]) -> nn.Module:
         """Return the module to call in training: the model; with several nodes, DDP around it.
@@ -119,8 +118,8 @@ class World(RankInfo):
         training uses, such as those of a head, get theirs from their sum.
         """
         if self.size == self.local_size:
-            if self.size > 1:  # a model may draw initial weights from another source than torch
-                _copy_from_rank_0([*model.parameters(), *model.buffers()])
+            # A model may draw initial weights from another source than torch.
+            self._copy_from_rank_0([*model.parameters(), *model.buffers()])
             return model
         devices = [self.device.index] if self.device.type == "cuda" else None
         network = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
@@ -137,13 +136,14 @@ class World(RankInfo):
             network(example)
         return models.train_mode(network)
 
-
-def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    for tensor in tensors:
-        values = tensor.detach().contiguous()  # itself, unless it is channels_last
-        dist.broadcast(values, src=0)
-        if values.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(values)
+    def _copy_from_rank_0(self, tensors: Iterable[Tensor]) -> None:
+        if self.size == 1:
+            return
+        for tensor in tensors:
+            values = tensor.detach().contiguous()  # itself, unless it is channels_last
+            dist.broadcast(values, src=0)
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(values)
 
 
 @contextmanager
