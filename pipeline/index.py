@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -107,13 +107,13 @@ def _open_regular(path: str) -> BinaryIO:
     return open(descriptor, "rb", buffering=0)
 
 
-@cache
+@lru_cache(2048)  # some systems allow 4,096 open files
 def _opened(tar: TarFile) -> BinaryIO:
-    """Open a tar file once per process; threads and forks share it: `pread` uses no position."""
+    """Open a tar file, and keep it open; threads and forks share it: `pread` uses no position."""
     # Set in each process: workers have the limit of the forkserver. macOS allows at most 10,240.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_240)), hard))
-    file = _open_regular(tar.path)  # open until the end
+    file = _open_regular(tar.path)  # open until others take its place
     info = os.fstat(file.fileno())
     if (info.st_mtime_ns, info.st_size) != tar.stamp:  # other images may be there
         raise OSError(f"{tar.path} has changed since the start; start again")

@@ -109,11 +109,13 @@ def test_folders_around_the_classes_are_left_out(tmp_path, prefix):
 
 def test_more_tar_files_than_the_soft_limit_of_open_files(tmp_path):
     (tmp_path / "train").mkdir()
-    for number in range(40):
-        write_tar(tmp_path / "train" / f"{number:03d}.tar", f"a/{number:03d}.jpg")
+    for number in range(2100):
+        write_tar(tmp_path / "train" / f"{number:04d}.tar", f"a/{number:04d}.jpg")
     index = load_index(tmp_path / "train", key="data.train")
-    with soft_limit(resource.RLIMIT_NOFILE, len(os.listdir("/dev/fd")) + 30):  # as in a worker
-        assert [index.read(i) for i in range(40)] == [b"a/%03d.jpg" % i for i in range(40)]
+    before = len(os.listdir("/dev/fd"))
+    with soft_limit(resource.RLIMIT_NOFILE, before + 30):  # as in a worker
+        assert [index.read(i) for i in range(2100)] == [b"a/%04d.jpg" % i for i in range(2100)]
+        assert len(os.listdir("/dev/fd")) < before + 2100
 
 
 def test_a_file_that_was_replaced_is_not_read(tmp_path):
