@@ -11,6 +11,7 @@ plain colour or grey JPEG, and each file that a faster decoder refuses.
 import io
 import math
 import struct
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 INTERPOLATIONS = ("bilinear", "bicubic")
 DARK_LEVEL = 64  # a 16-bit image of which no level is higher in 8 bits is nearly black
 MAX_PIXELS = 178_956_970  # Pillow refuses a larger image: decoding takes up to 17 bytes for each
+# Pillow warns of "Corrupt EXIF data", many pixels and the like, which do not affect the pixels.
+warnings.filterwarnings("ignore", module="PIL")
 # A truncated file must be an error with its path, not an image whose lower half is grey.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 # The accepted file contents, whatever the name. Pillow reads many other formats: for EPS it starts
