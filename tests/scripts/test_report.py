@@ -196,7 +196,9 @@ def test_runs_are_compared(run, tmp_path):
     assert page.curves("top1") == {"high": (epochs, [20, 30]), "low": (epochs, [10, 9])}
     assert page.conditions["model.name"] == "resnet_tiny" and "optim.lr" not in page.conditions
     assert "Do not compare" not in page.text
-    other = copied(run, tmp_path / "other", data__val="test")
+    other = copied(run, tmp_path / "other", data__val="test")  # the same images
+    assert "Do not compare" not in page_of(low, other).text
+    (other / "summary.json").unlink()
     assert "Do not compare the values: the runs differ in data.val." in page_of(low, other).text
     grown = copied(run, tmp_path / "grown", optim__lr=0.3, log__every_steps=9)
     change_summary(grown, training_images="9 images", validation_images="4 images")
