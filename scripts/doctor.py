@@ -189,7 +189,9 @@ def unreadable(case: Case, name: str, bad: list[str]) -> Row:
     config = case.config.data
     examined = len(case.examined[name])
     row = fail
-    remedy = "replace or remove them (--all finds all of them)"
+    remedy = "replace or remove them"
+    if examined < len(case.indexes[name]):
+        remedy += " (--all finds all of them)"
     if name != "val":
         # One more, as the examined files may be a sample.
         percent = min(100, 1 + math.ceil(100 * len(bad) / examined))
