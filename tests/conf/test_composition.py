@@ -42,10 +42,6 @@ def test_another_training_has_another_directory(one, other):
     assert result_keys(first) != result_keys(second)
 
 
-def test_the_last_of_equal_keys_counts():
-    assert composed("optim.lr=1 ++optim.lr=2").optim.lr == 2
-
-
 @pytest.fixture
 def values() -> dict[str, Any]:
     return config_values(offered(["recipe=imagenet_rn50_fast", "data.root=/images"]))
