@@ -11,7 +11,6 @@ import platform
 import shutil
 import subprocess
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +124,7 @@ def find_checkpoint(path: str | Path) -> Path:
     paths += [*path.glob(BEST), *path.glob(f"checkpoints/{BEST}")]  # none or one
     if not paths:
         raise UserError(str(path), "holds no checkpoints", "give the folder of a run with some")
-    if paths[-1].name != BEST:
-        _warn_once(f"{path} has no best.pt: the newest checkpoint is used, {paths[-1].name}")
     return paths[-1]
-
-
-@cache  # a training looks for the file of its weights twice
-def _warn_once(text: str) -> None:
-    logger.warning(text)
 
 
 def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
