@@ -183,17 +183,13 @@ def average_gradients(network: nn.Module) -> None:
         views.append(values.as_strided(gradient.size(), gradient.stride()))
     torch._foreach_copy_(views, gradients)
     if not hasattr(network, "trains_alone"):
-        _average(flat)
+        if flat.is_cuda:
+            dist.all_reduce(flat, op=dist.ReduceOp.AVG)
+        else:  # gloo has no average
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
     for parameter, view in zip(parameters, views, strict=True):
         parameter.grad = view
-
-
-def _average(values: Tensor) -> None:
-    if values.is_cuda:
-        dist.all_reduce(values, op=dist.ReduceOp.AVG)
-    else:  # gloo has no average
-        dist.all_reduce(values)
-        values /= dist.get_world_size()
 
 
 def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
