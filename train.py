@@ -65,7 +65,7 @@ from engine.log.runlog import RunLog
 from engine.log.tracker import Tracker
 from engine.losses import Criterion, Loss, build_criterion, class_weights
 from engine.memory import explain_limit, fit_memory
-from engine.metrics import Metrics, Values
+from engine.metrics import Metrics, Values, check_predicted
 from engine.optim import build_optimizer
 from engine.run import Run, checkpoint_metadata
 from engine.schedule import Schedule, make_schedule
@@ -260,6 +260,10 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
     return classifier_values(network(batch["image"]).float(), batch["label"])
 
 
+def predicted_values(network: nn.Module, batch: Batch) -> Values:
+    return predictions(network(batch["image"]))
+
+
 def predictions(outputs: Tensor) -> Values:
     """Return what scripts/predict.py prints about each image, from the network's outputs.
 
@@ -357,9 +361,11 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
         loss_fn = build_loss(config, datasets, compute)
         state = build_state(config, datasets, compute, world)
         named_observers(config)  # refuses a wrong name
-    # Validate on zeros, so that a wrong train.best_by is refused before the training.
+    # Predict and validate zeros, so that mistakes are refused before the training.
     with compute.for_validation():
         example = Batch.zeros(datasets.train.fields, world.device)
+        (predicted,) = evaluate([state.model], predicted_values, [example], world)
+        check_predicted(predicted.rows, datasets.classes)
         (dry_run,) = evaluate([state.model], validation_values, [example], world)
     metrics.check_best_by(metrics.computations(dry_run.rows))
     return Parts(datasets, schedule, compute, loss_fn, metrics, state)

@@ -72,7 +72,7 @@ def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False)
     return models.build(
         config.model.name,
         num_classes=len(datasets.classes),
-        image_size=datasets.train_image_size,
+        image_size=config.data.image_size,
         in_channels=datasets.train.fields[IMAGE].device_shape[-3],
         pretrained=pretrained,
         args=config.model.args,
@@ -88,8 +88,8 @@ def choose_compute(
         model = build_model(config, datasets)
     models.freeze(model, config.model.freeze)  # refuses a wrong name before weights are read
     flops = count_flops(model, shape)
-    if datasets.val_image_size != datasets.train_image_size:  # fails here, not when it validates
-        val_shape = datasets.val.fields[IMAGE].device_shape
+    val_shape = datasets.val.fields[IMAGE].device_shape
+    if val_shape != shape:  # fails here, not when it validates
         count_flops(model, val_shape, key="data.val_size, augment.val")
     precision = choose_precision(config.train.precision, device)
     steps = schedule.stop_step

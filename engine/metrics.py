@@ -7,7 +7,7 @@ split; log.values names more such entries.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -121,3 +121,13 @@ class Metrics:
             if is_number and name not in inputs:
                 values[name] = partial(torch.mean, row, dtype=torch.float64)
         return values | computed
+
+
+def check_predicted(values: Mapping[str, Tensor], classes: Sequence[str]) -> None:
+    """Refuse a `probability`, [B, ...], that is not one for each class, with a UserError."""
+    if "probability" not in values:  # another task
+        return
+    outputs = values["probability"].shape[1:].numel()
+    if outputs != len(classes):
+        wrong = f"the model has {outputs:,} outputs for {len(classes):,} classes"
+        raise UserError(wrong, cure="change the model, or predictions() in train.py")

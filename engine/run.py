@@ -236,7 +236,7 @@ def checkpoint_metadata(datasets: Datasets, schedule: Schedule, compute: Compute
         "config": {**config_values(schedule.config), "ranks": schedule.ranks},
         "model_input": {
             "classes": list(datasets.classes),
-            "image_size": datasets.train_image_size,
+            "image_size": schedule.config.data.image_size,
             "image_shape": list(image.device_shape),
             "image_dtype": np.dtype(image.dtype).name,
             "channels_last": compute.channels_last,

@@ -28,8 +28,6 @@ class Datasets:
     train: Dataset
     val: Dataset
     classes: tuple[str, ...]  # names of the classes; a label is a position in it
-    train_image_size: int  # side of the images after the transforms, pixels
-    val_image_size: int
     # Modes of the training split to compare; training begins with the first one
     decode_modes: tuple[str, ...] = ("cpu",)
     batch_transforms: Sequence[BatchTransform] = ()  # of augment.batch, for the training batches
@@ -49,12 +47,13 @@ def build_datasets(
     """
     data = config.data
     train_transform = build_image_transforms(config.augment.train, "augment.train")
+    side = train_transform.image_size
+    if side != data.image_size:
+        wrong = f"augment.train makes images of {side} px"
+        raise UserError(f"data.image_size={data.image_size}", wrong, "give both the same size")
     val_transform = build_image_transforms(config.augment.val, "augment.val")
     batch_transforms = build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     train, val, classes = build_splits(config, data, train_transform, val_transform)
-    if isinstance(train, FolderDataset) and isinstance(val, FolderDataset):
-        if train.index.classes != val.index.classes:
-            raise other_classes(train.index, val.index)
     if len(classes) < 2 and train.fields.get("label") == LABEL:
         cure = f"give two, or data.root={data.root}/{classes[0]} if its folders are the classes"
         raise UserError(f"data.root={data.root}", f"all images have the class {classes[0]}", cure)
@@ -73,8 +72,6 @@ def build_datasets(
         train,
         val,
         classes,
-        train_image_size=train_transform.image_size,
-        val_image_size=val_transform.image_size,
         decode_modes=modes,
         batch_transforms=batch_transforms,
         mixed_field=find_mixed_field(batch_transforms, train.fields),
@@ -149,7 +146,8 @@ def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
         sizes.add((width, height))
     if sizes != {(width, width)}:
         wrong = f"does not end in images of one size, but makes some of {width}x{height} px"
-        raise UserError(key, wrong, "end it with random_resized_crop or center_crop: {size: 224}")
+        cure = "end it with random_resized_crop or center_crop, with the `size` that it makes"
+        raise UserError(key, wrong, cure)
     return Compose(transforms, width)
 
 
@@ -172,7 +170,12 @@ def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose)
         "seed": config.train.seed,
         "exif_orientation": data.exif_orientation,
     }
-    return build(data, train, val, options)
+    splits: Splits = build(data, train, val, options)
+    first, second, _ = splits
+    if isinstance(first, FolderDataset) and isinstance(second, FolderDataset):
+        if first.index.classes != second.index.classes:
+            raise other_classes(first.index, second.index)
+    return splits
 
 
 def folder(

@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ WORKER_NAME = "loader worker"  # of each worker process; other processes unblock
 EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
 CHECK = "run `python scripts/doctor.py --all` with the same overrides to check every file"
 REPLACE = f"replace or remove it; {CHECK}"
-SKIP = "data.on_error=skip data.max_bad_fraction=0.01"
-REPLACE_OR_SKIP = f"{REPLACE}; {SKIP} skips unreadable training images, up to this fraction"
+SKIP = "data.on_error=skip skips unreadable training images, up to data.max_bad_fraction"
+REPLACE_OR_SKIP = f"{REPLACE}; {SKIP}"
 MAX_TRIED = 100  # samples in place of an unreadable one
 # A worker reads ahead if, per sample, it waits this much longer for storage than for a core, as a
 # mean of about ten tasks. Reading in other threads costs 0.1 to 0.2 ms of a core per sample.
@@ -185,8 +184,6 @@ def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
     """Run tasks, in a worker, until the pipe closes or the training process ends."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # Pillow warns of "Corrupt EXIF data" and the like, which do not affect the pixels.
-    warnings.filterwarnings("ignore", module="PIL")
     torch.set_num_threads(1)  # the workers run in parallel, each in one thread
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     tasks: list[Task] = []

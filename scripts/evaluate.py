@@ -60,7 +60,7 @@ from engine.log.observer import named_observers
 from engine.metrics import Metric, Metrics
 from engine.schedule import make_schedule
 from engine.validation import Rows, evaluate
-from pipeline.batch import LABEL, Batch
+from pipeline.batch import IMAGE, LABEL, Batch
 from pipeline.build import Datasets
 from pipeline.class_names import imagenet_names
 from pipeline.dataset import Dataset
@@ -136,7 +136,8 @@ def evaluate_checkpoint(
     labels: list[list[int]] = []
     if real is not None:
         labels = read_real(real, datasets.val)
-    trained.check_size(datasets.val_image_size)
+    size = datasets.val.fields[IMAGE].device_shape[-1]
+    trained.check_size(size)
     model = trained.build(device)
     kept = None
     if places != list(range(trained.num_classes)):
@@ -168,7 +169,7 @@ def evaluate_checkpoint(
         **values,
         "images": validation.images,
         "model": config.model.name,
-        "val_size": datasets.val_image_size,
+        "val_size": size,
         "flip": flip,
         "precision": precision,
         "device": device_name(device),
@@ -277,7 +278,10 @@ def named_outputs(names: Names, outputs: Names, *, all_outputs: bool) -> Outputs
     """Return the outputs of these names, and behind them all others if those compete, too."""
     if all_outputs or len(names) == 1:  # one class alone would always be right
         names = tuple(dict.fromkeys(names + outputs))
-    return names, list(map(outputs.index, names))
+    places: dict[str, int] = {}
+    for place, name in enumerate(outputs):
+        places.setdefault(name, place)
+    return names, list(map(places.__getitem__, names))
 
 
 def imagenet_classes(trained: Trained, classes: Names) -> tuple[Names, Names]:

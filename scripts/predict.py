@@ -45,7 +45,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     OPTIONS = arguments()
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -57,12 +56,13 @@ from torch import Tensor, nn
 
 import train
 from conf import cli
-from conf.errors import UnreadableError, UserError, describe
+from conf.errors import UnreadableError, describe
 from conf.named import import_object
 from conf.schema import override_keys
 from engine.compute import autocast, choose_precision, dtype_of, set_float32_precision
 from engine.distributed import resolve_device
 from engine.files import json_text
+from engine.metrics import check_predicted
 from models.weights import head_of
 from pipeline.augment import sample_rng
 from pipeline.batch import IMAGE, Field, ImageFormat
@@ -208,6 +208,7 @@ class Predictor:
         with autocast(self.device.type, self.precision):
             outputs = self.model(inputs)
         values = dict(train.predictions(outputs))
+        check_predicted(values, self.names)
         if self.last_input is not None:
             values["features"] = self.last_input[0].float()
         names = [PRINTED_AS.get(name, name) for name in values]
@@ -230,12 +231,7 @@ class Predictor:
 
     def most_probable(self, probabilities: Tensor) -> list[list[dict[str, Any]]]:
         """Return the classes of the largest probabilities, [B, classes], for each image."""
-        outputs = probabilities[0].numel()
-        classes = len(self.names)
-        if outputs != classes:
-            wrong = f"the model has {outputs:,} outputs for {classes:,} classes"
-            raise UserError(wrong, cure="change the model, or predictions() in train.py")
-        best = probabilities.topk(min(self.top, classes))
+        best = probabilities.topk(min(self.top, len(self.names)))
         rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
         return [list(map(self.entry, *row)) for row in rows]
 
@@ -337,8 +333,6 @@ def cells_of(name: str, value: Any) -> dict[str, Any]:
 
 def predict_all(options: argparse.Namespace) -> int:
     """Write results as they come and report unreadable files; return the exit status."""
-    # "Corrupt EXIF data" and the like: the pixels are not affected
-    warnings.filterwarnings("ignore", module="PIL")
     trained = open_trained(Path(options.checkpoint), options.overrides, classes=options.classes)
     device = resolve_device(trained.config.train.device)
     predictor = Predictor(trained, device, top=options.top, features=options.features)

@@ -219,7 +219,7 @@ def build_val(config: Config) -> Datasets:
         data = replace(data, train=data.val)
     _, val, classes = build_splits(config, data, transform, transform)
     nothing = FakeDataset(config.loader.batch_size, len(classes), 1)
-    return Datasets(nothing, val, classes, 1, transform.image_size)
+    return Datasets(nothing, val, classes)
 
 
 def sorted_as_text(names: Sequence[str]) -> bool:

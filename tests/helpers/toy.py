@@ -16,7 +16,7 @@ if __name__ == "__main__":
 import train
 from tests.helpers.batches import toy_loss, toy_values
 
-TASK = {"training_loss": toy_loss, "validation_values": toy_values}
+TASK = {"training_loss": toy_loss, "validation_values": toy_values, "predictions": lambda _: {}}
 
 if __name__ == "__main__":
     vars(train).update(TASK)

@@ -162,7 +162,8 @@ def test_operations_on_the_device_make_the_batches_of_the_workers(
     root = shutil.copytree(image_root, tmp_path / "images")
     for path in sorted(root.glob("train/*/0[3-5].jpg")):
         path.write_bytes(path.read_bytes()[:400])
-    overrides = (entries, f"augment.batch={batch}", "data.on_error=skip", "data.max_bad_fraction=1")
+    skipping = ("data.on_error=skip", "data.max_bad_fraction=1")
+    overrides = (entries, f"augment.batch={batch}", "data.image_size=48", *skipping)
     options = {"dtype": torch.bfloat16, "workers": workers, "channels_last": entries == RAND}
     with opened(root, *overrides, **options) as feed:
         expected = training(feed)
