@@ -13,8 +13,9 @@ for seed in 0 1 2 3; do
     python train.py recipe=tiny_imagenet_best data.root="$data/tiny" train.seed=$seed
 done
 
-# In 150 of OpenMixup's 400 epochs: bilinear crops, as there; bicubic ones; with mixup; with cutmix.
+# In 150 of OpenMixup's 400 epochs: bilinear crops, as there; with mixup; bicubic ones; with mixup; with cutmix.
 python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150
+python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 'augment.batch=[{mixup: {alpha: 1}}]'
 python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 \
     'augment.train=[{random_resized_crop: {size: 64, interpolation: bicubic}}, horizontal_flip]'
 python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 \
