@@ -63,9 +63,8 @@ class Expectation(Observer):
     def _compared(self, row: Mapping[str, float]) -> dict[str, Any]:
         """Return the facts of `expect`, the difference, and the line that the console shows."""
         expect = self.expect
-        name = self.log.metrics.best_by
-        if name not in expect:  # a typed train.best_by, such as macro_f1, is a run of the recipe
-            name = "top1"
+        # The value that the recipe states; a typed train.best_by may be another one.
+        (name,) = expect.keys() & row.keys()
         expected = f"{expect[name]:g}"
         if expect["std"] is not None:
             expected += f" ± {expect['std']:.2g}"
