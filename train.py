@@ -261,6 +261,7 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
 
 
 def predicted_values(network: nn.Module, batch: Batch) -> Values:
+    """Return what `predictions` makes of a batch; a start tries it before the training."""
     return predictions(network(batch["image"]))
 
 

@@ -35,7 +35,7 @@ done
 # WRN-28-10 is a model of docs/fork.md, which `git apply examples/wide_resnet.patch` adds.
 if [ -e models/wide_resnet.py ]; then
     model=models.wide_resnet:wide_resnet
-    # The erased square lies within the image: of 16 px, it is 25 % of it, the source's 19 on average, as one of 14 px.
+    # The erased square lies within the image. With 16 px it covers 25 % of it; the source's covers 19 % on average, as 14 px do.
     wrn() { # set, seed, area of the square
         python train.py recipe=cifar100 data.root="$data/$1" model.name=$model 'model.args={}' \
             loader.batch_size=128 optim.nesterov=true optim.weight_decay=5e-4 optim.clip_norm=5 \

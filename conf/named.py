@@ -81,7 +81,8 @@ def require_call(called: Any, origin: str, /, *arguments: Any, **parameters: Any
         with suppress(ValueError):  # code in C has no signature
             inspect.signature(called).bind(*arguments, **parameters)
     except TypeError as error:
-        given = [*(type(value).__name__ for value in arguments), *parameters]
+        given = [type(value).__name__ for value in arguments]
+        given += [f"{name}=..." for name in parameters]
         wrong = f"cannot be called with ({', '.join(given)}): {error}"
         raise UserError(origin, wrong, "see docs/fork.md") from None
 

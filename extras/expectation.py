@@ -32,7 +32,7 @@ class Expectation(Observer):
     def __init__(self, log: ObservedRun) -> None:
         super().__init__(log)
         self.expect: dict[str, Any] = log.config.expect or dict.fromkeys(FACTS)
-        absent = sorted(set(FACTS).difference(self.expect))
+        absent = [name for name in FACTS if name not in self.expect]
         if absent:
             raise UserError("expect", f"no {absent[0]}", "add it to this node of the recipe's file")
 

@@ -47,13 +47,12 @@ def build_datasets(
     """
     data = config.data
     train_transform = build_image_transforms(config.augment.train, "augment.train")
-    side = train_transform.image_size
-    if side != data.image_size:
-        wrong = f"augment.train makes images of {side} px"
-        raise UserError(f"data.image_size={data.image_size}", wrong, "give both the same size")
     val_transform = build_image_transforms(config.augment.val, "augment.val")
     batch_transforms = build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     train, val, classes = build_splits(config, data, train_transform, val_transform)
+    if isinstance(train, FolderDataset) and isinstance(val, FolderDataset):
+        if train.index.classes != val.index.classes:
+            raise other_classes(train.index, val.index)
     if len(classes) < 2 and train.fields.get("label") == LABEL:
         cure = f"give two, or data.root={data.root}/{classes[0]} if its folders are the classes"
         raise UserError(f"data.root={data.root}", f"all images have the class {classes[0]}", cure)
@@ -170,12 +169,7 @@ def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose)
         "seed": config.train.seed,
         "exif_orientation": data.exif_orientation,
     }
-    splits: Splits = build(data, train, val, options)
-    first, second, _ = splits
-    if isinstance(first, FolderDataset) and isinstance(second, FolderDataset):
-        if first.index.classes != second.index.classes:
-            raise other_classes(first.index, second.index)
-    return splits
+    return build(data, train, val, options)
 
 
 def folder(

@@ -122,7 +122,7 @@ class Dataset(ABC):
         labels = np.zeros(len(self)) if self.labels is None else self.labels
         same = np.flatnonzero(labels == labels[index])
         position = int(np.searchsorted(same, index))
-        yield from map(int, chain(same[position + 1 :], same[:position]))
+        yield from map(int, chain(same[position + 1 :], same[:position]))  # as many as are tried
 
     def class_counts(self, num_classes: int) -> list[int]:
         if self.labels is None:

@@ -29,8 +29,7 @@ WORKER_NAME = "loader worker"  # of each worker process; other processes unblock
 EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
 CHECK = "run `python scripts/doctor.py --all` with the same overrides to check every file"
 REPLACE = f"replace or remove it; {CHECK}"
-SKIP = "data.on_error=skip skips unreadable training images, up to data.max_bad_fraction"
-REPLACE_OR_SKIP = f"{REPLACE}; {SKIP}"
+REPLACE_OR_SKIP = f"{REPLACE}; data.on_error=skip skips such images, up to data.max_bad_fraction"
 MAX_TRIED = 100  # samples in place of an unreadable one
 # A worker reads ahead if, per sample, it waits this much longer for storage than for a core, as a
 # mean of about ten tasks. Reading in other threads costs 0.1 to 0.2 ms of a core per sample.

@@ -63,7 +63,6 @@ import io
 import json
 import os
 import tarfile
-import warnings
 import zlib
 from collections import Counter
 from contextlib import ExitStack
@@ -253,7 +252,6 @@ def prepare_images(options: argparse.Namespace) -> int:
     Raises UserError if the source or the destination cannot be used, and nothing was created,
     and OSError if a file cannot be read or written.
     """
-    warnings.simplefilter("ignore")  # Pillow warns about profiles and palettes
     outer = os.path.realpath(options.source)
     inner = os.path.realpath(options.to)
     if os.path.commonpath([outer, inner]) in (outer, inner):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conf.errors import UserError
-from pipeline.index import Index, load_index
+from pipeline.index import Index, _opened, load_index
 from tests.helpers.limits import soft_limit
 from tests.helpers.stored import as_list, as_tar, as_tars
 
@@ -116,6 +116,7 @@ def test_more_tar_files_than_the_soft_limit_of_open_files(tmp_path):
     with soft_limit(resource.RLIMIT_NOFILE, before + 30):  # as in a worker
         assert [index.read(i) for i in range(2100)] == [b"a/%04d.jpg" % i for i in range(2100)]
         assert len(os.listdir("/dev/fd")) < before + 2100
+        _opened.cache_clear()
 
 
 def test_a_file_that_was_replaced_is_not_read(tmp_path):
