@@ -315,7 +315,7 @@ def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
     Raises OSError if it cannot be read, and UserError if it is damaged, and says in which line.
     """
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.reader(file, skipinitialspace=True)
+        rows = csv.reader(file, skipinitialspace=True, strict=True)
         try:
             for cells in rows:
                 if cells:

@@ -356,7 +356,7 @@ def check(case: Case) -> Iterator[tuple[str, Row]]:
         try:
             for row in look(case):
                 yield name, row
-        except (UserError, RunError) as error:
+        except (UserError, RunError, OSError, MemoryError) as error:
             yield name, fail(str(error), REFUSED)
         except Exception as error:
             yield name, warn(f"check failed with an error: {describe(error)}")

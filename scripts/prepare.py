@@ -26,7 +26,8 @@ orientation. Other files are kept. docs/performance.md compares sizes.
 
 Every image is decoded. unreadable.txt lists damaged ones, which are left out; then the exit status
 is 1. The same command resumes, while the source has the same images; those of newer files are
-converted again. prepare.json has the settings and the totals.
+converted again. --format tar begins again: with --side, convert to a folder first, then that to tar
+files. prepare.json has the settings and the totals.
 """
 
 import argparse
@@ -196,7 +197,9 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
             for split in {sample.split for sample in samples}:
                 file = stack.enter_context(replacing(options.to / f"{split}.tar"))
                 archives[split] = stack.enter_context(tarfile.open(file, "w"))
-        done = in_threads(max(THREADS, machine.cores()), partial(convert, options), samples)
+        threads = max(THREADS, machine.cores())
+        # Not more: with --format tar, the results are the images.
+        done = in_threads(threads, partial(convert, options), samples, ahead=2 * threads)
         done = with_progress(done, len(samples), "images")
         for sample, result in zip(samples, done, strict=True):
             name = f"{sample.label}/{sample.name}"

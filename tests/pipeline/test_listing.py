@@ -217,6 +217,7 @@ def test_list_with_other_folders_and_wrong_lists(tmp_path):
     for text, says in (
         ("image,Target\n", "holds no images"),  # no class of that name
         ("1.jpg,a\n2.jpg;a\n", "line 2 is not path,label"),
+        ('"1.jpg,a\n2.jpg,a\n"3.jpg,b', "line 3: ',' expected after '\"'; correct it"),
         ("x,1.jpg\na,1.jpg", f"no file is at their paths, such as {tmp_path}/a; "),
         (f"1.jpg,a\n{tmp_path}/1.jpg,b", "1.jpg is b, but a in an earlier line; "),
         ("1.jpg,a\n2.jpg,b\n./1.jpg,b", "line 3: ./1.jpg is b, but a in an earlier line; "),
