@@ -85,12 +85,14 @@ class TarFile(Storage):
         except OSError:
             _opened.cache_clear()  # a stale handle (ESTALE) stays stale: the next call opens again
             raise
+        if self.stamp_of(file.fileno()) != self.stamp:  # the bytes may be of other images
+            raise OSError(f"{self.path} has changed since the start; start again")
         if len(data) != length:
             raise OSError(f"{self.path} ends {length - len(data)} bytes too early")
         return data
 
     @staticmethod
-    def stamp_of(path: str | bytes) -> tuple[int, int]:
+    def stamp_of(path: str | bytes | int) -> tuple[int, int]:
         """Return what changes with a file or folder: mtime (ns) and size (bytes)."""
         info = os.stat(path)
         return info.st_mtime_ns, info.st_size
@@ -113,11 +115,7 @@ def _opened(tar: TarFile) -> BinaryIO:
     # Set in each process: workers have the limit of the forkserver. macOS allows at most 10,240.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_240)), hard))
-    file = _open_regular(tar.path)  # open until others take its place
-    info = os.fstat(file.fileno())
-    if (info.st_mtime_ns, info.st_size) != tar.stamp:  # other images may be there
-        raise OSError(f"{tar.path} has changed since the start; start again")
-    return file
+    return _open_regular(tar.path)  # open until others take its place
 
 
 @dataclass(frozen=True)

@@ -124,11 +124,11 @@ def test_a_file_that_was_replaced_is_not_read(tmp_path):
     path = write_tar(tmp_path / "train.tar", "a/1.jpg")
     os.utime(path, (0, 0))
     index = load_index(tmp_path / "train", key="data")
+    index.read(0)  # the file stays open
     write_tar(path, "a/22.jpg", *(f"b/{i}.jpg" for i in range(30)))
     os.utime(path, (0, 0))  # the same mtime, another size
-    for _ in range(2):  # also after the first error
-        with pytest.raises(OSError, match="has changed since the start"):
-            index.read(0)
+    with pytest.raises(OSError, match="has changed since the start"):
+        index.read(0)
     assert len(content(tmp_path / "train")) == 31
 
 
