@@ -150,8 +150,9 @@ class Run(AbstractContextManager["Run"]):
         checkpoint.resume=never moves an earlier run aside. Without a summary, writes the config.
         """
         if self.config.checkpoint.resume == "never" and self.path.exists():
-            os.close(_lock(self.path))  # fails if another process trains in it
+            lock = _lock(self.path)  # fails if another process trains in it
             _move_aside(self.path)
+            os.close(lock)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.path)
         if self._own_checkpoints() != self._found:
@@ -210,7 +211,7 @@ class Run(AbstractContextManager["Run"]):
         with suppress(OSError):  # the folder was removed
             is_ours = os.path.samestat(os.fstat(self._lock), os.stat(self.path / ".lock"))
         if not is_ours:
-            text = "was moved, removed or replaced; train again with another run.name"
+            text = "was moved or removed; to resume it, give run.dir its new path"
             raise checkpoint.CheckpointError(f"run.dir={self.path}: {text}")
 
     def wait(self) -> None:

@@ -211,7 +211,7 @@ def test_a_run_in_whose_place_another_one_trains(tmp_path):
         with directory(run.path) as other:
             resume_with(other, state_of(), {})
         run.save(state_of(5))
-        with pytest.raises(CheckpointError, match="was moved, removed or replaced; train"):
+        with pytest.raises(CheckpointError, match="was moved or removed; to resume it, give"):
             run.wait()
     assert not os.listdir(other.checkpoints)
 
