@@ -197,7 +197,7 @@ def _run_job(script: str, fixed: Overrides, total: str, _: Any) -> float:
     run = [f"run.name={config.run.name}", f"run.dir={config.run.dir}"]  # ${now:} has a value
     status = _run_child([sys.executable, script, *fixed, *job, *run])
     if status == 2:
-        print(f"sweep stopped in {name}; correct the command")
+        print(f"sweep stopped in {name}")
         sys.exit(status)
     if status > 128:
         print(f"sweep stopped in {name}; run the same command again to continue")
