@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
@@ -194,12 +194,13 @@ class Run(AbstractContextManager["Run"]):
             content = {"step": state.step, "state": copied, **self.metadata}
             # timm, among others, looks for weights under this key. The file holds them only once.
             content["state_dict"] = copied["ema"] or copied["model"]
-            self._writing = self._thread.submit(self._write, content)
+            parameters = [name for name, _ in state.model.named_parameters()]
+            self._writing = self._thread.submit(self._write, content, parameters)
         self.last_saved_step = state.step
 
-    def _write(self, content: dict[str, Any]) -> None:
-        for weights in content["state"]["model"].values():
-            if not weights.isfinite().all():
+    def _write(self, content: dict[str, Any], parameters: Sequence[str]) -> None:
+        for name in parameters:  # not buffers: a mask may hold inf
+            if not content["state"]["model"][name].isfinite().all():
                 raise diverged(f"the weights are not finite at step {content['step']}", self.path)
         self.require_own_folder()
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class MovingAverage(nn.Module):
     It starts as a copy of the model. Update t, counted from 0, has the decay min(decay, (1 + t) /
     (10 + t)), as in TensorFlow's ExponentialMovingAverage(num_updates=t): the average reaches back
     over at most a ninth of the steps, so even a short run forgets the initial weights. timm and
-    torchvision have no warm-up by default. Integer buffers are copied.
+    torchvision have no warm-up by default. Integer buffers and those with inf are copied.
     """
 
     # int64 [], number of updates. On the device, because an update may be part of a CUDA graph,
@@ -64,29 +65,25 @@ class MovingAverage(nn.Module):
         self.module = copy.deepcopy(model)
         self.decay = decay
         self.register_buffer("n_averaged", torch.tensor(0, device=next(model.parameters()).device))
+        tensors = [*model.parameters(), *model.buffers()]
+        # Others are copied. A buffer may hold inf, as a mask does, and inf - inf is NaN.
+        self.is_mean = [t.is_floating_point() and bool(t.isfinite().all()) for t in tensors]
+        self.is_copy = [not mean for mean in self.is_mean]
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         weight = (9 / (10 + self.n_averaged)).clamp(min=1.0 - self.decay)  # of the new values
-        means: list[Tensor] = []
-        values: list[Tensor] = []
-        counts: list[Tensor] = []
-        new_counts: list[Tensor] = []
         averaged = [*self.module.parameters(), *self.module.buffers()]
         current = [*model.parameters(), *model.buffers()]
-        for mean, value in zip(averaged, current, strict=True):
-            if mean.is_floating_point():
-                means.append(mean)
-                values.append(value)
-            else:
-                counts.append(mean)
-                new_counts.append(value)
+        means = list(compress(averaged, self.is_mean))
+        values = list(compress(current, self.is_mean))
+        copies = list(compress(averaged, self.is_copy))
         # torch._foreach_lerp_ would need the weight on the host.
         changes = torch._foreach_sub(values, means)
         torch._foreach_mul_(changes, weight)
         torch._foreach_add_(means, changes)
-        if counts:
-            torch._foreach_copy_(counts, new_counts)
+        if copies:
+            torch._foreach_copy_(copies, list(compress(current, self.is_copy)))
         self.n_averaged += 1
 
 

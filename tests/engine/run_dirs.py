@@ -20,6 +20,7 @@ CONFIG = {"train.best_by": "top1"}
 def state_of(step: int = 0, weight: Any = 0.5) -> TrainState:
     model = nn.Linear(2, 1)
     model.weight.data[0] = torch.tensor(weight)
+    model.register_buffer("mask", torch.tensor(-torch.inf))  # as of an attention
     return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=step)
 
 

@@ -67,12 +67,13 @@ def test_loaded_state_continues_bit_for_bit(tmp_path, name):
 def test_average_of_buffers():
     """Running statistics are averaged, the number of batches is copied."""
     model = nn.BatchNorm1d(1)
+    model.register_buffer("mask", torch.tensor(-torch.inf))
     average = MovingAverage(model, 0.25)
     model.running_mean.fill_(2.0)
     model.num_batches_tracked.fill_(3)
     average.update_parameters(model)
-    found = average.module.running_mean.item(), average.module.num_batches_tracked.item()
-    assert found == pytest.approx((0.9 * 2, 3))
+    found = [buffer.item() for buffer in average.module.buffers()]
+    assert found == pytest.approx([0.9 * 2, 1, 3, -torch.inf])
 
 
 def test_params_sha256():
