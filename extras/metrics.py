@@ -61,14 +61,14 @@ def roc_auc(label: Column, score: Column) -> float:
 
 def calibration_error(top1: Column, confidence: Column) -> float:
     """Return the expected calibration error (Naeini 2015; arXiv 1706.04599) of float [N] each."""
-    hits = np.asarray(top1, np.float64)
     confidences = np.asarray(confidence, np.float64)
+    confidences = np.where(confidences == 0, np.nan, confidences)  # an image without a prediction
     edges = np.linspace(0, 1, BINS + 1)
     bins = np.digitize(confidences, edges[1:-1], right=True)
     images = np.bincount(bins, minlength=BINS)
     divisors = np.maximum(images, 1)
     expected = np.bincount(bins, 100 * confidences, BINS) / divisors
-    reached = np.bincount(bins, hits, BINS) / divisors
+    reached = np.bincount(bins, top1, BINS) / divisors
     gaps = np.abs(reached - expected)
     return float((gaps * images).sum() / max(1, len(bins)))
 

@@ -153,7 +153,8 @@ def _ratios(parts: np.ndarray, wholes: np.ndarray) -> list[float | None]:
 
 def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     text = io.StringIO()
-    table = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
+    names = rows[0].keys() if rows else []  # none, such as confusions if all outputs are NaN
+    table = csv.DictWriter(text, names, lineterminator="\n")
     table.writeheader()
     table.writerows(rows)
     replace_file(path, text.getvalue())

@@ -12,7 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 from engine.validation import evaluate
-from extras.pictures import Predictions
+from extras.metrics import calibration_error
+from extras.pictures import Predictions, _write_csv
 from extras.pictures.sheet import draw_batch, rgb
 from pipeline.batch import ImageFormat
 from pipeline.dataset import FakeDataset
@@ -69,12 +70,13 @@ def test_classes_and_confusions(logits, labels):
         }
 
 
-def test_nan_is_no_hit():
+def test_nan_is_no_hit(tmp_path):
     found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long))
     row, other = found.per_class[:2]
     assert row["top1"] == row["f1"] == 0 and row["precision"] is other["f1"] is None
     assert (found.confusions, found.named(0, -1)["prediction"]) == ([], "")
-    assert not found.confidences.any()
+    assert math.isnan(calibration_error(np.zeros(4), found.confidences))
+    _write_csv(tmp_path / "confusion.csv", found.confusions)
 
 
 def test_pictures(logits, labels):
