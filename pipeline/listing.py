@@ -340,7 +340,7 @@ def read_list(path: str, origin: str) -> Classes:
             cure = "write one image per line, as path,label"
             raise UserError(origin, f"line {line} is not path,label", cure)
         image, label = cells
-        names_file = is_image(os.fsencode(image)) or os.path.exists(beside(image))
+        names_file = is_image(os.fsencode(image)) or os.path.isfile(beside(image))
         if number == 0 and not names_file:
             continue
         known, written = listed.setdefault(os.path.normpath(beside(image)), (label, image))
