@@ -25,7 +25,7 @@ class TrainSampler:
     world_size: int = 1
     # How often an epoch uses each of its images, the first num_samples / repeats of its order, as
     # timm's RepeatAugSampler. The global batch is sorted by repetition, so that mixup, which blends
-    # neighbours, does not blend an image with itself.
+    # neighbours, does not blend an image with itself (unless a batch has very few of a repetition).
     repeats: int = 1
     # int64 [num_samples]: draw each class with the same probability, its images with replacement
     labels: np.ndarray | None = None

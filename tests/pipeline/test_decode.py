@@ -55,7 +55,6 @@ def test_a_photo_is_turned_upright_if_this_is_asked_for(orientation):
         np.testing.assert_array_equal(picture.pixels(), np.asarray(turned))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 def test_damaged_exif_data_turn_nothing():
     assert opened(KINDS["jpeg corrupt EXIF"][0](), upright=True).size == SIZE
 

@@ -103,7 +103,7 @@ def test_a_short_time_has_no_verdict(feed, judged):
 
 
 DECODE = "input-bound by decode and augmentation"
-AUTO = "set loader.workers=auto in a new run"
+AUTO = "set loader.workers=auto"
 RE_ENCODE = "re-encode the images: python scripts/prepare.py SOURCE --to DIR --side 50"
 
 
