@@ -199,8 +199,9 @@ class Run(AbstractContextManager["Run"]):
         self.last_saved_step = state.step
 
     def _write(self, content: dict[str, Any], parameters: Sequence[str]) -> None:
-        for name in parameters:  # not buffers: a mask may hold inf
-            if not content["state"]["model"][name].isfinite().all():
+        weights = content["state"]["model"]
+        for name in weights.keys() & parameters:  # not buffers: a mask may hold inf
+            if not weights[name].isfinite().all():
                 raise diverged(f"the weights are not finite at step {content['step']}", self.path)
         self.require_own_folder()
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
