@@ -22,6 +22,7 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")
     OPTIONS, CONFIG = parser.read_config()
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -59,9 +60,9 @@ class Stage(NamedTuple):
 
 def measure_stages(config: Config, *, only: Sequence[str], seconds: float) -> Iterator[Stage]:
     """Measure some of STAGES, in their order. Raises UserError if config or data are wrong."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # first: ranks that join wait for each other
+        raise UserError("torchrun", "this script measures one process", "start it without")
     with join_world(config.train.device) as world:
-        if world.size > 1:
-            raise UserError("torchrun", "this script measures one process", "start it without")
         config = for_measuring(train.resolve_config(config, world), world)
         parts = train.build_parts(config, world, {})
         if "loader" in only:

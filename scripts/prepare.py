@@ -197,8 +197,7 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
             for split in {sample.split for sample in samples}:
                 file = stack.enter_context(replacing(options.to / f"{split}.tar"))
                 archives[split] = stack.enter_context(tarfile.open(file, "w"))
-        threads = max(THREADS, machine.cores())
-        # Not more: with --format tar, the results are the images.
+        threads = max(THREADS, machine.cores())  # few results wait: for a tar file, they are images
         done = in_threads(threads, partial(convert, options), samples, ahead=2 * threads)
         done = with_progress(done, len(samples), "images")
         for sample, result in zip(samples, done, strict=True):
