@@ -85,8 +85,9 @@ def choose_compute(
     """Choose what the config leaves open. Raises UserError if the model cannot take the images."""
     shape = datasets.train.fields[IMAGE].device_shape
     if shape[-1] != config.data.image_size:
-        wrong = f"augment.train makes images of {shape[-1]} px"
-        raise UserError(f"data.image_size={config.data.image_size}", wrong, "give both the same")
+        given = f"data.image_size={config.data.image_size}"
+        wrong = f"the training images have {shape[-1]} px"
+        raise UserError(given, wrong, "give their size, or change augment.train")
     with torch.device("meta"):  # where the model takes no memory
         model = build_model(config, datasets)
     models.freeze(model, config.model.freeze)  # refuses a wrong name before weights are read

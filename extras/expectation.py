@@ -32,9 +32,9 @@ class Expectation(Observer):
     def __init__(self, log: ObservedRun) -> None:
         super().__init__(log)
         self.expect: dict[str, Any] = log.config.expect or dict.fromkeys(FACTS)
-        absent = [name for name in FACTS if name not in self.expect]
-        if absent:
-            raise UserError("expect", f"no {absent[0]}", "add it to this node of the recipe's file")
+        for name in FACTS:
+            if name not in self.expect:
+                raise UserError("expect", f"no {name}", "add it to this node of the recipe's file")
 
     def finish(self, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Return the expectation for summary.json; None if the run is not that of the recipe."""
