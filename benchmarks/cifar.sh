@@ -46,4 +46,5 @@ if [ -e models/wide_resnet.py ]; then
     wrn cifar100 1 0.25
     wrn cifar10 1 0.25
     wrn cifar100 2 0.1914
+    wrn cifar100 3 0.1914
 fi

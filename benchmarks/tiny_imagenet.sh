@@ -12,10 +12,13 @@ python scripts/prepare.py "$data/IMagenet/tiny-imagenet-200" --to "$data/tiny"
 for seed in 0 1 2 3; do
     python train.py recipe=tiny_imagenet_best data.root="$data/tiny" train.seed=$seed
 done
+python train.py recipe=tiny_imagenet_best data.root="$data/tiny" optim.name=extras.muon:muon \
+    optim.args="{rate: 0.02, fixed_norm: true}" run.name=tiny-muon
 
-# In 150 of OpenMixup's 400 epochs: bilinear crops, as there; with mixup; bicubic ones; with mixup; with cutmix.
+# In 150 of OpenMixup's 400 epochs, with nothing, mixup and cutmix: bilinear crops, as there, then bicubic ones.
 python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150
 python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 'augment.batch=[{mixup: {alpha: 1}}]'
+python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 'augment.batch=[cutmix]'
 python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 \
     'augment.train=[{random_resized_crop: {size: 64, interpolation: bicubic}}, horizontal_flip]'
 python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 \
