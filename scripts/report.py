@@ -161,7 +161,7 @@ class Group:
 
 
 def read_text(path: Path) -> str:
-    return path.read_text("utf-8") if path.exists() else ""
+    return path.read_text("utf-8", "surrogateescape") if path.exists() else ""
 
 
 def read_json(path: Path) -> dict:
@@ -329,11 +329,7 @@ def page(runs: list[Run], damaged: list[str]) -> str:
         # Without training, if its rows are damaged.
         curves = dict(zip(("validation", "training"), (run.val_rows, *training), strict=False))
         evaluations = read_evaluations(run, damaged)
-    environment = Environment(
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(read_text(LIB / "report.html"))
     return template.render(
         about=ABOUT,

@@ -148,8 +148,8 @@ def test_what_the_best_checkpoint_gets_wrong(run, image_root):
 def test_many_classes_have_a_list_of_confusions(run, tmp_path):
     to = copied(run, tmp_path / "many")
     classes = "".join(f"c{i},1,{100 - i},,12.345,name {i}\n" for i in range(21))
-    text = f"class,images,top1,precision,f1,name\nnone,0,,,,no images\n{classes}"
-    (to / "evaluation" / "per_class.csv").write_text(text)
+    text = f"class,images,top1,precision,f1,name\nnone\udcea,0,,,,no images\n{classes}"
+    (to / "evaluation" / "per_class.csv").write_text(text, errors="surrogateescape")
     pairs = [f"c{i},c{i // 2},name {i},name {i // 2},{30 - i}\n" for i in range(30)]
     text = "".join(["class,prediction,name,prediction_name,images\n", *pairs])
     (to / "evaluation" / "confusion.csv").write_text(text)
