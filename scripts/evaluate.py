@@ -108,9 +108,8 @@ def chosen_outputs(
     if places is None:
         return outputs
     if outputs.shape[1:] != (count,):
-        wrong = (
-            f"holds some of the classes, but the outputs {list(outputs.shape)} are not classes only"
-        )
+        shape = list(outputs.shape)
+        wrong = f"holds some of the classes, but the outputs {shape} are not classes only"
         raise UserError("data.val", wrong, "give all classes")
     return outputs[:, places]
 

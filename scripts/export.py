@@ -298,7 +298,8 @@ def compare(job: Job, predict: Callable[[Tensor], Tensor], model: nn.Module) -> 
     """Return the largest difference from eager mode on random images; RunError above BOUND."""
     levels = np.random.default_rng(0).random((sum(BATCHES), *job.pixels))
     levels *= job.format.highest
-    batches = torch.from_numpy(levels.astype(job.trained.image_dtype)).split(BATCHES)
+    images = torch.from_numpy(levels.astype(job.trained.image_dtype))
+    batches = images.split(BATCHES)
     eager = torch.cat([model(job.format.normalised(batch)) for batch in batches])
     exported = torch.cat([predict(job.input(batch)) for batch in batches])
     difference = (exported - eager).abs().amax()  # NaN if there is one

@@ -48,7 +48,8 @@ def published(name: str, path: Path) -> Stated:
     values["data.image_size"] = side
     values["data.mean"] = transforms.mean
     values["data.std"] = transforms.std
-    return Stated(values, tuple(entry.meta["categories"] or ()))  # VGG's features have none
+    classes = entry.meta["categories"] or ()  # VGG's features have none
+    return Stated(values, tuple(classes))
 
 
 def stored_name(content: Any) -> str | None:
@@ -93,7 +94,8 @@ def _of_timm(name: str) -> Stated:
     values["data.image_size"] = about.input_size[-1]
     values["data.mean"] = list(about.mean)
     values["data.std"] = list(about.std)
-    return Stated(values, tuple(about.label_names or ()))
+    classes = about.label_names or ()
+    return Stated(values, tuple(classes))
 
 
 def _preprocessing(side: int, short_side: int, interpolation: str) -> dict[str, Any]:

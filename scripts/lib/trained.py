@@ -183,7 +183,8 @@ def _stated_by_run(content: dict[str, Any], overrides: Sequence[str]) -> Stated:
     # The share of one rank, which fits into the memory of one device.
     values["loader.batch_size"] = stored["loader.batch_size"] // stored.get("ranks", 1)
     classes = tuple(model_input.get("classes", ()))
-    return Stated(values, classes, len(classes) or None, model_input.get("image_shape"))
+    num_classes = len(classes) or None
+    return Stated(values, classes, num_classes, model_input.get("image_shape"))
 
 
 def _stated_by_library(path: Path, overrides: Sequence[str]) -> Stated:
