@@ -184,6 +184,7 @@ def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)  # the workers run in parallel, each in one thread
+    torch.default_generator.seed()  # all have been started with the same one
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     tasks: list[Task] = []
     mean_excess = 0.0  # seconds per sample by which storage takes longer than waiting for a core

@@ -127,18 +127,24 @@ def test_iteration_waits_for_tasks_of_the_one_before(image_root):
         check(batch, dataset, loader.samples(5))
 
 
-def test_workers_compute_in_one_thread():
-    """A forked worker starts with the number of threads of the training process."""
+def test_workers_compute_in_one_thread_and_draw_different_numbers(monkeypatch):
+    """Forked workers start with the number of threads and the generator of the training process."""
 
     class Threads(FakeDataset):
         def load(self, epoch, index):
-            return {"image": np.full((SIZE, SIZE, 3), torch.get_num_threads()), "label": 0}
+            image = np.full((SIZE, SIZE, 3), torch.get_num_threads())
+            return {"image": image, "label": int(torch.randint(2**40, ()))}
+
+    monkeypatch.setattr("pipeline.loader.MAX_BYTES", 0)  # as if these samples were not small
+    dataset = Threads(num_samples=64, num_classes=1, size=SIZE)
 
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with open_loader(Threads(num_samples=8, num_classes=1, size=SIZE)) as loader:
-            assert next(loader.batches(0, 1)).fields["image"].unique().tolist() == [1]
+        with open_loader(dataset, local_batch_size=64, workers=2) as loader:
+            batch = next(loader.batches(0, 1))
+            assert batch.fields["image"].unique().tolist() == [1]
+            assert len(batch.fields["label"].unique()) == 64
     finally:
         torch.set_num_threads(before)
 
