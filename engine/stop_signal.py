@@ -50,16 +50,12 @@ class StopSignal(ExitStack):
         self.number = self.number or self.world.max(self.received)
         return self.number != 0
 
-    def next_of(self, batches: Iterator[T]) -> T | None:
-        """Return the next batch; None at their end, and if a signal arrives while workers stall."""
-        with suppress(StalledError):
-            return next(batches, None)
-        return None
-
     def interruptible(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield batches while all ranks have one and no rank has to stop. Collective."""
         while not self:
-            batch = self.next_of(batches)
+            batch = None
+            with suppress(StalledError):  # a signal arrived while workers stall
+                batch = next(batches, None)
             if self.poll() or batch is None:
                 return
             yield batch

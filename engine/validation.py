@@ -1,7 +1,6 @@
 """Validation that counts every sample once, for any number of samples, ranks and batch size."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -40,43 +39,34 @@ def evaluate(
 ) -> list[Validation]:
     """Measure each network in eval mode. Each batch is read once, for all networks. Collective.
 
-    Nothing waits for the device before the last batch. Each rank passes its own share of batches,
-    perhaps fewer than another rank: only the results are gathered.
+    Nothing waits for the device before the last batch. Each rank passes its own share, and all pass
+    the same number of batches.
     """
     outputs: list[Columns] = [{} for _ in networks]
-    with ExitStack() as stack:
-        for network in networks:
-            stack.enter_context(in_eval_mode(network))
-        for batch in batches:
-            for network, columns in zip(networks, outputs, strict=True):
-                values = {NUMBER: batch.samples[:, 1], **measure(network, batch)}
-                for name, value in values.items():
-                    # A copy: it may be a part of the batch, whose memory is reused.
-                    columns.setdefault(name, []).append(value.clone())
+    modes = [network.training for network in networks]
+    for network in networks:
+        network.eval()
+    for batch in batches:
+        for network, columns in zip(networks, outputs, strict=True):
+            values = {NUMBER: batch.samples[:, 1], **measure(network, batch)}
+            for name, value in values.items():
+                # A copy: it may be a part of the batch, whose memory is reused.
+                columns.setdefault(name, []).append(value.clone())
+    for network, mode in zip(networks, modes, strict=True):
+        models.train_mode(network, mode)
     return [collect(columns, world) for columns in outputs]
-
-
-@contextmanager
-def in_eval_mode(network: nn.Module) -> Iterator[None]:
-    was_training = network.training
-    network.eval()
-    yield
-    models.train_mode(network, was_training)
 
 
 def collect(columns: Columns, world: World) -> Validation:
     """Gather the rows of all ranks, and sort them by NUMBER. Collective.
 
-    A row with the number -1 has no sample. A rank may have no batch, and then has no columns.
+    A row with the number -1 has no sample.
     """
-    own: Rows = {}
-    if columns:
-        valid = torch.cat(columns[NUMBER]) >= 0
-        for name, values in columns.items():
-            own[name] = torch.cat(values)[valid].cpu()
-    shares = [share for share in world.all_gather(own) if share]
-    if not shares:  # a signal came before the first batch
+    if not columns:  # a signal came before the first batch
         return Validation(0, {})
+    valid = torch.cat(columns[NUMBER]) >= 0
+    own = {name: torch.cat(values)[valid].cpu() for name, values in columns.items()}
+    shares = world.all_gather(own)
     order = torch.cat([share[NUMBER] for share in shares]).argsort()
     rows: Rows = {}
     for name in shares[0]:
@@ -90,10 +80,5 @@ def validation_batches(feed: Feed, stop: StopSignal, num_micro_batches: int) -> 
 
     They are split as in training, because a whole batch may not fit into the GPU's memory.
     """
-    batches = feed.val.batches(0, feed.num_val_batches)
-    for _ in range(stop.world.max(feed.num_val_batches)):
-        if stop.poll():
-            return
-        batch = stop.next_of(batches)
-        if batch is not None:  # a rank may have one batch less
-            yield from batch.split(num_micro_batches)
+    for batch in stop.interruptible(feed.val.batches(0, feed.num_val_batches)):
+        yield from batch.split(num_micro_batches)

@@ -45,7 +45,7 @@ class Feed:
     pool: Pool  # the workers
     train: Prefetcher
     val: Prefetcher
-    num_val_batches: int  # number of validation batches of this rank
+    num_val_batches: int  # number of validation batches, the same on each rank
     num_cores: int  # number of workers for which this rank has cores
     max_workers: int  # number of workers for which the buffers are allocated
     decode_mode: str = "cpu"  # mode of the training samples, one of `datasets.decode_modes`

@@ -10,6 +10,7 @@ With repeated augmentation (arXiv 1902.05509), an epoch has as many samples of f
 several times with another augmentation; with train.class_weights=sampled, rare images repeat.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -75,9 +76,10 @@ def val_batches(
     """Return the samples of each validation batch of a rank: int64 [n, 2] rows of (0, index).
 
     Every sample once, in order: rank r takes samples r, r + world_size, ... The last batch may be
-    short: n <= batch_size / world_size.
+    short, n <= batch_size / world_size, or even empty: all ranks have the same number of batches.
     """
     indices = np.arange(rank, num_samples, world_size)
     rows = np.stack([np.zeros_like(indices), indices], axis=1)
-    count = batch_size // world_size
-    return [rows[start : start + count] for start in range(0, len(rows), count)]
+    share = batch_size // world_size
+    stop = math.ceil(num_samples / batch_size) * share
+    return [rows[start : start + share] for start in range(0, stop, share)]
