@@ -61,11 +61,13 @@ def class_weights(config: TrainConfig, datasets: Datasets, device: torch.device)
     if chosen is None:
         return None
     if isinstance(chosen, str):
-        counts = datasets.train.class_counts(len(classes))  # also if sampled: it may refuse
+        labels = datasets.train.labels
+        if labels is None:
+            raise UserError("train.class_weights", "the dataset has no `labels`", "leave it out")
         if chosen == "sampled":
             return None
-        images = torch.tensor(counts, dtype=torch.float64)
-        weights = images.sum() / (len(counts) * images.clamp(min=1))  # as scikit-learn balances
+        images = torch.as_tensor(labels).bincount(minlength=len(classes)).double()
+        weights = images.sum() / (len(classes) * images.clamp(min=1))  # as scikit-learn balances
         return weights.float().to(device)
     return named_weights(chosen, classes).to(device)
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from conf.errors import UnreadableError, UserError, describe
+from conf.errors import UnreadableError, describe
 from pipeline import decode
 from pipeline.augment import Compose, sample_rng
 from pipeline.batch import IMAGE, LABEL, DeviceSlot, Field, image_field
@@ -123,11 +123,6 @@ class Dataset(ABC):
         same = np.flatnonzero(labels == labels[index])
         position = int(np.searchsorted(same, index))
         yield from map(int, chain(same[position + 1 :], same[:position]))  # as many as are tried
-
-    def class_counts(self, num_classes: int) -> list[int]:
-        if self.labels is None:
-            raise UserError("train.class_weights", "the dataset has no `labels`", "leave it out")
-        return np.bincount(self.labels, minlength=num_classes).tolist()
 
     def read_ahead(self, indices: Sequence[int]) -> None:  # noqa: B027 - few datasets have files
         """Begin to read these samples: where each file has to be waited for, several at a time."""

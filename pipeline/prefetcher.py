@@ -186,17 +186,13 @@ class Prefetcher:
         slot.events.end.wait()
         slot.events = BatchEvents()
         slot.events.copy_begin = self.clock.now()
-        fields = self._upload(host, slot)
+        try:
+            fields = self.loader.dataset.on_device(host.fields, slot)
+        except RefusedError:  # from here on, the batch is made by the CPU alone
+            self.loader.load_in_process(host)
+            fields = self.loader.dataset.on_device(host.fields, slot)
         samples = slot.copy("", host.samples)  # no field has this name
         self.loader.keep_until(self.clock.now(), host)
         fields = slot.mixed(fields, host.step)
         slot.events.copy_end = self.clock.now()
         return Batch(fields, samples, host.step)
-
-    def _upload(self, host: Batch, slot: DeviceSlot) -> dict[str, Tensor]:
-        """Make the fields of a batch on the device, if need be of another one by the CPU alone."""
-        try:
-            return self.loader.dataset.on_device(host.fields, slot)
-        except RefusedError:
-            self.loader.load_in_process(host)
-            return self.loader.dataset.on_device(host.fields, slot)

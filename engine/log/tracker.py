@@ -111,11 +111,8 @@ class Tracker(ExitStack):
             named = {key.replace("/", "_"): value for key, value in row.items()}
             self.guard("metrics.jsonl", self._rows.write, json_text(named) + "\n")
         if self._board is not None:
-            self.guard("TensorBoard", self._add_curves, row)
-
-    def _add_curves(self, row: Mapping[str, Any]) -> None:
-        for tag, value in curves(row).items():
-            self._board.add_scalar(tag, value, row["step"])
+            for tag, value in curves(row).items():
+                self.guard("TensorBoard", self._board.add_scalar, tag, value, row["step"])
 
     def write_images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
         """Draw images for TensorBoard, if it is in use; `draw` returns tag -> image."""
