@@ -128,10 +128,7 @@ class Tracker(ExitStack):
             file = io.BytesIO()
             image.convert("RGB").save(file, "JPEG", quality=90, subsampling=0)
             picture = Summary.Image(
-                height=image.height,
-                width=image.width,
-                colorspace=3,  # RGB
-                encoded_image_string=file.getvalue(),
+                height=image.height, width=image.width, encoded_image_string=file.getvalue()
             )
             summary = Summary(value=[Summary.Value(tag=tag, image=picture)])
             self._board.file_writer.add_summary(summary, step)
