@@ -83,7 +83,7 @@ def train(config: Config) -> dict[str, Any]:
     """Train to the last step, or until a signal; return what summary.json holds.
 
     Raises UserError if the config or the data is wrong, usually before the run directory is
-    created; LoaderError, CheckpointError or TrainingError if the training fails.
+    created; RunError if the training fails.
     """
     started = time.monotonic()
     with ExitStack() as stack:

@@ -34,10 +34,6 @@ GIVE = "the folder of a run, a step-*.pt, never (start over) or auto (the defaul
 PARTS = {"step": int, "state": dict, "identity": dict, "config": dict, "model_input": dict}
 
 
-class CheckpointError(RunError):
-    """A checkpoint cannot be written or is damaged; the message names the file and the reason."""
-
-
 def host_copy(content: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Copy nested containers, and their tensors to the host. Waits for the device.
 
@@ -55,7 +51,7 @@ def host_copy(content: dict[str, Any], device: torch.device) -> dict[str, Any]:
 def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
     """Write a checkpoint, let `best.pt` be the best one so far, and remove older checkpoints.
 
-    Raises CheckpointError if the disk is full or cannot be written; earlier ones are untouched.
+    Raises RunError if the disk is full or cannot be written; earlier ones are untouched.
 
     Args:
         folder: `checkpoints/` of a run.
@@ -84,7 +80,7 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
         reason = error.__context__ or error  # torch.save reports a full disk as RuntimeError
         cure = "free some space or check the disk, and run the same command again"
         wrong = f"{path}: cannot be written: {reason}"
-        raise CheckpointError(f"{wrong}; {cure}: earlier checkpoints are intact") from error
+        raise RunError(f"{wrong}; {cure}: earlier checkpoints are intact") from error
     return path
 
 
@@ -130,7 +126,7 @@ def find_checkpoint(path: str | Path) -> Path:
 def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
     """Read the first intact file of `paths`, which begin with the newest checkpoint.
 
-    Raises CheckpointError if none can be read; UserError for one of another program or version.
+    Raises RunError if none can be read; UserError for one of another program or version.
     """
     for path in paths:
         try:
@@ -141,7 +137,7 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
         _require_ours(path, content)
         return path, content
     cure = "if damaged, give checkpoint.resume=never; if there are several nodes, share run.dir"
-    raise CheckpointError(f"{paths[0]} and older ones cannot be read on {platform.node()}; {cure}")
+    raise RunError(f"{paths[0]} and older ones cannot be read on {platform.node()}; {cure}")
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import torch
 
+from conf.errors import RunError
 from engine.distributed import World, on_this_rank_alone
 from engine.schedule import Schedule, count_micro_batches
-from engine.state import TrainingError, TrainState, restored_on_exit
+from engine.state import TrainState, restored_on_exit
 from engine.step_graph import StepGraph
 from pipeline.batch import Batch
 from pipeline.machine import reached_limit
@@ -53,7 +54,7 @@ def fit_memory(
             if count == images:
                 key = f"loader.batch_size={schedule.batch_size}"
                 wrong = f"out of memory on {world.device} with micro-batches of 1"
-                raise TrainingError(f"{key}: {wrong}; use a smaller model.name or data.image_size")
+                raise RunError(f"{key}: {wrong}; use a smaller model.name or data.image_size")
             count = count_micro_batches(images, images // count // 2)
     if world.device.type == "cuda":  # StepGraph reads the peak: leave out the trials
         torch.cuda.reset_peak_memory_stats()

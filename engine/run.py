@@ -21,7 +21,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from conf.compose import to_yaml
-from conf.errors import UserError
+from conf.errors import RunError, UserError
 from conf.schema import CHOOSE_SAMPLES, Config, config_values, result_keys, show
 from engine import checkpoint
 from engine.compute import Compute
@@ -76,7 +76,7 @@ class Run(AbstractContextManager["Run"]):
         """Read the checkpoint to resume; return its content, {} to begin at step 0. Collective.
 
         Raises UserError if the folder holds something else, or if the checkpoint that
-        checkpoint.resume names is not one or not of this run; CheckpointError for damaged ones.
+        checkpoint.resume names is not one or not of this run; RunError for damaged ones.
         """
         given = self.config.checkpoint.resume
         self._found = self.world.on_rank_0(self._own_checkpoints)
@@ -183,7 +183,7 @@ class Run(AbstractContextManager["Run"]):
     def save(self, state: TrainState) -> None:
         """Copy the state to the host, and write a checkpoint in a thread. Collective.
 
-        Raises TrainingError if the previous one's weights are not finite; else CheckpointError.
+        Raises RunError if the weights of the previous one are not finite, or it cannot be written.
         """
         self.wait()
         if not self.world.has_equal_weights(state.model):
@@ -207,14 +207,14 @@ class Run(AbstractContextManager["Run"]):
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 
     def require_own_folder(self) -> None:
-        """Raise CheckpointError if run.dir is no longer the folder that this start has locked."""
+        """Raise RunError if run.dir is no longer the folder that this start has locked."""
         assert self._lock is not None
         is_ours = False
         with suppress(OSError):  # the folder was removed
             is_ours = os.path.samestat(os.fstat(self._lock), os.stat(self.path / ".lock"))
         if not is_ours:
             text = "was moved or removed; to resume it, give run.dir its new path"
-            raise checkpoint.CheckpointError(f"run.dir={self.path}: {text}")
+            raise RunError(f"run.dir={self.path}: {text}")
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""

@@ -18,11 +18,7 @@ from conf.errors import RunError
 from engine.checkpoint import BEST
 
 
-class TrainingError(RunError):
-    """Training cannot continue; the message names the step and the remedy."""
-
-
-def diverged(reason: str, folder: Path) -> TrainingError:
+def diverged(reason: str, folder: Path) -> RunError:
     """Return the error of a training that has diverged; `folder`: of the run."""
     best = folder / "checkpoints" / BEST  # the newest one may be of a large, finite loss
     start = "start again with checkpoint.resume=never"
@@ -30,11 +26,11 @@ def diverged(reason: str, folder: Path) -> TrainingError:
         start = f"give another run.name, checkpoint.resume={best} (if it is from before the loss "
         start += "grew) and checkpoint.accept_changes=true"
     cure = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"
-    return TrainingError(f"{reason}; these weights were not saved: {cure}, and {start}")
+    return RunError(f"{reason}; these weights were not saved: {cure}, and {start}")
 
 
 def check_loss(row: Mapping[str, float], folder: Path) -> None:
-    """Raise TrainingError for a log row of a training that has diverged; `folder`: of the run.
+    """Raise RunError for a log row of a training that has diverged; `folder`: of the run.
 
     With fp16, a step with gradients that are not finite is skipped, and halves the loss scale.
     """

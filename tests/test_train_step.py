@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import train
+from conf.errors import RunError
 from conf.schema import OptimConfig, TrainConfig
 from engine.losses import build_criterion
 from engine.metrics import Values
 from engine.optim import build_optimizer
-from engine.state import MovingAverage, TrainingError, TrainState, check_loss, restored_on_exit
+from engine.state import MovingAverage, TrainState, check_loss, restored_on_exit
 from pipeline.batch import Batch
 from tests.helpers.batches import batch_of, toy_loss
 from tests.helpers.optimizers import OPTIMIZERS
@@ -230,9 +231,9 @@ def test_the_scale_is_stored():
 
 def test_which_rows_end_a_run(tmp_path):
     row = {"step": 7, "lr": 0.1, "loss": math.nan}
-    with pytest.raises(TrainingError, match=r"the loss is nan at step 7 \(lr 0.1\); these weights"):
+    with pytest.raises(RunError, match=r"the loss is nan at step 7 \(lr 0.1\); these weights"):
         check_loss(row, tmp_path)
-    with pytest.raises(TrainingError, match="not finite at any loss scale, step 7; these weights"):
+    with pytest.raises(RunError, match="not finite at any loss scale, step 7; these weights"):
         check_loss({**row, "loss": 1.0, "loss_scale": 0.5}, tmp_path)
     check_loss({**row, "loss_scale": 1.0}, tmp_path)
     check_loss({**row, "loss": 1.0}, tmp_path)

@@ -203,7 +203,7 @@ class RunLog:
         """Report the end once the last checkpoint is on disk; return the summary. Collective.
 
         `started`: time.monotonic() when `train` was called. A signal may still arrive during that
-        checkpoint. Raises CheckpointError if it could not be written.
+        checkpoint. Raises RunError if it could not be written.
         """
         self.run.wait()
         stop.poll()

@@ -16,12 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from conf.errors import UserError
+from conf.errors import RunError, UserError
 from engine import checkpoint
-from engine.checkpoint import CheckpointError, host_copy, load, load_newest, save
+from engine.checkpoint import host_copy, load, load_newest, save
 from engine.distributed import World
 from engine.files import json_text
-from engine.state import TrainingError
 from tests.engine.run_dirs import content_of, directory, open_run, resume_with, state_of
 from tests.helpers.processes import HANGS_SECONDS, needs_linux
 from tests.helpers.results import same
@@ -211,7 +210,7 @@ def test_a_run_in_whose_place_another_one_trains(tmp_path):
         with directory(run.path) as other:
             resume_with(other, state_of(), {})
         run.save(state_of(5))
-        with pytest.raises(CheckpointError, match="was moved or removed; to resume it, give"):
+        with pytest.raises(RunError, match="was moved or removed; to resume it, give"):
             run.wait()
     assert not os.listdir(other.checkpoints)
 
@@ -221,6 +220,6 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path):
         resume_with(run, state_of(), {})
         run.save(state_of(5, weight=3e38))  # large weights are finite
         run.save(state_of(6, weight=[1.0, -math.inf]))
-        with pytest.raises(TrainingError, match="the weights are not finite at step 6; these weig"):
+        with pytest.raises(RunError, match="the weights are not finite at step 6; these weig"):
             run.wait()
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000005.pt"]

@@ -11,12 +11,13 @@ from torch import nn
 
 import train
 from conf.compose import from_overrides
+from conf.errors import RunError
 from engine import memory
 from engine.compute import choose_compute
 from engine.distributed import World, join_world
 from engine.memory import explain_limit, fit_memory
 from engine.schedule import Schedule
-from engine.state import TrainingError, TrainState, params_sha256
+from engine.state import TrainState, params_sha256
 from engine.step_graph import StepGraph
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
@@ -81,7 +82,7 @@ def test_not_even_one_image_fits(monkeypatch):
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, 0))
     schedule, state, train_on_batch, batch = built("loader.batch_size=8")
-    with pytest.raises(TrainingError, match="cpu with micro-batches of 1; use a smaller model"):
+    with pytest.raises(RunError, match="cpu with micro-batches of 1; use a smaller model"):
         fit_memory(schedule, train_on_batch, state, ALONE, [batch])
 
 

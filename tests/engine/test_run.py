@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from conf.errors import UserError
+from conf.errors import RunError, UserError
 from engine import checkpoint
-from engine.checkpoint import CheckpointError
 from engine.run import FIXED, changed_keys, refuse_changes
 from tests.engine.run_dirs import (
     CONFIG,
@@ -48,7 +47,7 @@ def test_auto_resumes_the_newest_intact_checkpoint(run):
     twenty.write_bytes(b"partial")
     assert open_run(run) == ten
     ten.write_bytes(b"partial")
-    with pytest.raises(CheckpointError, match=r"older ones cannot be read on .* damaged, give "):
+    with pytest.raises(RunError, match=r"older ones cannot be read on .* damaged, give "):
         open_run(run)
 
 

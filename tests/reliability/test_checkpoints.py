@@ -13,9 +13,8 @@ import torch
 
 import models
 import train
-from conf.errors import UserError
+from conf.errors import RunError, UserError
 from engine import checkpoint
-from engine.checkpoint import CheckpointError
 from engine.run import Run, checkpoint_metadata
 from scripts.lib.trained import open_trained
 from tests.engine.plans import ALONE
@@ -102,7 +101,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refused(reader: Reader, path: Path) -> None:
     """Check that a file is refused in one line that names it, and that nothing is created."""
-    with pytest.raises((UserError, CheckpointError)) as error:
+    with pytest.raises((UserError, RunError)) as error:
         reader(path)
     message = str(error.value)
     assert str(path) in message
@@ -154,7 +153,7 @@ def detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
     path.write_bytes(data)
     try:
         return same(content, checkpoint.load(path))
-    except (CheckpointError, UserError) as error:
+    except (RunError, UserError) as error:
         return str(path) in str(error)
 
 
