@@ -43,8 +43,9 @@ def evaluate(
     the same number of batches.
     """
     outputs: list[Columns] = [{} for _ in networks]
-    modes = [network.training for network in networks]
+    modes = []
     for network in networks:
+        modes.append(network.training)
         network.eval()
     for batch in batches:
         for network, columns in zip(networks, outputs, strict=True):

@@ -82,4 +82,4 @@ def val_batches(
     rows = np.stack([np.zeros_like(indices), indices], axis=1)
     share = batch_size // world_size
     stop = math.ceil(num_samples / batch_size) * share
-    return [rows[start : start + share] for start in range(0, stop, share)]
+    return np.split(rows, range(share, stop, share))
