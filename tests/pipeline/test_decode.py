@@ -39,7 +39,7 @@ PHOTO = draw_image("plaid", np.random.default_rng(3)).resize((333, 251), Image.R
 
 @pytest.mark.parametrize("orientation", range(10))  # 0 and 9 have no meaning
 def test_a_photo_is_turned_upright_if_this_is_asked_for(orientation):
-    """As Pillow turns the whole image."""
+    """As Pillow turns the whole image; a crop is a crop of that."""
     image, options = PHOTO, {"exif": exif(orientation)}
     for data in [
         *(encoded(image.convert(mode), **options) for mode in ("RGB", "L", "CMYK")),
@@ -53,6 +53,9 @@ def test_a_photo_is_turned_upright_if_this_is_asked_for(orientation):
         picture = opened(data, decode.resolve("auto"), upright=True)
         assert (picture.size, opened(data).size) == (turned.size, image.size)
         np.testing.assert_array_equal(picture.pixels(), np.asarray(turned))
+        for box in [(11, 20, 120, 90), (-5, 200, 50, 260)]:
+            cropped = decode.crop(np.asarray(turned), box, 0)
+            np.testing.assert_array_equal(picture.cropped(box).pixels(), cropped)
 
 
 def test_damaged_exif_data_turn_nothing():
