@@ -134,11 +134,11 @@ class TurnedJpeg:
             left, right = width - right, width - left
         if self.orientation in UPSIDE_DOWN:
             top, bottom = height - bottom, height - top
-        box, size = (left, top, right, bottom), step.size
         if self.orientation in ON_SIDE:
-            box, size = (top, left, bottom, right), size[::-1]
-        pixels = self.stored.cropped(replace(step, box=box, size=size))
-        return upright_pixels(pixels, self.orientation)
+            step = replace(step, box=(top, left, bottom, right), size=step.size[::-1])
+        else:
+            step = replace(step, box=(left, top, right, bottom))
+        return upright_pixels(self.stored.cropped(step), self.orientation)
 
 
 @dataclass(eq=False)
