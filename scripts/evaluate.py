@@ -407,7 +407,8 @@ def are_trained_on(data: DataConfig, run: DataConfig) -> bool:
     """Whether data.val are training images of a run: all, or another part than it held out."""
     root = real_place(run.root or "")
     split = replace(run, val=run.train, val_fraction=0.0, val_fold=None)
-    trained_on = {images_of(split), (root, None), (root, held_out(data))} - {images_of(run)}
+    every = images_of(replace(split, val="."))
+    trained_on = {images_of(split), every, (root, held_out(data))} - {images_of(run)}
     return images_of(data) in trained_on
 
 

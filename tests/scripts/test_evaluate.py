@@ -261,6 +261,9 @@ def test_run_on_a_part_of_the_images(whole_runs, image_root, tmp_path, capsys):
     run = evaluate.data_of_run(whole)
     places = [whole.config.data, run, replace(run, val_fraction=0.5)]
     assert [evaluate.are_trained_on(place, run) for place in places] == [True, False, True]
+    for file in ("listed.csv", "packed.tar"):
+        held = replace(run, root=str(flat / file))
+        assert evaluate.are_trained_on(replace(held, val=".", val_fraction=0.0), held)
     shutil.copytree(image_root / "val", flat / "test")
     as_tar(image_root / "val", flat / "packed.tar")
     as_list(image_root / "val", flat / "listed.csv")
