@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -66,9 +67,9 @@ def class_weights(config: TrainConfig, datasets: Datasets, device: torch.device)
             raise UserError("train.class_weights", "the dataset has no `labels`", "leave it out")
         if chosen == "sampled":
             return None
-        images = torch.as_tensor(labels).bincount(minlength=len(classes)).double()
-        weights = images.sum() / (len(classes) * images.clamp(min=1))  # as scikit-learn balances
-        return weights.float().to(device)
+        images = np.bincount(labels, minlength=len(classes))
+        weights = images.sum() / (len(classes) * images.clip(1))  # as scikit-learn balances
+        return torch.tensor(weights, dtype=torch.float32, device=device)
     return named_weights(chosen, classes).to(device)
 
 

@@ -85,7 +85,7 @@ class Run(AbstractContextManager["Run"]):
                 self.resumed_from, self._stored = checkpoint.load_newest(self._found)
                 before = self._stored["config"].get("checkpoint.resume")
                 if given not in ("auto", before):
-                    wrong = f"{self.path} has a run last started with checkpoint.resume={before}"
+                    wrong = f"{self.path} holds a run that was last started with {before}"
                     cure = "leave the key out to resume it, or give a run.name"
                     raise UserError(f"checkpoint.resume={given}", wrong, cure)
             elif given not in ("auto", "never"):
