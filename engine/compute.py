@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from conf.errors import UserError
+from conf.errors import UserError, describe
 from conf.schema import Config
 from engine.schedule import Schedule
 from pipeline.batch import IMAGE
@@ -129,7 +129,7 @@ def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.imag
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(torch.empty(1, *shape, device="meta"))
     except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
-        reason = str(error).splitlines()[0]
+        reason = describe(error).splitlines()[0]
         wrong = f"the model does not take images of {shape[-1]} px with {shape[-3]} channels"
         raise UserError(key, f"{wrong} ({reason})", "give another, or correct the model") from None
     return int(counter.get_total_flops())

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from conf.errors import UserError, did_you_mean
+from conf.errors import UserError, describe, did_you_mean
 from conf.named import create_object, is_object_name
 from conf.schema import show
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
@@ -70,11 +70,11 @@ def build(
         return create(num_classes, image_size, **options)
     except UserError:
         raise
-    except (AssertionError, OSError, TypeError, ValueError) as error:
+    except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
         if is_object_name(name):  # the traceback of own code helps
             raise
         wanted = f"data.image_size={image_size} and model.args={show(options)}"
-        wrong = f"cannot be built for {wanted} ({error})"
+        wrong = f"cannot be built for {wanted} ({describe(error)})"
         raise UserError(f"model.name={name}", wrong, "change one of them") from None
 
 

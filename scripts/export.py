@@ -171,7 +171,8 @@ def explicit(entry: Any) -> Any:
 
 
 def write_weights(job: Job, model: nn.Module, path: Path) -> None:
-    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+    # Each with its own memory: CoaT has the same parameter under several names.
+    weights = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
     path.write_bytes(safetensors.torch.save(weights, job.texts()))
 
 
@@ -327,7 +328,7 @@ def export(job: Job, out: Path) -> None:
             raise
         except Exception as error:  # the exporters, their graphs and onnxruntime raise many types
             name = job.trained.config.model.name
-            reason, _, _ = describe(error).partition("\n")
+            reason = " ".join(describe(error).split())[:300]
             text = f"--to {job.to}: model.name={name} cannot be exported ({reason})"
             raise RunError(text) from None
         os.replace(temporary, out)

@@ -76,13 +76,12 @@ def _of_timm(name: str) -> Stated:
         return NOTHING  # `build` explains it
     import timm
 
-    about = timm.get_pretrained_cfg(name)
-    if ":" in name:  # hf_hub:OWNER/NAME or local-dir:FOLDER
-        with torch.device("meta"):
+    try:
+        with torch.device("meta"):  # timm finds a model also by a name that it had before
             model: Any = timm.create_model(name)
-        about = timm.models.PretrainedCfg(**model.pretrained_cfg)
-    if about is None:
-        return NOTHING
+    except (RuntimeError, OSError):  # no such model, tag or file
+        return NOTHING  # `build` explains it
+    about = timm.models.PretrainedCfg(**model.pretrained_cfg)
     input_size = about.test_input_size or about.input_size
     crop_pct = about.test_crop_pct or about.crop_pct
     # The check of augment.val refuses what its transforms do not support, such as squash.

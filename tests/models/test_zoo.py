@@ -55,6 +55,8 @@ def test_timm_model_for_another_image_size():
     assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
     with pytest.raises(UserError, match="timm has no such model; did you mean resnet18"):
         models.build("timm/resnet188", num_classes=3, image_size=64)
+    with pytest.raises(UserError, match=r"Invalid pretrained tag \(gone\) for resnet18"):
+        models.build("timm/resnet18.gone", num_classes=3, image_size=64)
 
 
 def test_names_of_the_hugging_face_hub(monkeypatch):

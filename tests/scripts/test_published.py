@@ -53,9 +53,16 @@ def of_timm(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> Any:
     common |= {"interpolation": "bicubic", "mean": (0.5, 0.5, 0.5), "std": (0.4, 0.5, 0.6)}
     timm = ModuleType("timm")
     timm.__spec__ = ModuleSpec("timm", None)
-    timm.get_pretrained_cfg = lambda name: SimpleNamespace(**common | stated)
+    timm.create_model = lambda name: SimpleNamespace(pretrained_cfg=common | stated)
+    timm.models = SimpleNamespace(PretrainedCfg=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "timm", timm)
     return published("timm/resnet50", Path("x")).values
+
+
+def test_a_former_name_of_timm():
+    pytest.importorskip("timm")
+    values = published("timm/vit_tiny_patch16_224_in21k", Path("x")).values
+    assert values["data.mean"] == [0.5] * 3
 
 
 def test_timm(monkeypatch):
