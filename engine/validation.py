@@ -39,8 +39,7 @@ def evaluate(
 ) -> list[Validation]:
     """Measure each network in eval mode. Each batch is read once, for all networks. Collective.
 
-    Nothing waits for the device before the last batch. Each rank passes its own share, and all pass
-    the same number of batches.
+    Nothing waits for the device before the last batch. All ranks pass the same number of batches.
     """
     outputs: list[Columns] = [{} for _ in networks]
     modes = []
