@@ -162,7 +162,7 @@ class Tuner:
             workers = min(enough, feed.most_workers(first))
             self.rule = Rule(feed.step_rate, StepTimes(rate=feed.step_rate, workers=workers))
         else:
-            workers = max(1, workers - 1)  # a thread of this process waits for the device
+            workers = max(2, workers - 1)  # a thread of this process waits for the device
         feed.pool.activate(workers)
         feed.set_decode_mode(mode, demand=ENOUGH_ON_DEVICE * feed.step_rate)
         self.say(f"autotune  decoder={feed.decoder_name}, at first workers={workers}")

@@ -152,7 +152,6 @@ def _with_bicubic_crops(transforms: list[Any], size: int) -> list[Any]:
     for entry in transforms:
         name, parameters = split_entry(entry, "augment.train")
         if name == "random_resized_crop":
-            changed.append({name: {**parameters, "size": size, "interpolation": "bicubic"}})
-        else:
-            changed.append(entry)
+            entry = {name: {**parameters, "size": size, "interpolation": "bicubic"}}
+        changed.append(entry)
     return changed

@@ -25,7 +25,6 @@ from pipeline.augment import Compose, sample_rng
 from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field
 from pipeline.dataset import Dataset, DatasetWrapper, FolderDataset, RefusedError
 from pipeline.decode import JpegFile, Picture
-from pipeline.loader import TASK_ROWS
 from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
@@ -36,11 +35,10 @@ CPU, HYBRID, GPU = MODES = ("cpu", "hybrid", "gpu")  # `auto` chooses among the 
 # ImageNet's files have over four times the mean, and decoding those takes a worker 5 ms each.
 ROOM, MIN_ROOM = 1.5, 1 << 15
 FIRST_SHARE = 0.6  # of a hybrid batch for the engines until the rates are known
-MAX_SHARE = 1 - 1 / TASK_ROWS  # leaves workers one image per task, to time them
+MAX_SHARE = 1 - 1 / 256  # workers decode a few images, to time them
 AVERAGED = 500  # images, of a worker's time for each
-# Numbers that all processes share: which of MODES, the share of the images for the engines, a
-# worker's seconds per image that it decodes, and of how many images they are the mean.
-MODE, SHARE, SECONDS, COUNT = range(4)
+MODE, SHARE = range(2)  # shared by all processes: which of MODES, the engines' share of the images
+SENT, DECODED = range(2)  # kinds of images, of which workers measure the seconds for one
 
 
 def engines(dataset: Any, config: Config, device: torch.device) -> Any:
@@ -58,16 +56,14 @@ def engines(dataset: Any, config: Config, device: torch.device) -> Any:
     if decoder not in ("auto", GPU, HYBRID):
         return dataset
     reason = why_no_engines(device) or _needs_pixels(dataset)
-    if decoder in (GPU, HYBRID):
-        if reason:
-            raise UserError(
-                f"loader.decoder={decoder}", f"the GPU's JPEG engines: {reason}", "use auto"
-            )
-        return JpegEngineDataset(dataset)
-    if config.train.deterministic:
+    if decoder == "auto" and config.train.deterministic:
         reason = "train.deterministic=true excludes them"
     if not reason:
         return JpegEngineDataset(dataset)
+    if decoder != "auto":
+        raise UserError(
+            f"loader.decoder={decoder}", f"the GPU's JPEG engines: {reason}", "use auto"
+        )
     if device.type == "cuda" and hasattr(dataset, "transform"):
         logger.info("loader.decoder=auto: the GPU's JPEG engines are not used: %s", reason)
     return dataset
@@ -106,17 +102,18 @@ class JpegEngineDataset(DatasetWrapper):
         super().__init__(dataset)
         self.size = dataset.transform.image_size
         self.room = max(MIN_ROOM, int(ROOM * dataset.mean_bytes()))
-        self.shared = SharedArray((4,), np.float64)
-        self.workers = 1
-        self.demand = math.inf
+        self.shared = SharedArray((2,), np.float64)
+        self.seconds = SharedArray((2,), np.float64)
+        self.counts = SharedArray((2,), np.float64)  # of how many images they are the mean
         self.engine: GpuDecoder | None = None
         self.engine_seconds = 0.0  # of the engines for an image of the newest batch
+        self.set_decode_mode(CPU)
         self._decodes_all = False  # this process makes pixels, whatever the mode
         # For the rows that a worker fills: the memory of the files, its free bytes, how many files
         # may follow, and when the worker began to make the next image.
         self._files: np.ndarray | None = None
         self._free = range(0)
-        self._due = 0
+        self._due = 0.0
         self._began = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,26 +144,26 @@ class JpegEngineDataset(DatasetWrapper):
         self._files = fields[FILE].reshape(-1)
         self._free = range(rows.start * self.room, rows.stop * self.room)
         # The first rows; those with pixels are neighbours then, and few copies take them.
-        self._due = 0 if self._decodes_all else round(self.shared.array[SHARE] * len(rows))
+        due = self._due % 1 + self.shared.array[SHARE] * len(rows)
+        self._due = 0.0 if self._decodes_all else due
         self._began = time.perf_counter()
 
     def load(self, epoch: int, index: int, rng: Any = None) -> Mapping[str, Any]:
         sample = FolderDataset.load(self, epoch, index, rng)  # type: ignore[arg-type]
-        if IMAGE in sample and self.decode_mode != GPU:  # in that mode, workers only read
-            shared = self.shared.array
-            now = time.perf_counter()
-            shared[COUNT] = min(shared[COUNT] + 1, AVERAGED)
-            # With writing the samples since the last image, and reading the files.
-            seconds = now - self._began
-            shared[SECONDS] += (seconds - shared[SECONDS]) / shared[COUNT]
-            self._began = now
+        seconds = self.seconds.array
+        counts = self.counts.array
+        kind = DECODED if IMAGE in sample else SENT
+        counts[kind] = min(counts[kind] + 1, AVERAGED)
+        taken = time.perf_counter() - self._began  # also to write the sample before, and to read
+        seconds[kind] += (taken - seconds[kind]) / counts[kind]
+        self._began += taken
         return sample
 
     def image_fields(self, picture: Picture) -> dict[str, Any]:
         if self.decode_mode == CPU:
             return self.dataset.image_fields(picture)
         row = np.zeros(g.COLUMNS)
-        if self._due > 0 and self._send(picture, row):
+        if self._due >= 1 and self._send(picture, row):
             return {GEOMETRY: row}
         row[:] = 0  # LENGTH too: the row holds pixels of the final size
         row[[g.CLIP_RIGHT, g.CLIP_BOTTOM]] = self.size
@@ -220,10 +217,14 @@ class JpegEngineDataset(DatasetWrapper):
         self._balance()
 
     def _balance(self) -> None:
-        """Set the share of hybrid from the measured rates of workers and engines."""
-        seconds = self.shared.array[SECONDS]
-        if self.decode_mode == HYBRID and seconds and self.engine_seconds:
-            rate = 1 / self.engine_seconds
-            workers = self.workers / seconds
-            needed = max(0.0, 1 - workers / self.demand)
-            self.shared.array[SHARE] = min(rate / (rate + workers), needed, MAX_SHARE)
+        """Set the share of hybrid from the measured times of workers and engines.
+
+        With a share s, all workers take (s * sent + (1 - s) * decoded) / workers for an image, and
+        the engines s * engine_seconds.
+        """
+        sent, decoded = self.seconds.array
+        if self.decode_mode == HYBRID and decoded and self.engine_seconds:
+            saved = max(1e-9, decoded - sent)
+            equal = decoded / (self.workers * self.engine_seconds + saved)
+            needed = max(0.0, (decoded - self.workers / self.demand) / saved)
+            self.shared.array[SHARE] = min(equal, needed, MAX_SHARE)
