@@ -170,6 +170,7 @@ def test_overrides_are_valid(page):
             read_overrides(shlex.split(code.partition(" --")[0]))
 
 
+@needs_extras
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capfd):
     """It trains, evaluates and predicts; the notebook of docs/ calls the same functions."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)

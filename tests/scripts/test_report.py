@@ -18,6 +18,7 @@ import yaml
 from conf.errors import UserError
 from scripts import evaluate, report
 from tests.helpers import results, small_run
+from tests.helpers.processes import needs_extras
 from tests.helpers.results import rows as read_rows
 
 HOSTILE = "</title></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
@@ -126,6 +127,7 @@ def test_the_page_of_a_run(run):
     assert " ".join((run / "config.yaml").read_text().split()) in page.text
 
 
+@needs_extras
 def test_what_the_best_checkpoint_gets_wrong(run, image_root):
     page, folder = page_of(run), run / "evaluation"
     head, *rows = page.table("matrix numbers")
@@ -145,6 +147,7 @@ def test_what_the_best_checkpoint_gets_wrong(run, image_root):
     assert content == (folder / "worst.csv").read_bytes()
 
 
+@needs_extras
 def test_many_classes_have_a_list_of_confusions(run, tmp_path):
     to = copied(run, tmp_path / "many")
     classes = "".join(f"c{i},1,{100 - i},,12.345,name {i}\n" for i in range(21))
@@ -309,6 +312,7 @@ def test_damaged_runs_are_named_and_left_out(run, tmp_path, capsys):
         page_of(tmp_path / "goo")
 
 
+@needs_extras
 def test_names_from_a_run_are_escaped(run, tmp_path):
     to = copied(run, tmp_path / HOSTILE.replace("/", "|"), model__name=HOSTILE)
     write_rows(to, [row | {HOSTILE: 1.5} for row in read_rows(run, "val")])
