@@ -178,7 +178,7 @@ def train_step(
         lr: learning rate of the optimiser step, a number or float [] on the device; a parameter
             group with an `lr_scale` uses lr * lr_scale.
         clip_norm: maximum global gradient norm; None disables clipping.
-        num_micro_batches: number of equal parts of the batch, whose gradients are averaged.
+        num_micro_batches: number of parts of the batch; each image has the same weight.
 
     Returns:
         Named values to log, "loss" among them. One that you add appears in all logs and the report.
@@ -187,12 +187,14 @@ def train_step(
         group["lr"] = lr
         if "lr_scale" in group:
             group["lr"] = lr * group["lr_scale"]
-    logged: list[Values] = []
+    means: Values = {}
     for number, micro_batch in enumerate(batch.split(num_micro_batches), start=1):
         set_ddp_sync(network, enabled=number == num_micro_batches)
         loss, values = loss_fn(network, micro_batch)
-        state.scaler.scale(loss / num_micro_batches).backward()  # DDP averages here, if enabled
-        logged.append({"loss": loss.detach(), **values})
+        share = len(micro_batch.samples) / len(batch.samples)
+        state.scaler.scale(share * loss).backward()  # DDP averages here, if enabled
+        for name, value in {"loss": loss.detach(), **values}.items():
+            means[name] = means.get(name, 0.0) + share * value.float()
     average_gradients(network)
     # Without fp16, the scaler is disabled: `step` calls the optimiser, the others do nothing.
     state.scaler.unscale_(state.optimizer)
@@ -203,9 +205,6 @@ def train_step(
     state.clear_gradients()
     if state.ema is not None:
         state.ema.update_parameters(state.model)
-    means: Values = {}
-    for name in logged[0]:
-        means[name] = torch.stack([row[name].float() for row in logged]).mean()
     if state.scaler.is_enabled():
         # `get_scale` would wait for the device.
         means["loss_scale"] = state.scaler.scale(torch.ones_like(means["loss"]))

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -11,7 +12,7 @@ import torch
 
 from conf.errors import RunError
 from engine.distributed import World, on_this_rank_alone
-from engine.schedule import Schedule, count_micro_batches
+from engine.schedule import Schedule
 from engine.state import TrainState, restored_on_exit
 from engine.step_graph import StepGraph
 from pipeline.batch import Batch
@@ -43,32 +44,32 @@ def fit_memory(
         train_on_batch: its number of micro-batches is set to that of the schedule.
         batches: the first batch, which is read only if the step is tried.
     """
-    count = schedule.num_micro_batches
-    images = schedule.local_batch_size
+    images = size = schedule.local_batch_size
     fixed = schedule.config.train.micro_batch or state.step > 0
     waits = schedule.config.model.sync_bn and world.size > 1
     if world.device.type not in TRIED_ON or fixed or waits:
         return schedule
     for batch in batches:
-        while not all(world.all_gather(_fits(train_on_batch, state, batch, count))):
-            if count == images:
+        while not all(world.all_gather(_fits(train_on_batch, state, batch, size))):
+            if size == 1:
                 key = f"loader.batch_size={schedule.batch_size}"
                 wrong = f"out of memory on {world.device} with micro-batches of 1"
                 raise RunError(f"{key}: {wrong}; use a smaller model.name or data.image_size")
-            count = count_micro_batches(images, images // count // 2)
+            size //= 2
     if world.device.type == "cuda":  # StepGraph reads the peak: leave out the trials
         torch.cuda.reset_peak_memory_stats()
-    if count == schedule.num_micro_batches:
+    if size == images:
         return schedule
-    train_on_batch.set_micro_batches(count)
-    size = images // count
-    more = f"training in {count} micro-batches of {size}, as with train.micro_batch={size}"
-    logger.warning("out of memory with %d images at a time: %s", images, more)
-    return replace(schedule, fitted_micro_batch=size)
+    text = "out of memory with %d images at a time: training as with train.micro_batch=%d"
+    logger.warning(text, images, size)
+    fitted = replace(schedule, fitted_micro_batch=size)
+    train_on_batch.set_micro_batches(fitted.num_micro_batches)
+    return fitted
 
 
-def _fits(train_on_batch: StepGraph, state: TrainState, batch: Batch, count: int) -> bool:
-    """Return whether a step in `count` micro-batches fits on this rank alone; undo the step."""
+def _fits(train_on_batch: StepGraph, state: TrainState, batch: Batch, size: int) -> bool:
+    """Return whether a step in micro-batches of at most `size` fits on this rank; undo the step."""
+    count = math.ceil(len(batch.samples) / size)
     alone = on_this_rank_alone(train_on_batch.network)
     with alone, suppress(torch.OutOfMemoryError), restored_on_exit(state):
         train_on_batch.before_step(batch.step)

@@ -33,7 +33,7 @@ class Schedule:
     config: Config
     images: int  # number of training images
     ranks: int = 1
-    # Images of a micro-batch, if the first step of the run was out of memory with more
+    # The most images of a micro-batch, if the first step of the run was out of memory with more
     fitted_micro_batch: int | None = None
 
     @property
@@ -48,9 +48,9 @@ class Schedule:
 
     @property
     def num_micro_batches(self) -> int:
-        """The number of equal parts in which a rank trains on its images of a step."""
-        max_images = self.config.train.micro_batch or self.fitted_micro_batch
-        return count_micro_batches(self.local_batch_size, max_images)
+        """The number of parts in which a rank trains on its images of a step."""
+        micro_batch = self.config.train.micro_batch or self.fitted_micro_batch
+        return math.ceil(self.local_batch_size / (micro_batch or self.local_batch_size))
 
     @property
     def steps_per_epoch(self) -> float:
@@ -156,17 +156,9 @@ def make_schedule(
         raise UserError(given, wrong, f"try {with_batch_size(config, fitting)}")
     if size % world.size:
         wrong = f"the global batch must be a multiple of the {world.size} ranks"
-        unit = world.size * (config.train.micro_batch or 1)
-        raise UserError(given, wrong, f"set it to {max(unit, size // unit * unit)}")
+        shared = max(world.size, size // world.size * world.size)
+        raise UserError(given, wrong, f"set it to {shared}")
     return Schedule(config, images, world.size, identity.get("fitted_micro_batch"))
-
-
-def count_micro_batches(images: int, max_images: int | None) -> int:
-    """Return the least number of equal parts of at most `max_images` images; 1 for None."""
-    parts = math.ceil(images / (max_images or images))
-    while images % parts:
-        parts += 1
-    return parts
 
 
 def with_batch_size(config: Config, size: int) -> str:

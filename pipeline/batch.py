@@ -82,10 +82,10 @@ class Batch:
         return Batch(fields, self.samples.clone(), self.step)
 
     def split(self, count: int) -> "list[Batch]":
-        """Return views of `count` equal parts, in order."""
-        chunks = [tensor.chunk(count) for tensor in self.fields.values()]
+        """Return views of `count` parts, in order. Their sizes differ by at most one."""
+        split = [tensor.tensor_split(count) for tensor in self.fields.values()]
         parts = []
-        for samples, *tensors in zip(self.samples.chunk(count), *chunks, strict=True):
+        for samples, *tensors in zip(self.samples.tensor_split(count), *split, strict=True):
             fields = dict(zip(self.fields, tensors, strict=True))
             parts.append(Batch(fields, samples, self.step))
         return parts

@@ -150,7 +150,7 @@ def after_five_steps(num_micro_batches: int) -> list[Any]:
     return [*found, dict(model.state_dict())]
 
 
-@pytest.mark.parametrize("num_micro_batches", [2, 4])
+@pytest.mark.parametrize("num_micro_batches", [2, 3, 4])
 def test_micro_batches_train_as_the_whole_batch(num_micro_batches):
     found, expected = after_five_steps(num_micro_batches), after_five_steps(1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)

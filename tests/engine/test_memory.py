@@ -54,9 +54,9 @@ def limited_loss(most: int, network: nn.Module, batch: Batch, **options: Any) ->
     return toy_loss(network, batch, **options)
 
 
-@pytest.mark.parametrize(("most", "images", "found"), [(64, 64, None), (9, 64, 8), (9, 17, 1)])
+@pytest.mark.parametrize(("most", "images", "found"), [(64, 64, None), (9, 64, 8), (5, 17, 4)])
 def test_micro_batches_halve_until_they_fit(monkeypatch, caplog, most, images, found):
-    """`found`: the size of a part; None if the schedule stays as it is. The state does, too."""
+    """`found`: the most in a part; None if the schedule stays as it is. The state does, too."""
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, most))
     given = f"loader.batch_size={images}", "train.ema_decay=0.9"
@@ -70,10 +70,9 @@ def test_micro_batches_halve_until_they_fit(monkeypatch, caplog, most, images, f
         assert fitted == schedule
         assert not caplog.messages
         return
-    parts = images // found
-    assert (fitted.num_micro_batches, fitted.fitted_micro_batch) == (parts, found)
-    line = f"{parts} micro-batches of {found}, as with train.micro_batch={found}"
-    assert caplog.messages == [f"out of memory with {images} images at a time: training in {line}"]
+    assert (fitted.num_micro_batches, fitted.fitted_micro_batch) == (-(-images // found), found)
+    line = f"with {images} images at a time: training as with train.micro_batch={found}"
+    assert caplog.messages == [f"out of memory {line}"]
     train_on_batch(batch)
     assert params_sha256(state.model) != before
 
