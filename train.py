@@ -106,7 +106,7 @@ def train(config: Config) -> dict[str, Any]:
         train_on_batch = enter(build_step(schedule, compute, parts.loss_fn, state, world))
         stop = enter(StopSignal(world, feed.pool))
         first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
-        # fit_memory may reduce the micro-batch, in its schedule and in train_on_batch.
+        # fit_memory may reduce the micro-batch: of train_on_batch, and of the schedule it returns.
         schedule = fit_memory(schedule, train_on_batch, state, world, first_batches)
         tuner = tune_loader(feed, train_on_batch, state, run, tracker.print)
         run.note_measured(schedule.fitted_micro_batch, feed.decode_mode)
@@ -141,7 +141,7 @@ def build_step(
     """Return what runs `train_step` on a batch; on a GPU, it replays a CUDA graph. Collective."""
     config = schedule.config
     network = world.wrap(state.model, compute.image_shape)
-    # From here on: a search takes seconds, and there were only examples before.
+    # Not earlier: a search takes seconds, too long for the one example of `build_parts`.
     torch.backends.cudnn.benchmark = is_search_worthwhile(config, schedule.stop_step)
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
@@ -302,7 +302,7 @@ def validate(log: RunLog, stop: StopSignal) -> None:
 
 
 def is_validation_missing(schedule: Schedule, state: TrainState) -> bool:
-    """Whether the validation that is due at this step has no result in the state."""
+    """Whether the validation due at this step was interrupted: the state has no result of it."""
     validated = state.last_validation.get("step") == state.step
     return schedule.due(state.step).validate and not validated
 
@@ -312,7 +312,7 @@ def save(log: RunLog) -> None:
     with log.pause():
         log.tracker.flush()  # so that a kill leaves no gap in the curves
         log.run.save(log.state)
-        gc.collect(1)  # newer objects only; Python 3.14 may also examine some older ones
+        gc.collect(1)  # the loop collects nothing; 1: newer objects, in Python 3.14 perhaps more
 
 
 def resolve_config(config: Config, world: World) -> Config:
@@ -408,7 +408,7 @@ def main(config: Config) -> int:
         return 0
 
     cli.log_to_stderr(force=True)
-    return cli.run_main(status, limits=explain_limit)
+    return cli.run_main(status, explain_limit)
 
 
 if __name__ == "__main__":

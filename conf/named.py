@@ -97,6 +97,6 @@ def split_entry(entry: Any, key: str) -> tuple[str, dict[str, Any]]:
     try:
         ((name, parameters),) = entry.items()
         return str(name), {**(parameters or {})}
-    except (AttributeError, TypeError, ValueError):  # no dict of one entry, or of one dict
+    except (AttributeError, TypeError, ValueError):  # not {name: dict} or {name: null}
         cure = "write `name` or `name: {parameter: value}`"
         raise UserError(key, f"{entry!r} is not an entry", cure) from None

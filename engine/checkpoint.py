@@ -29,7 +29,7 @@ BEST = "best.pt"
 # resumes from this format only. 3: mixup and random operations are as in the recipes' sources.
 FORMAT = 3
 READABLE = (2, 3)  # formats whose weights, config and model_input have the same meaning
-GIVE = "the folder of a run, a step-*.pt, never (start over) or auto (the default)"
+RESUME_CHOICES = "the folder of a run, a step-*.pt, never (start over) or auto (the default)"
 # Parts of every checkpoint -> type.
 PARTS = {"step": int, "state": dict, "identity": dict, "config": dict, "model_input": dict}
 
@@ -116,8 +116,8 @@ def find_checkpoint(path: str | Path) -> Path:
     path = Path(path)
     if not path.is_dir():
         return path
-    paths = files(path) + files(path / "checkpoints")
-    paths += [*path.glob(BEST), *path.glob(f"checkpoints/{BEST}")]  # none or one
+    best = filter(Path.exists, [path / BEST, path / "checkpoints" / BEST])
+    paths = [*files(path), *files(path / "checkpoints"), *best]
     if not paths:
         raise UserError(str(path), "holds no checkpoints", "give the folder of a run with some")
     return paths[-1]
@@ -142,7 +142,7 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU. Raises UserError if it is absent, damaged or something else."""
-    content: dict[str, Any] = read_file(path, origin=str(path), give=GIVE)
+    content: dict[str, Any] = read_file(path, origin=str(path), give=RESUME_CHOICES)
     _require_ours(path, content)
     return content
 
@@ -150,7 +150,7 @@ def load(path: Path) -> dict[str, Any]:
 def _require_ours(path: Path, content: Any) -> None:
     """Raise UserError unless this is a checkpoint of this program that can resume."""
     if not is_ours(content):
-        raise UserError(str(path), "not a checkpoint of this program", f"give {GIVE}")
+        raise UserError(str(path), "not a checkpoint of this program", f"give {RESUME_CHOICES}")
     if content["format"] != FORMAT:
         wrong = "is of a version of this program that trains differently"
         cure = f"give run.name=NAME model.weights={path} to start a new run from its weights"

@@ -169,7 +169,7 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 def longest_float(device: torch.device) -> torch.dtype:
-    """Return float64 for sums on a device, or float32: Apple's GPUs and some of Intel have none."""
+    """Return the dtype for sums: float64, or float32 on GPUs without it (Apple, some of Intel)."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 

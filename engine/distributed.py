@@ -84,7 +84,7 @@ class World(RankInfo):
             bits = weight.detach().view(getattr(torch, f"int{8 * weight.itemsize}"))
             sums.append(bits.sum(dtype=torch.int64))
         own = torch.stack(sums).tolist()
-        return all(other == own for other in self.all_gather(own))
+        return self.all_gather(own).count(own) == self.size
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place. Collective."""
@@ -107,15 +107,8 @@ class World(RankInfo):
         """Return the module to call in training: the model; with several nodes, DDP around it.
 
         Collective. DDP averages gradients during the backward pass, which hides the time that the
-        network between nodes takes. On one node, it costs more than it saves: it splits the
-        compiled step into several graphs and copies each gradient; `average_gradients` does it.
-
-        DDP rebuilds its gradient buckets after the first backward pass, at the next forward pass;
-        with three or more ranks, the sums then round differently. So that the first step after a
-        restart rounds like any other, and a step without averaging waits for no rank, DDP passes
-        over an image of `image_shape` first, (..., C, S, S). In evaluation mode, this changes no
-        buffer and uses no random number. DDP waits for all gradients: parameters that only the
-        training uses, such as those of a head, get theirs from their sum.
+        network between nodes takes. On one node, `average_gradients` is faster: DDP splits the
+        compiled step into several graphs, and copies each gradient. `image_shape`: (..., C, S, S).
         """
         if self.size == self.local_size:
             # A model may draw initial weights from another source than torch.
@@ -125,11 +118,16 @@ class World(RankInfo):
         network = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
         # `World.broadcast_buffers` does it before a validation. torch 2.13 deprecates the argument.
         network.broadcast_buffers = False
+        # DDP rebuilds its gradient buckets in the forward pass after the first backward pass; with
+        # three or more ranks, sums round differently from then on. Do both here with an example, so
+        # that the first step after a restart rounds like any other, and a step without averaging
+        # waits for no rank. In evaluation mode, they change no buffer and draw no random number.
         network.eval()
         example = torch.zeros(1, *image_shape, device=self.device)
         parameters = trained(model)
         gradients = torch.autograd.grad(model(example).sum(), parameters, allow_unused=True)
-        unused = [parameters[i].sum() for i, found in enumerate(gradients) if found is None]
+        # DDP waits for the gradients of all parameters, also of a head that only training uses.
+        unused = [p.sum() for p, grad in zip(parameters, gradients, strict=True) if grad is None]
         (network(example).sum() + sum(unused)).backward()
         network.zero_grad(set_to_none=True)
         with network.no_sync():
@@ -238,9 +236,9 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             limit = timedelta(seconds=TIMEOUT_FACTOR * timeout_seconds)
             store, _, _ = next(dist.rendezvous("env://", timeout=limit))
-            # torchrun's store has addresses of earlier processes (several nodes: docs/cluster.md).
+            # torchrun's store keeps addresses from before a restart; the prefix hides them.
             prefix = ""
-            if local_size == size:
+            if local_size == size:  # several nodes: docs/cluster.md
                 prefix = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(prefix, store)
             dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)

@@ -57,7 +57,7 @@ class Metrics:
 
     @classmethod
     def of(cls, config: Config) -> "Metrics":
-        """Return those of a config. Raises UserError for a wrong table or a wrong train.best_by."""
+        """Return the metrics of a config. Raises UserError for a wrong table or train.best_by."""
         entries = dict(METRICS)
         for table in config.log.values:
             entries |= import_object(table, "log.values")
@@ -106,19 +106,19 @@ class Metrics:
 
         A `compute` needs all of its inputs. An input is not averaged, unless it has an entry.
         """
-        inputs = set(NOT_AVERAGED)
+        not_averaged = set(NOT_AVERAGED)
         computed: dict[str, Computation] = {}
         for name, metric in self.entries.items():
-            inputs.update(metric.inputs)
+            not_averaged.update(metric.inputs)
             has_inputs = set(metric.inputs) <= rows.keys()
             if metric.compute and has_inputs:
                 arguments = map(rows.__getitem__, metric.inputs)
                 computed[name] = partial(metric.compute, *arguments)
-        inputs -= self.entries.keys()
+        not_averaged -= self.entries.keys()
         values: dict[str, Computation] = {}
         for name, row in rows.items():
             is_number = row.ndim == 1 and row.is_floating_point()
-            if is_number and name not in inputs:
+            if is_number and name not in not_averaged:
                 values[name] = partial(torch.mean, row, dtype=torch.float64)
         return values | computed
 

@@ -61,8 +61,23 @@ def decay_groups(model: nn.Module, config: OptimConfig) -> Groups:
     return [group for group in (decayed, others) if group["params"]]
 
 
+def linear_weights(model: nn.Module) -> set[Tensor]:
+    """Return the weights of linear and convolution layers, also of those in nn.MultiheadAttention.
+
+    Selected by the type of the module. Names do not identify biases and norms. Class tokens,
+    position embeddings, bias tables and layer scales have as many dimensions as weights.
+    """
+    weights: set[Tensor] = set()
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)):
+            named = module.named_parameters(recurse=False)  # such as q_proj_weight of an attention
+            weights |= {parameter for name, parameter in named if name.endswith("weight")}
+    return weights
+
+
 def sgd(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     """Create torch's SGD, fused on a GPU, where a CUDA graph captures it."""
+    # The groups have weight_decay already. As a key, it refuses another one in optim.args.
     keys: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     keys["momentum"] = config.momentum
     keys["nesterov"] = config.nesterov and config.momentum > 0
@@ -92,7 +107,7 @@ def from_class(
     values["capturable"] = _is_on_gpu(model)
     takes = inspect.signature(optimizer_class).parameters
     keys: dict[str, Any] = {name: values[name] for name in values if name in takes}
-    return _refusing_capture(optimizer_class(decay_groups(model, config), **keys, **args))
+    return _checked_at_capture(optimizer_class(decay_groups(model, config), **keys, **args))
 
 
 def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
@@ -108,7 +123,7 @@ def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
         raise UserError(f"optim.name={config.name}", "timm has no such optimiser")
     args = {"momentum": config.momentum} | args
     groups = decay_groups(model, config)
-    return _refusing_capture(timm.optim.create_optimizer_v2(groups, name, **keys, **args))
+    return _checked_at_capture(timm.optim.create_optimizer_v2(groups, name, **keys, **args))
 
 
 def _refuse_moments(config: OptimConfig) -> None:
@@ -120,8 +135,8 @@ def _refuse_moments(config: OptimConfig) -> None:
         raise UserError(f"optim.name={config.name}", wrong, cure)
 
 
-def _refusing_capture(optimizer: Optimizer) -> Optimizer:
-    """Let a capture fail if the host counts the steps: a graph would repeat this number."""
+def _checked_at_capture(optimizer: Optimizer) -> Optimizer:
+    """Let a capture fail if the host counts the steps: each replay would repeat one count."""
     if not optimizer.defaults.get("capturable"):
         optimizer.register_step_pre_hook(_refuse_capture)
     return optimizer
@@ -140,17 +155,3 @@ def _is_on_gpu(model: nn.Module) -> bool:
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adamw": adamw}
 for name in TORCH_OPTIMIZERS.split():
     OPTIMIZERS[name.lower()] = partial(from_class, getattr(torch.optim, name))
-
-
-def linear_weights(model: nn.Module) -> set[Tensor]:
-    """Return the weights of linear and convolution layers, also of those in nn.MultiheadAttention.
-
-    Selected by the type of the module. Names do not identify biases and norms. Class tokens,
-    position embeddings, bias tables and layer scales have as many dimensions as weights.
-    """
-    weights: set[Tensor] = set()
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)):
-            named = module.named_parameters(recurse=False)  # such as q_proj_weight of an attention
-            weights |= {parameter for name, parameter in named if name.endswith("weight")}
-    return weights

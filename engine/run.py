@@ -91,8 +91,10 @@ class Run(AbstractContextManager["Run"]):
             elif given not in ("auto", "never"):
                 path = Path(given)
                 in_folder = checkpoint.files(path) + checkpoint.files(path / "checkpoints")
-                self.resumed_from = [path, *in_folder][-1]  # the path itself, if it is a file
-                self._stored = checkpoint.load(self.resumed_from)
+                if in_folder:
+                    path = in_folder[-1]  # the newest
+                self.resumed_from = path
+                self._stored = checkpoint.load(path)
         return self._stored
 
     def _own_checkpoints(self) -> list[Path]:
@@ -130,8 +132,10 @@ class Run(AbstractContextManager["Run"]):
     def _continue(self, state: TrainState, path: Path, identity: Mapping[str, Any]) -> None:
         """Load the state of a checkpoint, unless it is of another training."""
         changes = changed_keys(self._stored["identity"], identity)
-        now = {"train.best_by": self.config.train.best_by}
-        changes |= changed_keys(now | self._stored["config"], now)
+        # Not in the identity, because the weights do not depend on it.
+        best_by = self.config.train.best_by
+        before = self._stored["config"].get("train.best_by", best_by)
+        changes |= changed_keys({"train.best_by": before}, {"train.best_by": best_by})
         refuse_changes(path, changes, accept=self.config.checkpoint.accept_changes)
         _load_state(state, path, self._stored)
         if path not in self._found:

@@ -12,7 +12,6 @@ from conf.errors import UserError
 from conf.schema import Config
 from engine.distributed import World
 
-NOTHING_STORED: Mapping[str, Any] = {}  # there is no checkpoint to resume
 LEAST_BATCH = 8  # enough for BatchNorm
 
 
@@ -142,11 +141,11 @@ SCHEDULES = {"constant": constant, "step": step_decay, "cosine": cosine, "linear
 
 
 def make_schedule(
-    config: Config, images: int, world: World, identity: Mapping[str, Any] = NOTHING_STORED
+    config: Config, images: int, world: World, identity: Mapping[str, Any]
 ) -> Schedule:
-    """Return the schedule for some training images.
+    """Return the schedule for a number of training images.
 
-    `identity`: of the checkpoint to resume. Raises UserError for a batch of an unfit size.
+    `identity`: of the checkpoint to resume, or empty. Raises UserError for an unfit batch size.
     """
     size = config.loader.batch_size
     given = f"loader.batch_size={size}"

@@ -133,9 +133,9 @@ class TrainState:
                 self.ema.n_averaged.zero_()
         # The stored loss scale is empty without fp16.
         self.scaler.load_state_dict(self.scaler.state_dict() | stored.get("loss_scale", {}))
-        # The optimiser's state, such as momentum, comes from the checkpoint, and so does what some
-        # count in their groups. Options that this start has built with other values are its own:
-        # weight decay, and also `capturable`, which decides on which device the state is.
+        # The optimiser's state, such as momentum, comes from the checkpoint, and so do the numbers
+        # that some optimisers count in their groups. An option that this start was given another
+        # value for keeps the new one: weight decay, or `capturable` on another kind of device.
         stored_groups = stored["optimizer"]["param_groups"]
         built = stored.get("options", [{}] * len(stored_groups))  # {}: of an earlier version
         groups = []

@@ -36,13 +36,13 @@ WINDOW_SECONDS = 2.0  # of log rows that are judged together
 AVERAGED_WINDOWS = 5  # windows with the same number of workers; one is accurate to about 5 %
 MIN_GAIN = 0.015  # a gain of images/s, or a wait, that is worth another number of workers
 MARGIN = 1.15  # supply over demand: batches come unevenly
-SPARE_SUPPLY = 1.3  # workers beyond this many times the demand with its margin are given up
+SPARE_SUPPLY = 1.3  # workers are given up if there are more than this many times enough
 MAX_CORRECTION = 2.0
 NOISE = 0.05  # two windows of an equal step differ by less
 SLOW_STEP = 0.95  # share of its rate alone; below it, workers may take the step's cores
 TRIED_PART = 8  # then one of eight workers is taken away to see whether the step gets faster
-# Two changes come close to the best number. Later ones need a predicted gain of PATIENCE over the
-# windows with this number, or they would follow noise.
+# Two changes come close to the best number. A later one needs a predicted gain of PATIENCE divided
+# by the number of windows since the last change: a smaller one may be noise.
 PATIENCE = 0.4
 
 
@@ -52,7 +52,7 @@ class Rule:
 
     step_rate_alone: float  # images/s of the step while workers take none of its cores
     last_window: StepTimes  # the newest window
-    correction: float = 1.0  # images/s by the times of a worker, over those that arrive
+    correction: float = 1.0  # images/s that the times of a worker predict, over those that arrive
     slope: float = 0.0  # seconds per image that each worker adds to the step; 0: not known
     recent: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=AVERAGED_WINDOWS))
     windows_kept: int = 0  # windows with this number

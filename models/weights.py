@@ -119,15 +119,15 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     origin = f"model.weights={path}"
     content = read_file(path, origin=origin, give=f"{ANY_FILE}, or model.weights=pretrained")
     weights = weights_in(content, origin=origin)
-    named = _named_classes(path, content)
-    if named not in ("[]", json.dumps(list(classes))):  # the head is for other classes
+    stated = _stated_classes(path, content)
+    if stated not in ("[]", json.dumps(list(classes))):  # the head is for other classes
         for name in head_of(model):
             if len(model.get_parameter(name)) == len(classes):  # else an output is no class
                 weights.pop(name, None)
     fit_weights(model, weights, origin=origin, new_head=True)
 
 
-def _named_classes(path: Path, content: dict[str, Any]) -> str:
+def _stated_classes(path: Path, content: dict[str, Any]) -> str:
     """Return the names of the classes that a file states, as JSON; an empty list if it does not."""
     if path.suffix == ".safetensors":
         return safetensors_metadata(path).get("classes", "[]")

@@ -13,7 +13,8 @@ from pipeline.clock import BatchEvents
 IMAGE = "image"  # the field that is the input of the network
 TARGET = "target"  # the field that batch transforms add: mixed labels, float [B, classes]
 NO_MEMORY = torch.empty(0)
-ROWS, PLANES = " [H, W, C]", " [C, H, W]"  # after the name of a field: memory in this order
+# Suffixes of names in `DeviceSlot.memory`: images of a field in each order have their own memory.
+ROWS, PLANES = " [H, W, C]", " [C, H, W]"
 
 
 @dataclass(frozen=True)

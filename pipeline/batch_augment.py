@@ -42,8 +42,8 @@ class BatchShare:
     total: int  # rows of the global batch: draw this many of everything
     first: int  # this rank's first row
     count: int  # its number of rows
-    drawn: Iterator[Tensor] | None = None  # what `numbers` returns, if it is on the device already
-    used: list[Tensor] = field(default_factory=list)  # what it has returned, if it was not
+    drawn: Iterator[Tensor] | None = None  # on the device: `numbers` returns these, and draws none
+    used: list[Tensor] = field(default_factory=list)  # what `numbers` has drawn and returned
 
     def of_rank(self, values: np.ndarray) -> np.ndarray:
         """Return this rank's part of values [..., total]."""

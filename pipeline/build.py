@@ -31,7 +31,7 @@ class Datasets:
     # Modes of the training split to compare; training begins with the first one
     decode_modes: tuple[str, ...] = ("cpu",)
     batch_transforms: Sequence[BatchTransform] = ()  # of augment.batch, for the training batches
-    mixed_field: str | None = None  # what they mix as the images; None: nothing
+    mixed_field: str | None = None  # what they mix like the images; None: they mix nothing
 
 
 def build_datasets(
@@ -64,8 +64,8 @@ def build_datasets(
     if device is not None:
         for entry in data.on_device:
             name, parameters = split_entry(entry, "data.on_device")
-            create = partial(create_object, name, "data.on_device", Dataset | DatasetWrapper)
-            train = create(train, config, device, **parameters)
+            kind = Dataset | DatasetWrapper
+            train = create_object(name, "data.on_device", kind, train, config, device, **parameters)
         modes = choose_decode_modes(config, train, stored_decode_mode)
     return Datasets(
         train,
@@ -80,9 +80,9 @@ def build_datasets(
 def find_mixed_field(
     transforms: Sequence[BatchTransform], fields: Mapping[str, Field]
 ) -> str | None:
-    """Return the field that batch transforms mix as the images: the only one that is no image.
+    """Return the field that batch transforms mix like the images: the only one that is no image.
 
-    None if nothing is mixed. Raises UserError if there is no such field.
+    None if they mix nothing. Raises UserError if no field, or more than one, can be mixed.
     """
     if all(isinstance(transform, RandomErasing) for transform in transforms):
         return None

@@ -122,7 +122,7 @@ class Dataset(ABC):
         labels = np.zeros(len(self)) if self.labels is None else self.labels
         same = np.flatnonzero(labels == labels[index])
         position = int(np.searchsorted(same, index))
-        yield from map(int, chain(same[position + 1 :], same[:position]))  # as many as are tried
+        yield from map(int, chain(same[position + 1 :], same[:position]))  # few are asked for
 
     def read_ahead(self, indices: Sequence[int]) -> None:  # noqa: B027 - few datasets have files
         """Begin to read these samples: where each file has to be waited for, several at a time."""

@@ -77,8 +77,8 @@ class Feed:
     def most_workers(self, times: StepTimes) -> int:
         """Return the number of workers for which there are cores; more if storage is slow.
 
-        `times`: of a worker. If one waits a tenth of its computing, three tenths more are useful,
-        because they do not wait in turns.
+        `times`: of a worker. If it waits for storage a tenth as long as it computes, 30 % more
+        workers are useful: they wait at random, so that often several wait at a time.
         """
         waiting = times.storage_ms / max(times.cpu_ms, 1e-6)
         return min(self.max_workers, round(self.num_cores * (1 + 3 * waiting)))
@@ -124,16 +124,16 @@ def open_feed(
     The CPU decodes validation images in every mode, so that a checkpoint has one accuracy.
     `dtype` and `channels_last`: of the images on the device.
     """
-    loader = config.loader
     data = config.data
     num_cores = machine.cores_for_workers(world.local_size)
-    workers = max_workers = loader.workers
-    if loader.workers == "auto":
-        # All cores validate, even if few workers are enough for training.
-        workers = max_workers = num_cores
+    workers = config.loader.workers
+    if workers == "auto":
+        workers = num_cores  # all cores validate, even if few workers are enough for training
+    max_workers = workers
     if is_measured(config, world.device):
         max_workers = 2 * num_cores  # those that wait for storage need no core
-    of_world = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
+    batch_size = config.loader.batch_size
+    of_world = {"batch_size": batch_size, "rank": world.rank, "world_size": world.size}
     labels = datasets.train.labels if config.train.class_weights == "sampled" else None
     seed = config.train.seed
     train_sampler = TrainSampler(
@@ -152,7 +152,7 @@ def open_feed(
             rank=world.rank,
             world_size=world.size,
         )
-    local_batch_size = loader.batch_size // world.size
+    local_batch_size = batch_size // world.size
     # The batch of the step and 4 ready ones (8 were not faster), or 2 of more than 2,048 images.
     in_use = 5 if local_batch_size <= 2048 else 3
     needed = partial(slots_needed, batch_size=local_batch_size, workers=max_workers, in_use=in_use)
@@ -160,10 +160,11 @@ def open_feed(
     slots = needed(datasets.train)
     train_ring = Ring(datasets.train, local_batch_size, slots, limit, REPLACE_OR_SKIP)
     val_ring = Ring(datasets.val, local_batch_size, needed(datasets.val))
-    pool = Pool((train_ring, val_ring), timeout_seconds=loader.timeout_seconds)
-    loader_of = partial(Loader, pool, in_use=in_use)
-    train = Prefetcher(loader_of(0, train_sampler.samples), images, batch_transforms)
-    val = Prefetcher(loader_of(1, val_samples.__getitem__), images)
+    pool = Pool((train_ring, val_ring), timeout_seconds=config.loader.timeout_seconds)
+    train_loader = Loader(pool, 0, train_sampler.samples, in_use)
+    val_loader = Loader(pool, 1, val_samples.__getitem__, in_use)
+    train = Prefetcher(train_loader, images, batch_transforms)
+    val = Prefetcher(val_loader, images)
     feed = Feed(config, datasets, pool, train, val, len(val_samples), num_cores, max_workers)
     locked: AbstractContextManager[Any] = nullcontext()
     if train.cuda:

@@ -212,7 +212,7 @@ def find_storage(place: str | os.PathLike[str]) -> list[str]:
 
 
 def find_split(place: str, storage: Any = None) -> Callable[[str], Index] | None:
-    """Return what makes the table of a split, a function of its config key; None without a split.
+    """Return a function of the config key that loads the table of a split; None without a split.
 
     `storage`: data.storage, which is asked before the folders and files of this machine.
     """
@@ -230,15 +230,11 @@ def find_split(place: str, storage: Any = None) -> Callable[[str], Index] | None
 
 
 def load_index(place: str | os.PathLike[str], *, key: str, storage: Any = None) -> Index:
-    """Find a split, and return its table as `load_found` does."""
-    return load_found(find_split(os.fspath(place), storage), place, key)
-
-
-def load_found(load: Any, place: str | os.PathLike[str], key: str) -> Index:
     """Return the table of a split, and warn of files that are left out; `key`: its config key.
 
     Raises UserError if it is missing, damaged or cannot be read, or a class holds no images.
     """
+    load = find_split(os.fspath(place), storage)
     if load is None:
         path = Path(os.path.abspath(place))
         names = sorted(other.name for other in path.parent.glob("[!.]*"))
@@ -303,7 +299,7 @@ def _scan(files: Sequence[str], origin: str, tar_kind: Any, others: listing.Left
             classes, places = listing.list_tars(files, origin, others, tar_kind.members)
         else:
             classes = listing.read_list(files[0], origin)
-    left_out = listing.count_left_out(others)
+    left_out = listing.describe_left_out(others)
     return Scan(
         np.array(list(classes)),
         np.array(listed),

@@ -84,8 +84,8 @@ def why_left_out(path: bytes) -> str:
     return os.fsdecode(ending.lower()) or "no ending"
 
 
-def count_left_out(left_out: LeftOut) -> str:
-    """Say in one line what is left out and why, the commonest reasons first; "" if nothing is."""
+def describe_left_out(left_out: LeftOut) -> str:
+    """Describe in one line what is not read and why, commonest reasons first; "" for nothing."""
     if not left_out:
         return ""
     by_reason = defaultdict(list)
@@ -197,7 +197,7 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
         listed += content.folders
     if empty:
         wrong = f"class folders without images (.jpg, .png, ...): {', '.join(empty[:10])}"
-        cure = f"fill or remove them. {count_left_out(others)}".rstrip(". ")
+        cure = f"fill or remove them. {describe_left_out(others)}".rstrip(". ")
         raise UserError(origin, wrong, cure)
     return classes, listed
 
@@ -218,6 +218,7 @@ def list_tars(
     """
     images: Places = {}
     with ThreadPoolExecutor(THREADS) as pool:
+        # A file is opened by its path, which messages show, too.
         for number, members in enumerate(pool.map(members_of, files, files)):
             _add_images(images, members, number, others)
     if not images:
@@ -242,7 +243,7 @@ def _add_images(images: Places, members: Members, number: int, others: LeftOut) 
     """Add the images in folders of tar file `number` to `images`, and the rest to `others`."""
     for name, place in members.items():
         reason = why_left_out(name)
-        if b"/" not in name:  # beside the class folders, other files are about the dataset
+        if b"/" not in name:  # not in a class folder: other files than images describe the dataset
             if not reason:
                 others[name] = LOOSE
         elif reason:
@@ -304,8 +305,7 @@ def _check_end(file: BinaryIO, at: int, stop: int) -> None:
     """
     file.seek(at)
     rest = file.read(min(stop - at, PADDING + 1))
-    length = min(max(len(rest), 2 * BLOCK), PADDING)  # the nearest one that an end has
-    if rest != bytes(length):
+    if rest.strip(b"\0") or not 2 * BLOCK <= len(rest) <= PADDING:
         raise ValueError("no header and no end, two blocks of zeros with nothing after them")
 
 
@@ -333,17 +333,17 @@ def read_list(path: str, origin: str) -> Classes:
     """
     classes: Classes = {}
     listed: dict[str, tuple[str, str]] = {}  # path -> label, and the path as it is written first
-    beside = partial(os.path.join, os.path.dirname(os.path.abspath(path)))
+    absolute = partial(os.path.join, os.path.dirname(os.path.abspath(path)))
     for number, (line, row) in enumerate(csv_rows(path)):
         cells = list(filter(None, row))
         if len(cells) != 2:
             cure = "write one image per line, as path,label"
             raise UserError(origin, f"line {line} is not path,label", cure)
         image, label = cells
-        names_file = is_image(os.fsencode(image)) or os.path.isfile(beside(image))
+        names_file = is_image(os.fsencode(image)) or os.path.isfile(absolute(image))
         if number == 0 and not names_file:
             continue
-        known, written = listed.setdefault(os.path.normpath(beside(image)), (label, image))
+        known, written = listed.setdefault(os.path.normpath(absolute(image)), (label, image))
         if known != label:
             wrong = f"line {line}: {image} is {label}, but {known} in an earlier line"
             raise UserError(origin, wrong, "give each image one label")
@@ -351,6 +351,6 @@ def read_list(path: str, origin: str) -> Classes:
     first = list(listed)[:100]
     if not any(map(os.path.exists, first)):
         wrong = f"holds no images, or no file is at their paths, such as {', '.join(first[:1])}"
-        cure = f"write lines path,label; a path is absolute, or relative to {beside('')}"
+        cure = f"write lines path,label; a path is absolute, or relative to {absolute('')}"
         raise UserError(origin, wrong, cure)
     return {label: sorted(classes[label]) for label in sorted(classes)}

@@ -45,14 +45,14 @@ class MixingSlot(DeviceSlot):
 
     transforms: BatchTransforms
     image_names: Sequence[str]  # of the image fields
-    unmixed: DeviceSlot  # has the float32 images of all slots, of one batch after another
+    unmixed: DeviceSlot  # float32 images before mixing; all slots take turns to use this memory
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # So many numbers are used for a batch that can be captured.
+        # Of a batch that can be captured: one tensor of numbers per image field and transform.
         self.numbers_needed = len(self.image_names) * len(self.transforms.transforms)
         self._graph: Any = None
-        self._unmixed: dict[str, Tensor] = {}  # fields of the newest batch without a graph
+        self._last_fields: dict[str, Tensor] = {}  # of the newest batch mixed without a graph
         self._used: list[Tensor] = []  # the numbers of that batch
         self._addresses: list[int] = []  # of the fields that the graph reads
         self._numbers: list[Tensor] = []  # the numbers that it reads
@@ -63,7 +63,7 @@ class MixingSlot(DeviceSlot):
 
     def mixed(self, fields: dict[str, Tensor], step: int) -> dict[str, Tensor]:
         if self._addresses != [*map(Tensor.data_ptr, fields.values())]:
-            self._unmixed = fields
+            self._last_fields = fields
             return fields | self._mix(fields, step)
         numbers = iter(self._numbers)
         for name in self.image_names:
@@ -82,7 +82,7 @@ class MixingSlot(DeviceSlot):
         """
         if self._graph is not None or len(self._used) != self.numbers_needed:
             return
-        fields = self._unmixed
+        fields = self._last_fields
         self._numbers = self._used
         graph = torch.cuda.CUDAGraph()
         # A replay writes the seed of its generator to the device, where the step may be reading it
@@ -102,17 +102,17 @@ class MixingSlot(DeviceSlot):
         """Return the mixed images and TARGET in this memory; `drawn`: see `BatchShare`."""
         mixed: dict[str, Tensor] = {}
         self._used = []
-        targets = unmixed = self.transforms.targets(fields)
+        targets = self.transforms.targets(fields)
         for name in self.image_names:
             share = self.transforms.share(step, len(fields[name]))
             share = replace(share, drawn=drawn, used=self._used)
             if drawn is not None:  # a graph would repeat what else is drawn
                 share = replace(share, rng=None)
-            # A copy, as a transform may change it in place.
-            images, targets = self.transforms.apply(fields[name], unmixed.clone(), share)
+            # A clone: a transform may change the targets in place.
+            images, mixed_targets = self.transforms.apply(fields[name], targets.clone(), share)
             mixed[name] = self.images(name, images.shape).copy_(images)
         if self.transforms.label is not None:
-            mixed[TARGET] = self.copy(TARGET, targets)
+            mixed[TARGET] = self.copy(TARGET, mixed_targets)
         return mixed
 
 
@@ -147,7 +147,7 @@ class Prefetcher:
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1."""
-        # The thread may still fill a slot for an iteration that ended early, and kernels read it.
+        # An iteration may have ended early: its uploads and kernels that read its slots come first.
         self._thread.submit(self.clock.now().wait).result()
         loaded = self.loader.batches(start, stop)
         begun: deque[Future[Batch]] = deque()  # done when their kernels are launched

@@ -66,8 +66,8 @@ class TrainSampler:
             chosen = epochs == epoch
             order = self._order(int(epoch))
             indices[chosen] = order[positions[chosen]]
-        seen = stream if self.labels is not None else epochs * self.repeats + repetitions
-        return np.stack([seen, indices], axis=1)
+        rng_epochs = stream if self.labels is not None else epochs * self.repeats + repetitions
+        return np.stack([rng_epochs, indices], axis=1)
 
 
 def val_batches(

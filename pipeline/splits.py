@@ -10,7 +10,7 @@ import numpy as np
 
 from conf.errors import UserError
 from conf.schema import DataConfig
-from pipeline.index import Index, find_split, find_storage, load_found, load_index
+from pipeline.index import Index, find_split, find_storage, load_index
 
 
 class HeldOut(NamedTuple):
@@ -60,7 +60,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     held = held_out(data)
     if held is not None:
         index = _load_undivided(root, data, held)
-        train_rows, val_rows = hold_out(index, held)
+        train_rows, val_rows = split_rows(index, held)
         return index.rows(train_rows), index.rows(val_rows)
     # First data.val: evaluate.py gives it for both splits, and the error names this key.
     val = load_index(os.path.join(root, data.val), key="data.val", storage=data.storage)
@@ -100,13 +100,12 @@ def _load_undivided(root: str, data: DataConfig, held: HeldOut) -> Index:
     if find_split(val_split, data.storage) or data.val != "val":
         raise UserError(held.origin, f"excludes {val_split}", "leave the key out, or move that")
     train_split = os.path.join(root, data.train)
-    load = find_split(train_split, data.storage)
-    if load is None and data.train == "train":
+    if data.train == "train" and find_split(train_split, data.storage) is None:
         return load_index(root, key="data.root", storage=data.storage)
-    return load_found(load, train_split, "data.train")
+    return load_index(train_split, key="data.train", storage=data.storage)
 
 
-def hold_out(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
+def split_rows(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the training and the validation samples, the same part of each class.
 
     Which images are held out depends on a hash of their paths only, so it is the same for every

@@ -106,9 +106,9 @@ def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -
     `following`: the samples of this task and of those after it, to read several at a time.
     """
     ring = rings[task.ring]
-    started = time.perf_counter()
-    computed = time.thread_time()
-    queued = waited_for_core()
+    began = time.perf_counter()
+    cpu_before = time.thread_time()
+    core_before = waited_for_core()
     # The views of a batch are made once for a task: they take longer than a copy of an image.
     batch = {name: memory.array[task.slot] for name, memory in ring.memory.items()}
     ring.dataset.begin_rows(batch, range(task.row, task.row + len(task.samples)))
@@ -124,10 +124,10 @@ def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -
             trace = "".join(traceback.format_exception(error.__cause__))
             return Reply(error=str(error), trace=trace)
         ring.samples.array[task.slot, row] = epoch, used  # last: the row is complete
-    computing = time.thread_time() - computed
-    waiting = waited_for_core() - queued
-    storage = time.perf_counter() - started - computing - waiting
-    return Reply(len(task.samples), computing, storage, waiting, skipped)
+    cpu = time.thread_time() - cpu_before
+    core = waited_for_core() - core_before
+    storage = time.perf_counter() - began - cpu - core  # what remains of the elapsed time
+    return Reply(len(task.samples), cpu, storage, core, skipped)
 
 
 def _fill_row(
@@ -184,11 +184,11 @@ def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)  # the workers run in parallel, each in one thread
-    torch.default_generator.seed()  # all have been started with the same one
+    torch.default_generator.seed()  # else all workers would draw the same numbers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     tasks: list[Task] = []
     mean_excess = 0.0  # seconds per sample by which storage takes longer than waiting for a core
-    reads_ahead = False  # it stays so, as waiting then is hidden
+    reads_ahead = False  # once true, it stays true: reading ahead hides the waits from these times
     with contextlib.suppress(EOFError, OSError):  # the training process closed its end, or died
         while True:
             while not tasks or pipe.poll():

@@ -47,7 +47,7 @@ from pipeline import decode
 from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
 from pipeline.index import ImageFolder, Index, find_split, load_index
-from pipeline.listing import LeftOut, count_left_out, list_classes
+from pipeline.listing import LeftOut, describe_left_out, list_classes
 from pipeline.splits import held_out, other_classes
 from scripts.lib.progress import in_threads, num_cores, with_progress
 from scripts.lib.trained import run_main, sorted_as_text
@@ -166,7 +166,7 @@ def list_images(case: Case, name: str, folder: str) -> None:
         files = {os.fsdecode(key): value.images for key, value in contents.items() if value.images}
         if files:
             index = Index.of_files(ImageFolder(root), files)
-            case.indexes[name] = replace(index, left_out=count_left_out(left_out))
+            case.indexes[name] = replace(index, left_out=describe_left_out(left_out))
 
 
 def readable(case: Case) -> Iterator[Row]:

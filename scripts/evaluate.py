@@ -405,11 +405,11 @@ def name_of(trained: Trained) -> str:
 
 def are_trained_on(data: DataConfig, run: DataConfig) -> bool:
     """Whether data.val are training images of a run: all, or another part than it held out."""
-    root = real_place(run.root or "")
-    split = replace(run, val=run.train, val_fraction=0.0, val_fold=None)
-    every = images_of(replace(split, val="."))
-    trained_on = {images_of(split), every, (root, held_out(data))} - {images_of(run)}
-    return images_of(data) in trained_on
+    training_split = replace(run, val=run.train, val_fraction=0.0, val_fold=None)
+    whole_root = replace(training_split, val=".")
+    other_part = (real_place(run.root or ""), held_out(data))
+    trained_on = {images_of(training_split), images_of(whole_root), other_part}
+    return images_of(data) in trained_on - {images_of(run)}
 
 
 def print_result(result: Evaluated, folder: Path) -> None:

@@ -70,7 +70,7 @@ from pipeline.build import DATASETS, build_image_transforms
 from pipeline.class_names import readable
 from pipeline.dataset import FolderDataset
 from pipeline.index import ImageFolder
-from pipeline.listing import LeftOut, contents_of, count_left_out
+from pipeline.listing import LeftOut, contents_of, describe_left_out
 from scripts.lib.progress import in_threads, num_cores
 from scripts.lib.trained import Trained, open_trained, run_main
 
@@ -101,7 +101,7 @@ def find_files(paths: Iterable[str]) -> Iterator[str]:
             others: LeftOut = {}
             yield from map(os.fsdecode, contents_of(os.fsencode(path), others).images)
             if others:
-                cli.complain(f"{path}: {count_left_out(others)}")
+                cli.complain(f"{path}: {describe_left_out(others)}")
         else:
             yield path
 
@@ -179,7 +179,7 @@ class Predictor:
         """
         ahead = BATCHES_AHEAD * self.batch_size
         loaded = in_threads(max(1, self.threads), self.load, enumerate(paths), ahead)
-        batches = iter(lambda: list(islice(loaded, self.batch_size)), [])
+        batches = iter(lambda: list(islice(loaded, self.batch_size)), [])  # until none is left
         for batch in batches:
             good = [result for result in batch if not result.reason]
             if good:

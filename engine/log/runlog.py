@@ -60,7 +60,7 @@ class RunLog:
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
         self._first_step = self.state.step
         self._observers: list[tuple[str, Observer]] = []
-        self.tracker.callback(self._observers.clear)  # they refer to this object, and so to the run
+        self.tracker.callback(self._observers.clear)  # else they keep this object and the run alive
         self.world.on_rank_0(self._start_observers)
         self.monitor = self.tracker.enter_context(GpuMonitor(self.world.device))
         self.tracker.print(console.header(self.metrics))

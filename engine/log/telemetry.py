@@ -51,8 +51,8 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._samples: dict[str, list[float]] = {}  # by tag, since the last `read`
-        self._faults = 0  # number of samples with one of FAULTS
-        self._asked = 0  # number of all samples
+        self._num_faulty = 0  # samples with one of FAULTS, in this start
+        self._num_asked = 0  # samples of the reasons, in this start
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True, name="telemetry")
@@ -76,8 +76,8 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     def _add(self, tag: str, value: Any) -> None:
         with self._lock:
             if tag == THROTTLED:
-                self._faults += bool(value & FAULTS)
-                self._asked += 1
+                self._num_faulty += bool(value & FAULTS)
+                self._num_asked += 1
                 value = float(bool(value & (FAULTS | POWER_LIMIT)))
             self._samples.setdefault(tag, []).append(value)
 
@@ -91,7 +91,7 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     def slowed(self) -> float:
         """Return the share of this start with clocks that were reduced by one of FAULTS."""
         with self._lock:
-            return self._faults / max(1, self._asked)
+            return self._num_faulty / max(1, self._num_asked)
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()

@@ -98,11 +98,11 @@ def test_learning_rates_by_hand(one, expected):
 def test_micro_batches(batch, micro_batch, ranks, found):
     """Parts of at most train.micro_batch images, for any number of ranks."""
     given = dataclasses.replace(config(batch), train=TrainConfig(micro_batch=micro_batch))
-    assert make_schedule(given, 100, World(0, ranks, ranks, CPU)).num_micro_batches == found
+    assert make_schedule(given, 100, World(0, ranks, ranks, CPU), {}).num_micro_batches == found
 
 
 @pytest.mark.parametrize(("batch", "found"), [(12, 10), (2, 5)])
 def test_a_batch_that_the_ranks_cannot_share_is_refused(batch, found):
     message = rf"^loader\.batch_size={batch}: .* multiple of the 5 ranks; set it to {found}$"
     with pytest.raises(UserError, match=message):
-        make_schedule(config(batch), 100, World(0, 5, 5, CPU))
+        make_schedule(config(batch), 100, World(0, 5, 5, CPU), {})

@@ -12,7 +12,7 @@ from conf.errors import UserError
 from conf.schema import DataConfig
 from pipeline.build import Splits, build_datasets, folder
 from pipeline.index import ImageFolder, Index, load_index
-from pipeline.splits import HeldOut, hold_out, load_splits
+from pipeline.splits import HeldOut, load_splits, split_rows
 from scripts.lib.trained import build_val
 from tests.helpers.small_run import SMALL
 from tests.helpers.stored import as_tar, samples
@@ -31,10 +31,10 @@ def test_fraction_of_each_class(changeable, fraction):
     assert (samples(train), samples(val)) == (sorted(samples(train)), sorted(samples(val)))
     names = sorted(f"cat/{i}é.jpg".encode() for i in range(500))  # a run resumes with the same
     index = Index.of_files(ImageFolder("/none"), {"cat": names})
-    _, rows = hold_out(index, HeldOut("", 0, 0.01, 2))
+    _, rows = split_rows(index, HeldOut("", 0, 0.01, 2))
     assert {names[i] for i in rows} == {f"cat/{i}é.jpg".encode() for i in (279, 167, 416, 29, 148)}
     index = Index.of_files(ImageFolder("/none"), {"cat": 9 * names[:1] + names})  # as a list may
-    for rows in hold_out(index, HeldOut("", 0.5, 1, 2)):
+    for rows in split_rows(index, HeldOut("", 0.5, 1, 2)):
         assert len(set(index.paths.array[rows])) == 250
 
 
