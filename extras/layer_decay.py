@@ -36,8 +36,8 @@ def with_layer_decay(
         for group in groups:
             params = [p for p in group["params"] if p in block]
             if params:
-                more = {"params": params, "lr_scale": layer_decay**distance}
-                optimizer.param_groups.append({**group, **more})
+                scale = layer_decay**distance
+                optimizer.param_groups.append({**group, "params": params, "lr_scale": scale})
     return optimizer
 
 
@@ -47,10 +47,9 @@ sgd, adamw = partial(with_layer_decay, "sgd"), partial(with_layer_decay, "adamw"
 def blocks(model: nn.Module) -> list[list[str]]:
     """Return the names of the parameters of each block, from the input to the head.
 
-    timm's models state their blocks (`group_matcher`). For other models, they follow from the names
-    of the modules: up to the first part that ends in a digit, and the next one if it does, too,
-    such as `layer2.0`, `features.3` or `encoder.layers.encoder_layer_5`. Names without weights of
-    linear or convolution layers, such as norms, belong to the block before them.
+    Most of timm's models state them (`group_matcher`). Else, they follow from the names of modules:
+    up to the first part (behind `blocks`) that ends in a digit, and the next one if it does, too.
+    What has no weights of linear or convolution layers belongs to the block before it.
     """
     matcher: Any = getattr(model, "group_matcher", None)
     if matcher is not None:
@@ -75,6 +74,8 @@ def _module_of(parameter: str) -> str:
     """Return the module of a block to which a parameter may belong, by its name."""
     parts = parameter.split(".")[:-1] or [parameter]
     numbered = next((i for i, part in enumerate(parts) if part[-1].isdigit()), 0)
+    if "blocks" in parts[numbered:]:
+        numbered = parts.index("blocks") + 1
     # Not the last part: `blocks.0.norm1` is a layer of a block.
     if numbered + 2 < len(parts) and parts[numbered + 1][-1].isdigit():
         numbered += 1

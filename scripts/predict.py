@@ -65,7 +65,7 @@ from engine.files import json_text
 from engine.metrics import check_predicted
 from models.weights import head_of
 from pipeline.augment import sample_rng
-from pipeline.batch import IMAGE, Field, ImageFormat
+from pipeline.batch import IMAGE, ImageFormat
 from pipeline.build import DATASETS, build_image_transforms
 from pipeline.class_names import readable
 from pipeline.dataset import FolderDataset
@@ -162,7 +162,7 @@ class Predictor:
             data.std,
             dtype_of(self.precision),
             trained.channels_last(self.model, device),
-            Field(trained.image_dtype).highest,
+            self.dataset.fields[IMAGE].highest,
         )
         self.batch_size = config.loader.batch_size
         if device.type != "cuda" and "loader.batch_size" not in override_keys(config.overrides):

@@ -50,6 +50,14 @@ def test_it_is_timms(name):
     assert rates_of(model, "adamw", 0.7) == {key: of[id(p)] for key, p in model.named_parameters()}
 
 
+def test_blocks_of_stages():
+    """timm states none for MetaFormers: the stem, 12 blocks, 3 layers between stages, the head."""
+    pytest.importorskip("timm")
+    with torch.device("meta"):
+        found = blocks(models.build("timm/poolformer_s12", num_classes=7, image_size=64))
+    assert len(found) == 1 + 12 + 3 + 1
+
+
 @pytest.mark.parametrize("name", ["densenet121", "swin_t", "maxvit_t", "mobilenet_v3_small"])
 def test_each_parameter_is_in_one_block_and_the_head_is_the_last(name):
     with torch.device("meta"):
