@@ -1,9 +1,11 @@
 """The structure of the program: directions of imports, core and extras, and banned calls."""
 
 import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
-from tests.helpers.processes import run_python
-from tests.helpers.sources import PROGRAM, ROOT, SOURCES, calls, imports, within
+from tests.helpers.processes import ROOT, run_python
 
 # Part -> what it may import, in addition to itself.
 LOW = ("conf.errors", "conf.schema", "conf.named", "conf.start", "conf.terminal")
@@ -19,6 +21,38 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "tests": (*PARTS, "train", "scripts"),
     "tests.extras": (*PARTS, "train", "scripts", "extras", "tests"),
 }
+FILES = [ROOT / "train.py", *(p for part in ALLOWED for p in sorted((ROOT / part).rglob("*.py")))]
+# Dotted name -> file, for every module of the project.
+SOURCES = {
+    ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES
+}
+PROGRAM = {name: path for name, path in SOURCES.items() if not name.startswith("tests.")}
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
+def imports(path: Path) -> list[str]:
+    """Dotted names that a file imports; `from a import b` gives a.b, because b may be a module."""
+    found = []
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: use absolute imports"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    return (node for node in nodes(path) if isinstance(node, ast.Call))
+
+
+def within(name: str, parts: tuple[str, ...] | list[str]) -> bool:
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
 def test_imports_have_one_direction():

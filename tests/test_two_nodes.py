@@ -11,7 +11,7 @@ from subprocess import PIPE, STDOUT
 
 import pytest
 
-from tests.helpers.processes import Started, processes, run_command, wait_for
+from tests.helpers.processes import Started, kill_while, processes, run_command, wait_for
 from tests.helpers.results import column, logged_steps, summary_of
 from tests.helpers.small_run import command
 
@@ -77,7 +77,7 @@ def test_killed_ranks_restart_and_one_node_continues_alone(nodes, image_root, tm
             ranks = [pid for pid, one in processes().items() if one.parent == started[node].pid]
             os.kill(ranks[-1], signal.SIGKILL)
         wait_for("step 100", lambda: logged_steps(folder) >= 100, started[0])
-        started[1].kill_all()  # without a goodbye
+        kill_while(started[1].members)  # without a goodbye
         assert started[0].wait() == 0, logs[0].read_text()
     console = logs[0].read_text()
     assert "(ranks: 4, micro-batches on each: 1 of 2)" in console

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.results import column, rows
-from tests.helpers.small_run import command, run
+from tests.helpers.small_run import SMALL, command, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 # A model without BatchNorm and dropout, whose numbers are those of a rank.
@@ -86,8 +86,7 @@ def test_each_image_is_validated_once(tmp_path, ranks):
     """And its row is in its place; also if a rank has no image, as with 3 images on 4 ranks."""
     script, found = tmp_path / "validates.py", []
     script.write_text(VALIDATES)
-    small = ["recipe=demo", "data=fake", "data.image_size=32", "train.device=cpu"]
-    small += ["data.fake_classes=7", "loader.workers=0"]
+    small = [*SMALL, "data=fake", "data.fake_classes=7", "loader.workers=0"]
     cases = [
         [*small, f"data.fake_images={10 * images}", f"loader.batch_size={batch_size}"]
         for images, batch_size in ((3, 12), (7, 36), (13, 12), (25, 24))

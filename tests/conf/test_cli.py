@@ -28,11 +28,6 @@ from tests.helpers.processes import (
 )
 
 
-def sections(config: Config) -> dict[str, object]:
-    """The keys as nested dictionaries."""
-    return {name: asdict(config)[name] for name in SECTIONS}
-
-
 @needs_extras
 def test_help_shows_the_composed_defaults():
     """Except for these keys: tests/repository/equal has their values."""
@@ -125,7 +120,8 @@ def test_cfg_job_prints_yaml(capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.parse(["--cfg", "job", "run.name='yes'"], script="train.py", purpose="")
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert printed == sections(from_overrides(["run.name='yes'"]))
+    expected = asdict(from_overrides(["run.name='yes'"]))
+    assert printed == {name: expected[name] for name in SECTIONS}
 
 
 PATHS = ["/data/ü b", "/d/(2012)", "/d/a=b", "/d/[x", "/d/{x}", "/d/#1", "/d/it's", "/d/a,b"]

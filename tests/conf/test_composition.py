@@ -10,9 +10,7 @@ import pytest
 from conf.compose import from_checkpoint, from_overrides
 from conf.errors import UserError
 from conf.schema import Config, config_values, result_keys
-from tests.conf.refused import offered
-
-DATA = "data.root=/imagenet"  # composing does not read it
+from tests.conf.refused import DATA, offered
 
 
 def composed(typed: str) -> Config:

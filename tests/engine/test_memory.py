@@ -13,38 +13,33 @@ import train
 from conf.compose import from_overrides
 from conf.errors import RunError
 from engine import memory
-from engine.compute import choose_compute
 from engine.distributed import World, join_world
 from engine.memory import explain_limit, fit_memory
 from engine.schedule import Schedule
 from engine.state import TrainState, params_sha256
 from engine.step_graph import StepGraph
 from pipeline.batch import Batch
-from pipeline.build import build_datasets
 from tests.engine.plans import ALONE
 from tests.helpers.batches import toy_loss
 from tests.helpers.processes import run_python
 from tests.helpers.small_run import run
 
+pytestmark = pytest.mark.usefixtures("toy_runs")
 CUDA = replace(ALONE, device=torch.device("cuda", 0))
 
 
-def schedule_of(*overrides: str, ranks: int = 1) -> Schedule:
-    config = from_overrides(
-        ["data=fake", "model=resnet_tiny", "data.image_size=32", "data.val_size=32", *overrides]
-    )
-    return Schedule(config, config.data.fake_images, ranks)
+def schedule_of(*overrides: str) -> Schedule:
+    config = from_overrides(["data=fake", "model=resnet_tiny", "data.image_size=32", *overrides])
+    return Schedule(config, config.data.fake_images)
 
 
 def built(*overrides: str, world: World = ALONE) -> Any:
     """A schedule, and the state, the step and a batch for it."""
-    schedule = schedule_of(*overrides)
-    datasets = build_datasets(schedule.config)
-    compute = choose_compute(schedule.config, datasets, schedule, world.device)
-    state = train.build_state(schedule.config, datasets, compute, world)
-    loss = train.build_loss(schedule.config, datasets, compute)
-    batch = Batch.zeros(datasets.train.fields, world.device, schedule.batch_size)
-    return schedule, state, train.build_step(schedule, compute, loss, state, world), batch
+    parts = train.build_parts(schedule_of(*overrides).config, world, {})
+    schedule, state = parts.schedule, parts.state
+    step = train.build_step(schedule, parts.compute, parts.loss_fn, state, world)
+    batch = Batch.zeros(parts.datasets.train.fields, world.device, schedule.batch_size)
+    return schedule, state, step, batch
 
 
 def limited_loss(most: int, network: nn.Module, batch: Batch, **options: Any) -> Any:
@@ -116,7 +111,6 @@ def test_message(error, says):
     assert str(explain_limit(error)).endswith(says)
 
 
-@pytest.mark.usefixtures("toy_runs")
 def test_a_run_that_does_not_fit(image_root, tmp_path, monkeypatch):
     """It trains in parts, also when it is resumed where more memory is free."""
     batch = "loader.batch_size=16"

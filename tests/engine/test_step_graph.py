@@ -13,14 +13,12 @@ from torch.amp import GradScaler
 
 import train
 from conf.compose import from_overrides
-from engine.compute import Compute, choose_compute, dtype_of, set_up_kernels
+from engine.compute import Compute, dtype_of
 from engine.distributed import World, join_world
-from engine.schedule import Schedule
 from engine.state import TrainState, params_sha256, restored_on_exit
 from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph
 from models import zoo
 from pipeline.batch import Batch
-from pipeline.build import build_datasets
 from tests.helpers.batches import batch_of, on_device, toy_loss
 from tests.helpers.optimizers import OPTIMIZERS
 from tests.models.test_vit import short_vit
@@ -32,22 +30,16 @@ OPTIONS += ["schedule.warmup_epochs=0.1"]  # another learning rate at every step
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(train, "training_loss", toy_loss)
+def world(toy_runs: None) -> Iterator[World]:
     with join_world("auto") as world:
         yield world
     torch.use_deterministic_algorithms(False)
 
 
 def build(world: World, *overrides: str) -> tuple[Compute, TrainState, StepGraph]:
-    config = from_overrides([*OPTIONS, *overrides])
-    datasets = build_datasets(config)
-    schedule = Schedule(config, len(datasets.train))
-    compute = choose_compute(config, datasets, schedule, world.device)
-    set_up_kernels(deterministic=True, precision=compute.precision)
-    state = train.build_state(config, datasets, compute, world)
-    loss = train.build_loss(config, datasets, compute)
-    return compute, state, train.build_step(schedule, compute, loss, state, world)
+    parts = train.build_parts(from_overrides([*OPTIONS, *overrides]), world, {})
+    compute, state = parts.compute, parts.state
+    return compute, state, train.build_step(parts.schedule, compute, parts.loss_fn, state, world)
 
 
 def random_batch(compute: Compute, step: int, *, mixed: bool = False) -> Batch:

@@ -4,8 +4,9 @@ import os
 import runpy
 import sys
 
-from tests.helpers.sources import PARTS, ROOT
+from tests.helpers.processes import ROOT
 
+PARTS = ("conf", "pipeline", "models", "engine", "extras", "train", "scripts", "tests")
 for name in list(sys.modules):
     if name.split(".")[0] in PARTS:
         del sys.modules[name]

@@ -46,10 +46,6 @@ class Started(subprocess.Popen[str]):
             return marked(self.mark)
         return descendants(self.pid, session=True)
 
-    def kill_all(self) -> None:
-        kill_while(self.members)
-        self.wait()
-
     def __exit__(self, *error: Any) -> None:
         kill_while(self.members)
         super().__exit__(*error)

@@ -119,7 +119,6 @@ def test_endings_are_those_of_the_formats_that_are_decoded():
         (["d/5.jpg"], []),
         (["c/10.jpg"], []),  # c is a link
         ([], ["a/2.jpg"]),
-        (["b/3.jpg"], ["b/deep/3.jpg"]),
     ],
 )
 def test_changed_folder_is_scanned_again(tmp_path, new, gone):

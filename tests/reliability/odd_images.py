@@ -77,6 +77,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], tuple[int, int] | str]] = {
     "jpeg EXIF rotation": (lambda: jpeg(exif=exif(6)), SIZE),
     "jpeg corrupt EXIF": (lambda: jpeg()[:2] + CORRUPT_EXIF + jpeg()[2:], SIZE),
     "jpeg trailing garbage": (lambda: jpeg() + random.Random(0).randbytes(5000), SIZE),
+    "jpeg bytes before its end marker": (lambda: jpeg()[:-2] + bytes(9) + jpeg()[-2:], SIZE),
     "jpeg without bytes": (lambda: b"", "empty, 0 bytes"),
     "jpeg ends before its scan": (lambda: jpeg()[: place(jpeg(), 0xDA)], ""),
     "jpeg ends in its scan": (lambda: jpeg()[:-300], "truncated"),
@@ -108,26 +109,21 @@ KINDS: dict[str, tuple[Callable[[], bytes], tuple[int, int] | str]] = {
 }
 
 
-def small_files() -> list[bytes]:
-    """Small JPEGs of every kind; odd sizes end in the middle of a block."""
-    options = (
-        dict(quality=90),
-        dict(subsampling=0),
-        dict(subsampling=1, optimize=True),
-        dict(progressive=True),
-        dict(progressive=True, subsampling=0, quality=30),
-        dict(restart_marker_blocks=3),
-        dict(restart_marker_rows=1, subsampling=0),
-    )
-    made = []
-    for number, size in enumerate([(131, 150), (97, 64), (34, 70), (18, 9)]):
-        image = draw_image("plaid", np.random.default_rng(number)).resize(size)
-        made += [encoded(image, **chosen) for chosen in options]
-        made += [encoded(image.convert(mode)) for mode in ("L", "CMYK")]
-    return made
-
-
-FILES = small_files()
+OPTIONS = (
+    dict(quality=90),
+    dict(subsampling=0),
+    dict(subsampling=1, optimize=True),
+    dict(progressive=True),
+    dict(progressive=True, subsampling=0, quality=30),
+    dict(restart_marker_blocks=3),
+    dict(restart_marker_rows=1, subsampling=0),
+)
+# Small JPEGs of every kind; odd sizes end in the middle of a block.
+FILES: list[bytes] = []
+for number, size in enumerate([(131, 150), (97, 64), (34, 70), (18, 9)]):
+    image = draw_image("plaid", np.random.default_rng(number)).resize(size)
+    FILES += [encoded(image, **chosen) for chosen in OPTIONS]
+    FILES += [encoded(image.convert(mode)) for mode in ("L", "CMYK")]
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:

@@ -79,21 +79,6 @@ def run(seed: int, size: int, roots: list[Path], folder: Path, ranks: Ranks, sec
     return job.wait()
 
 
-def check(seeds: range, size: int, roots: list[Path], tmp_path: Path, ranks: Ranks) -> list[str]:
-    """Return what went wrong with some seeds, compared with a run that nothing ended."""
-    started = time.monotonic()
-    whole = tmp_path / "whole"
-    ranks.run(command(roots[0], whole, *RUN, WORKERS[-1]), size)
-    seconds, wrong = time.monotonic() - started, []
-    for seed in seeds:
-        folder = tmp_path / str(seed)
-        done = run(seed, size, roots, folder, ranks, seconds)
-        if done.returncode != 0 or not same(outcome(folder), outcome(whole)):
-            wrong.append(f"seed {seed} of {size} ranks, {folder}: {done.returncode} {done.stderr}")
-    wait_for("no process is left", lambda: ranks.members() == {ranks.pid})
-    return wrong
-
-
 # The seeds of `make test` stop a run, kill all of it or only its ranks, with and without workers.
 HUNDRED = [(100, 25, 1), (125, 25, 1), (150, 25, 2), (175, 25, 3)]
 
@@ -103,7 +88,18 @@ HUNDRED = [(100, 25, 1), (125, 25, 1), (150, 25, 2), (175, 25, 3)]
     [(4, 4, 1), (10, 2, 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in HUNDRED)],
 )
 def test_ends_at_random_instants(first, count, size, roots, tmp_path, ranks):
-    assert not check(range(first, first + count), size, roots, tmp_path, ranks)
+    """Some seeds, compared with a run that nothing ended."""
+    started = time.monotonic()
+    whole = tmp_path / "whole"
+    ranks.run(command(roots[0], whole, *RUN, WORKERS[-1]), size)
+    seconds, wrong = time.monotonic() - started, []
+    for seed in range(first, first + count):
+        folder = tmp_path / str(seed)
+        done = run(seed, size, roots, folder, ranks, seconds)
+        if done.returncode != 0 or not same(outcome(folder), outcome(whole)):
+            wrong.append(f"seed {seed} of {size} ranks, {folder}: {done.returncode} {done.stderr}")
+    wait_for("no process is left", lambda: ranks.members() == {ranks.pid})
+    assert not wrong
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")

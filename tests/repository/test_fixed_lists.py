@@ -1,8 +1,7 @@
 """Lists that are fixed: a change of them is a decision."""
 
 from conf.schema import FIELDS
-from tests.helpers.processes import run_python
-from tests.helpers.sources import ROOT
+from tests.helpers.processes import ROOT, run_python
 
 
 def test_size():

@@ -1,9 +1,8 @@
 """The preprocessing of published weights: torchvision's by file name, timm's by model."""
 
 import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,8 +50,7 @@ def of_timm(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> Any:
     common = {"input_size": (3, 224, 224), "test_input_size": None, "label_names": None}
     common |= {"crop_pct": 0.9, "test_crop_pct": None, "crop_mode": "center"}
     common |= {"interpolation": "bicubic", "mean": (0.5, 0.5, 0.5), "std": (0.4, 0.5, 0.6)}
-    timm = ModuleType("timm")
-    timm.__spec__ = ModuleSpec("timm", None)
+    timm = SimpleNamespace(__spec__="found")
     timm.create_model = lambda name: SimpleNamespace(pretrained_cfg=common | stated)
     timm.models = SimpleNamespace(PretrainedCfg=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "timm", timm)

@@ -1,4 +1,7 @@
-"""Reports: what they state equals the files of the runs, and the page is self-contained."""
+"""Reports: what they state equals the files of the runs, and the page is self-contained.
+
+The runs of most tests are copies of the `folder` of conftest.py with other values.
+"""
 
 import csv
 import json
@@ -17,7 +20,7 @@ import yaml
 
 from conf.errors import UserError
 from scripts import evaluate, report
-from tests.helpers import results, small_run
+from tests.helpers import results
 from tests.helpers.processes import needs_extras
 from tests.helpers.results import rows as read_rows
 
@@ -80,14 +83,6 @@ def change_summary(run: Path, **values: Any) -> None:
     (run / "summary.json").write_text(json.dumps(results.summary_of(run) | values))
 
 
-@pytest.fixture(scope="module")
-def run(whole_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short run. The runs of most tests are copies of it with other values."""
-    folder = tmp_path_factory.mktemp("runs") / "first"
-    small_run.run(image_root, folder, "train.ema_decay=0.9")
-    return folder
-
-
 def copied(run: Path, to: Path, top1: tuple[float, float] = (20.0, 30.0), **keys: Any) -> Path:
     """Copy a run. top1: of its two validations; keys: of its config, as section__key."""
     shutil.copytree(run, to, ignore=shutil.ignore_patterns("checkpoints"))
@@ -104,8 +99,8 @@ def copied(run: Path, to: Path, top1: tuple[float, float] = (20.0, 30.0), **keys
     return to
 
 
-def test_the_page_of_a_run(run):
-    page, summary = page_of(run), results.summary_of(run)
+def test_the_page_of_a_run(folder):
+    page, summary = page_of(folder), results.summary_of(folder)
     top1 = summary["best_top1"]
     error = (top1 * (100 - top1) / 15) ** 0.5
     facts = dict(page.table("facts"))
@@ -116,7 +111,7 @@ def test_the_page_of_a_run(run):
     assert (conditions["model.name"], conditions["torch"]) == ("resnet_tiny", torch.__version__)
     assert conditions["commit"][:8] == summary["made_by"]["git_commit"][:8]
     for split, label in (("val", "validation"), ("train", "training")):
-        expected = results.column(run, split, "epoch"), results.column(run, split, "loss")
+        expected = results.column(folder, split, "epoch"), results.column(folder, split, "loss")
         assert page.curves("loss")[label] == expected
     charts = page.root.findall("./body/div//div[@aria-label]")  # in the parts that are not folded
     assert [chart.attrib["aria-label"] for chart in charts] == ["top1", "loss", "lr"]
@@ -124,18 +119,18 @@ def test_the_page_of_a_run(run):
     assert workers["validation"] == ([], []) and set(workers["training"][1]) == {1}
     assert "tickformat" in page.figure("compute_fraction")["layout"]["yaxis"]
     assert page.figure("top1_raw")["layout"]["yaxis"]["ticksuffix"] == " %"
-    assert " ".join((run / "config.yaml").read_text().split()) in page.text
+    assert " ".join((folder / "config.yaml").read_text().split()) in page.text
 
 
 @needs_extras
-def test_what_the_best_checkpoint_gets_wrong(run, image_root):
-    page, folder = page_of(run), run / "evaluation"
+def test_what_the_best_checkpoint_gets_wrong(folder, image_root):
+    page, evaluation = page_of(folder), folder / "evaluation"
     head, *rows = page.table("matrix numbers")
-    confusions = read_csv(folder / "confusion.csv")
+    confusions = read_csv(evaluation / "confusion.csv")
     images = {(row["name"], row["prediction_name"]): row["images"] for row in confusions}
     names = head[1:]
     assert rows == [[name, *(images.get((name, other), "") for other in names)] for name in names]
-    worst = read_csv(folder / "worst.csv")[:12]
+    worst = read_csv(evaluation / "worst.csv")[:12]
     paths = texts(page.root.iterfind(".//code[@class='path']"))  # relative to the data
     assert [str(image_root / path) for path in paths] == [row["path"] for row in worst]
     pictures = page.root.findall(".//div[@class='picture']")
@@ -144,12 +139,12 @@ def test_what_the_best_checkpoint_gets_wrong(run, image_root):
     links = {link.attrib["download"]: link.attrib["href"] for link in page.root.iter("a")}
     assert sorted(links) == ["confusion.csv", "per_class.csv", "worst.csv"]
     content = b64decode(links["worst.csv"].removeprefix("data:text/csv;base64,"))
-    assert content == (folder / "worst.csv").read_bytes()
+    assert content == (evaluation / "worst.csv").read_bytes()
 
 
 @needs_extras
-def test_many_classes_have_a_list_of_confusions(run, tmp_path):
-    to = copied(run, tmp_path / "many")
+def test_many_classes_have_a_list_of_confusions(folder, tmp_path):
+    to = copied(folder, tmp_path / "many")
     classes = "".join(f"c{i},1,{100 - i},,12.345,name {i}\n" for i in range(21))
     text = f"class,images,top1,precision,f1,name\nnone\udcea,0,,,,no images\n{classes}"
     (to / "evaluation" / "per_class.csv").write_text(text, errors="surrogateescape")
@@ -164,10 +159,10 @@ def test_many_classes_have_a_list_of_confusions(run, tmp_path):
     assert len(confusions) == 20 and confusions[0] == ["name 1", "name 0", "29"]
 
 
-def test_evaluations_of_evaluate(run, tmp_path, monkeypatch):
+def test_evaluations_of_evaluate(folder, tmp_path, monkeypatch):
     """Those of the run; a damaged one is named."""
     monkeypatch.chdir(tmp_path)
-    words = [str(run), "loader.workers=0", "data.val=train"]
+    words = [str(folder), "loader.workers=0", "data.val=train"]
     assert evaluate.evaluate_one(evaluate.arguments(words)) == 0
     (path,) = Path("evaluation").glob("*/evaluation.json")
     found = json.loads(path.read_text()) | {"top1_real": 25.0}  # as with --real
@@ -175,19 +170,19 @@ def test_evaluations_of_evaluate(run, tmp_path, monkeypatch):
     for name, content in {"other": '{"checkpoint": "runs/other/best.pt"}', "damaged": "["}.items():
         Path("evaluation", name).mkdir()
         Path("evaluation", name, "evaluation.json").write_text(content)
-    page = page_of(run)
+    page = page_of(folder)
     assert "top1_real 25.00 % ± " in page.text
     assert f"{path.parent}: top1 {found['top1']:.2f} % ± " in page.text
     assert f" of {found['images']} images" in page.text and "evaluation/other" not in page.text
     assert "evaluation/damaged/evaluation.json: left out, it is damaged: JSONDecode" in page.text
-    os.utime(run / "checkpoints" / "best.pt")  # as if it were written again
-    assert "top1_real" not in page_of(run).text
+    os.utime(path, (0, 0))  # as if the checkpoint were written again
+    assert "top1_real" not in page_of(folder).text
 
 
-def test_runs_are_compared(run, tmp_path):
+def test_runs_are_compared(folder, tmp_path):
     """Each once, the best one first, with what differs and what they share."""
-    low = copied(run, tmp_path / "low", (10.0, 9.0), optim__lr=0.3, log__every_steps=9)
-    high = copied(run, tmp_path / "high", (20.0, 30.0), optim__lr=0.7)
+    low = copied(folder, tmp_path / "low", (10.0, 9.0), optim__lr=0.3, log__every_steps=9)
+    high = copied(folder, tmp_path / "high", (20.0, 30.0), optim__lr=0.7)
     change_summary(high, verdict=["input-bound: slow"], images_per_second=1234.5)
     page = page_of(tmp_path, low)
     first, second = page.rows()
@@ -195,15 +190,15 @@ def test_runs_are_compared(run, tmp_path):
     values = ["high", "30.00 % ± 11.8", "–", "1", "0.7", "1,234", "input-bound"]
     assert first == dict(zip(names, values, strict=True))
     assert [*second.values()][:5] == ["low", "10.00 % ± 7.7", "–", "1", "0.3"]
-    epochs = results.column(run, "val", "epoch")
+    epochs = results.column(folder, "val", "epoch")
     assert page.curves("top1") == {"high": (epochs, [20, 30]), "low": (epochs, [10, 9])}
     assert page.conditions["model.name"] == "resnet_tiny" and "optim.lr" not in page.conditions
     assert "Do not compare" not in page.text
-    other = copied(run, tmp_path / "other", data__val="test")  # the same images
+    other = copied(folder, tmp_path / "other", data__val="test")  # the same images
     assert "Do not compare" not in page_of(low, other).text
     (other / "summary.json").unlink()
     assert "Do not compare the values: the runs differ in data.val." in page_of(low, other).text
-    grown = copied(run, tmp_path / "grown", optim__lr=0.3, log__every_steps=9)
+    grown = copied(folder, tmp_path / "grown", optim__lr=0.3, log__every_steps=9)
     change_summary(grown, training_images="9 images", validation_images="4 images")
     page = page_of(low, grown)
     assert "the runs differ in validation_images." in page.text
@@ -212,29 +207,29 @@ def test_runs_are_compared(run, tmp_path):
     assert "Do not compare" not in page_of(low, grown).text
 
 
-def test_the_best_value_is_from_after_an_accepted_change(run, tmp_path):
+def test_the_best_value_is_from_after_an_accepted_change(folder, tmp_path):
     """Of data.val, for example: earlier validations were of other images."""
-    changed = copied(run, tmp_path / "changed", (90.0, 30.0))
-    change_summary(changed, best_epoch=read_rows(run, "val")[-1]["epoch"])
+    changed = copied(folder, tmp_path / "changed", (90.0, 30.0))
+    change_summary(changed, best_epoch=read_rows(folder, "val")[-1]["epoch"])
     assert dict(page_of(changed).table("facts"))["best top1"].startswith("30.00 % ± 11.8 at epoch")
 
 
-def test_each_run_has_the_value_that_it_is_judged_by(run, tmp_path):
-    copied(run, tmp_path / "a", (10.0, 20.0))
-    loss = read_rows(copied(run, tmp_path / "b", train__best_by="-loss"), "val")[1]["loss"]
+def test_each_run_has_the_value_that_it_is_judged_by(folder, tmp_path):
+    copied(folder, tmp_path / "a", (10.0, 20.0))
+    loss = read_rows(copied(folder, tmp_path / "b", train__best_by="-loss"), "val")[1]["loss"]
     first, second = page_of(tmp_path).rows()
     assert (first["run"], first["best"]) == ("a", "top1 20.00 % ± 10.3")
     assert (second["run"], second["best"]) == ("b", f"loss {loss:.4g}")
     assert f"b: loss {loss:.4g}" in page_of(tmp_path).text
 
 
-def test_runs_that_differ_only_in_seed_or_fold_are_one_row(run, tmp_path):
+def test_runs_that_differ_only_in_seed_or_fold_are_one_row(folder, tmp_path):
     """With their mean; equal weights count once, and a run that has not finished stands alone."""
     for seed, top1 in enumerate([(50.0, 40.0), (10.0, 60.0), (30.0, 64.0)]):
-        copied(run, tmp_path / f"seed{seed}", top1, train__seed=seed, data__val_fold=[seed, 5])
+        copied(folder, tmp_path / f"seed{seed}", top1, train__seed=seed, data__val_fold=[seed, 5])
     shutil.copytree(tmp_path / "seed2", tmp_path / "twin")
-    copied(run, tmp_path / "other", (0.0, 62.0), optim__lr=0.7)
-    stopped = copied(run, tmp_path / "stopped", (0.0, 90.0), train__seed=3)
+    copied(folder, tmp_path / "other", (0.0, 62.0), optim__lr=0.7)
+    stopped = copied(folder, tmp_path / "stopped", (0.0, 90.0), train__seed=3)
     change_summary(stopped, status="interrupted")
     alone, single, group = page_of(tmp_path).rows()
     assert (alone["run"], alone["n"]) == ("stopped interrupted", "1")
@@ -244,24 +239,25 @@ def test_runs_that_differ_only_in_seed_or_fold_are_one_row(run, tmp_path):
     assert group["standard deviation"] == f"{stdev([50, 60, 64]):.2f} %"
     page = page_of(*tmp_path.glob("seed*"))
     assert page.curves("top1")["seed1"][1] == [10, 60]
-    write_rows(tmp_path / "seed1", [row | {"top1": None} for row in read_rows(run, "val")])
+    write_rows(tmp_path / "seed1", [row | {"top1": None} for row in read_rows(folder, "val")])
     (row,) = page_of(tmp_path / "seed0", tmp_path / "seed1").rows()  # one has diverged
     assert (row["best top1"], row["standard deviation"], row["n"]) == ("–", "–", "2")
 
 
-def test_runs_that_are_no_repetitions(run, tmp_path):
+def test_runs_that_are_no_repetitions(folder, tmp_path):
     """Of another number of folds, or with a key that has changed on the way."""
     for name, fold in {"1": "1/3", "2": "2/3", "fifth": "1/5", "changed": "3/3"}.items():
-        copied(run, tmp_path / name, data__val_fold=fold)
+        copied(folder, tmp_path / name, data__val_fold=fold)
     change_summary(tmp_path / "changed", history=["accepted at step 9: optim.lr=1"])
     assert sorted(row["n"] for row in page_of(tmp_path).rows()) == ["1", "1", "2"]
 
 
-def test_values_of_a_fork(run, tmp_path):
+def test_values_of_a_fork(folder, tmp_path):
     """They have the unit of summary.json; a lower one may be better, and 0 has no chart."""
     for number in (2, 1):
-        to = copied(run, tmp_path / f"{number}", train__best_by="-mae", optim__lr=number)
-        rows = [row | {"mae": number + i, "late": 0} for i, row in enumerate(read_rows(run, "val"))]
+        to = copied(folder, tmp_path / f"{number}", train__best_by="-mae", optim__lr=number)
+        validated = enumerate(read_rows(folder, "val"))
+        rows = [row | {"mae": number + i, "late": 0} for i, row in validated]
         write_rows(to, rows)
         change_summary(to, best_epoch=rows[0]["epoch"])
         change_summary(to, units={"mae": " px"}, warning={"line": "warning   slow"})
@@ -273,8 +269,8 @@ def test_values_of_a_fork(run, tmp_path):
     assert facts["best mae"].startswith("2 px at epoch") and facts["note"] == "warning slow"
 
 
-def test_a_run_that_has_not_ended(run, tmp_path):
-    to = copied(run, tmp_path / "killed")
+def test_a_run_that_has_not_ended(folder, tmp_path):
+    to = copied(folder, tmp_path / "killed")
     (to / "summary.json").unlink()
     (to / "verdict.json").write_text(json.dumps({"verdict": ["input-bound: slow"]}))
     with open(to / "metrics.jsonl", "a") as file:
@@ -284,11 +280,11 @@ def test_a_run_that_has_not_ended(run, tmp_path):
     assert (facts["status"], facts["images/s"]) == ("not finished", "–")
     (to / "metrics.jsonl").write_text("")  # it has only begun
     assert dict(page_of(to).table("facts"))["best top1"] == "no finite value yet"
-    assert [row["best top1"] for row in page_of(to, run).rows()][1] == "–"
+    assert [row["best top1"] for row in page_of(to, folder).rows()][1] == "–"
 
 
-def test_damaged_runs_are_named_and_left_out(run, tmp_path, capsys):
-    copied(run, tmp_path / "good")
+def test_damaged_runs_are_named_and_left_out(folder, tmp_path, capsys):
+    copied(folder, tmp_path / "good")
     damaged = {
         "metrics": ("metrics.jsonl", "{not json}\n"),
         "split": ("metrics.jsonl", '{"step": 1, "epoch": 1, "split": "test"}\n'),
@@ -298,7 +294,7 @@ def test_damaged_runs_are_named_and_left_out(run, tmp_path, capsys):
         "overrides": ("overrides.yaml", "1"),
     }
     for name, (file, content) in damaged.items():
-        to = copied(run, tmp_path / name)
+        to = copied(folder, tmp_path / name)
         (to / file).write_text(content)
     page = page_of(tmp_path)
     printed = capsys.readouterr().out
@@ -313,14 +309,14 @@ def test_damaged_runs_are_named_and_left_out(run, tmp_path, capsys):
 
 
 @needs_extras
-def test_names_from_a_run_are_escaped(run, tmp_path):
-    to = copied(run, tmp_path / HOSTILE.replace("/", "|"), model__name=HOSTILE)
-    write_rows(to, [row | {HOSTILE: 1.5} for row in read_rows(run, "val")])
+def test_names_from_a_run_are_escaped(folder, tmp_path):
+    to = copied(folder, tmp_path / HOSTILE.replace("/", "|"), model__name=HOSTILE)
+    write_rows(to, [row | {HOSTILE: 1.5} for row in read_rows(folder, "val")])
     change_summary(to, units={HOSTILE: HOSTILE}, status=HOSTILE, verdict=[HOSTILE])
     for path in (to / "evaluation").glob("*.csv"):
         path.write_text(path.read_text().replace("dots", '"' + HOSTILE.replace('"', '""') + '"'))
     assert page_of(to).text.count(HOSTILE) >= 8
-    page = page_of(to, run)
+    page = page_of(to, folder)
     assert page.text.count(HOSTILE.replace("/", "|")) >= 2
     charts = page.root.findall(".//div[@data-figure]")
     assert HOSTILE in [chart.attrib["aria-label"] for chart in charts]
@@ -328,29 +324,29 @@ def test_names_from_a_run_are_escaped(run, tmp_path):
     assert "<" not in str([json.loads(chart.attrib["data-figure"]) for chart in charts])
 
 
-def test_long_and_many_curves(run, tmp_path):
+def test_long_and_many_curves(folder, tmp_path):
     """A point of a long one is a mean. Ten are drawn; a click on the legend draws others."""
-    to = copied(run, tmp_path / "long")
-    row = read_rows(run, "train")[0]
+    to = copied(folder, tmp_path / "long")
+    row = read_rows(folder, "train")[0]
     write_rows(to, [row | {"epoch": step / 100, "loss": step} for step in range(5000)])
     epochs, values = page_of(to).curves("loss")["training"]
     assert len(values) == report.POINTS and values[0] == mean(range(20))
     assert epochs == sorted(epochs) and mean(values) == mean(range(5000))
     for number in range(12):
-        copied(run, tmp_path / f"many/{number}", (0.0, number + 1), optim__lr=number)
+        copied(folder, tmp_path / f"many/{number}", (0.0, number + 1), optim__lr=number)
     traces = page_of(tmp_path / "many").figure("top1")["data"]
     assert [trace["name"] for trace in traces] == [f"{number}" for number in range(11, -1, -1)]
     assert [trace.get("visible") for trace in traces] == 10 * [None] + 2 * ["legendonly"]
 
 
-def test_only_regular_files_and_links_are_replaced(run, tmp_path, monkeypatch):
+def test_only_regular_files_and_links_are_replaced(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     with pytest.raises(UserError, match="--out pipe: not a regular file; give another name"):
-        report.write_report(report.arguments([str(run), "--out", "pipe"]))
+        report.write_report(report.arguments([str(folder), "--out", "pipe"]))
     assert Path("pipe").is_fifo()
     Path("precious").write_text("keep")
     Path("report.html").symlink_to("precious")
-    assert report.write_report(report.arguments([str(run), str(run)])) == 0
+    assert report.write_report(report.arguments([str(folder), str(folder)])) == 0
     assert Path("precious").read_text() == "keep" and not Path("report.html").is_symlink()
     assert sorted(os.listdir()) == ["pipe", "precious", "report.html"]

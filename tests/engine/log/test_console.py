@@ -19,20 +19,18 @@ from engine.meter import Meter
 from engine.metrics import Metrics
 from pipeline.build import build_datasets
 from pipeline.clock import StepClock, StepTimes
+from tests.engine.log.test_tracker import train_row as logged_row
+from tests.engine.log.test_tracker import val_row
 from tests.engine.plans import ALONE, WAITED, schedule
 from tests.helpers.batches import without_waiting
 
 TOP1 = Metrics.of(Config())
-TRAIN = {"step": 10, "epoch": 1.0, "loss": 1.0, "top1": 50.0, "lr": 0.1, "seconds_left": 3723.0}
-TRAIN |= {"images_per_second": 1234.5678, "data_wait_fraction": 0.25}
-VAL = {"step": 20, "epoch": 2.0, "loss": 0.5, "top1": 60.0, "top5": 95.0}
-VAL |= {"images": 500, "seconds": 2.0}
 
 
 def test_table():
     values = {"loss": 1.0, "top1": 50.0, "top5": 9.0, "grad_norm": 1.23456, "grad_norm/conv1": 0.5}
-    first = train_line({**TRAIN, **values}, values, TOP1, 10)
-    second = train_line({**TRAIN, "ranks_wait_fraction": 0.125}, [], TOP1, 10)
+    first = train_line({**logged_row(10), **values}, values, TOP1, 10)
+    second = train_line({**logged_row(10), "ranks_wait_fraction": 0.125}, [], TOP1, 10)
     titled = header(TOP1)
     assert (len(second), first[len(titled) :]) == (len(titled), "  grad_norm 1.235")
     words = ["1.00/10", "10", "1.0000", "50.00", "1,235", "25.0", "0.1", "1:02:03"]
@@ -40,7 +38,7 @@ def test_table():
     end = titled.index("img/s") + len("img/s")
     assert first[:end].endswith(" 1,235")
     text = "  2.00/10         20   0.5000   60.00 validation: top5 95.00 %, best so far"
-    assert val_line(VAL, ["loss", "top1", "top5"], TOP1, 10, best=True) == text
+    assert val_line(val_row(20), ["loss", "top1", "top5"], TOP1, 10, best=True) == text
 
 
 def test_notes(image_root, tmp_path, monkeypatch):

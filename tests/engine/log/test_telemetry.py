@@ -18,8 +18,6 @@ from tests.helpers.processes import HANGS_SECONDS, needs_linux, wait_for
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 UUIDS = ["12-34", "56-78"]  # of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order
-
-
 ANSWERS: dict[str, Any] = {
     "nvmlInit": None,
     "nvmlDeviceGetHandleByUUID": "gpu",

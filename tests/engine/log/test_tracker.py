@@ -18,6 +18,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from conf.compose import from_overrides
 from engine.log.tracker import Tracker
+from tests.helpers.results import column, rows
 
 CONFIG = from_overrides(["recipe=cifar10", "data=fake"])
 SILENT = replace(CONFIG, log=replace(CONFIG.log, trackers=[]))
@@ -63,10 +64,6 @@ def start(folder: Path, start_step: int, steps: list[int], loss: float = 1) -> N
                 tracker.write_images(drawn("val/worst", "val/confusion"), step)
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def curves(folder: Path) -> EventAccumulator:
     """Read the event files as TensorBoard does."""
     return EventAccumulator(str(folder), size_guidance={"images": 0, "tensors": 0}).Reload()
@@ -81,7 +78,7 @@ def test_after_restarts(tmp_path):
     start(tmp_path, 0, [10, 20, 30, 40, 50], loss=1)
     start(tmp_path, 30, [40, 50, 60], loss=2)
     start(tmp_path, 50, [60, 70, 80], loss=3)
-    found = [(row["step"], row["loss"]) for row in rows(tmp_path) if row["split"] == "train"]
+    found = [(row["step"], row["loss"]) for row in rows(tmp_path, "train")]
     assert found == [(10, 1), (20, 1), (30, 1), (40, 2), (50, 2), (60, 3), (70, 3), (80, 3)]
     events = curves(tmp_path)
     assert curve(events, "train/loss") == found
@@ -101,12 +98,14 @@ def test_lines_that_are_no_rows_are_dropped(tmp_path):
         (tmp_path / "metrics.jsonl").write_bytes(complete + part)
         with Tracker(tmp_path, SILENT, at(20, validated=20)) as tracker:
             tracker.write_row(train_row(30))
-        assert [row["step"] for row in rows(tmp_path)] == [10, 20, 20, 30]
+        assert column(tmp_path, "train", "step") == [10, 20, 30]
+        assert column(tmp_path, "val", "step") == [20]
     (tmp_path / "metrics.jsonl").rename(tmp_path / "outside")
     (tmp_path / "metrics.jsonl").symlink_to("outside")  # in a stranger's run; it is not followed
     Tracker(tmp_path, SILENT, at(20)).close()  # it repeats a validation that was interrupted
     assert len((tmp_path / "outside").read_text().splitlines()) == 4
-    assert [(row["step"], row["split"]) for row in rows(tmp_path)] == [(10, "train"), (20, "train")]
+    assert column(tmp_path, "train", "step") == [10, 20]
+    assert not rows(tmp_path, "val")
 
 
 def test_tags_and_values(tmp_path):
@@ -115,7 +114,7 @@ def test_tags_and_values(tmp_path):
         tracker.write_row({**train_row(20), "grad_norm": 1.23456789})
         tracker.write_row({**val_row(20), "ece": 0.25})
         tracker.write_images(drawn("val/worst"), 3)
-    assert rows(tmp_path)[0]["grad_norm"] == 1.23456789
+    assert column(tmp_path, "train", "grad_norm") == [1.23456789]
     events = curves(tmp_path)
     assert set(events.Tags()["scalars"]) == {*TAGS, "train/grad_norm", "val/ece"}
     expected = {"lr": 0.1, "throughput/images_per_second": 1234.5677, "gpu/power_watts": 600}
@@ -144,6 +143,6 @@ def test_output_that_cannot_be_written(tmp_path, broken, caplog, monkeypatch):
     assert message.startswith(f"{broken}: ")
     assert "training continues without it" in message
     if broken != "metrics.jsonl":
-        assert len(rows(tmp_path)) == 6
+        assert len(rows(tmp_path, "train") + rows(tmp_path, "val")) == 6
     if broken != "TensorBoard":
         assert len(curve(curves(tmp_path), "train/loss")) == 4

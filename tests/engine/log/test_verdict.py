@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from conf.compose import from_overrides
 from conf.schema import NAMES
@@ -129,19 +128,17 @@ def test_what_remedies_say_to_give_can_be_given():
     from_overrides(["data=fake", *re.findall(r"[a-z]+\.[a-z]+=[a-z]+", texts)])
 
 
-class TwoRanks(World):
+def test_all_ranks_have_the_same_verdict(feed, judged, monkeypatch):
     """The other rank waits longer, and has rows of 20 s."""
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def gathered(_, value):
         if isinstance(value, StepTimes):
             return [value, value._replace(data_wait=0.4)]
         return [value, 20.0]
 
-
-def test_all_ranks_have_the_same_verdict(feed, judged):
-    world = TwoRanks(rank=0, size=2, local_size=2, device=torch.device("cpu"))
+    monkeypatch.setattr(World, "all_gather", gathered)
     row = lasting(22.0, data_wait=0.1)
-    assert judge([row], 20.0, world, feed).sentences == SENTENCES
+    assert judge([row], 20.0, ALONE, feed).sentences == SENTENCES
     (ranks,) = judged.call_args.args
     assert [rank.data_wait for rank in ranks] == pytest.approx([0.1, 0.4])
-    assert judge([row], 21.0, world, feed) == Verdict()
+    assert judge([row], 21.0, ALONE, feed) == Verdict()

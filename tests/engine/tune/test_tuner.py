@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from engine.distributed import World
 from engine.tune import Rule, Tuner
@@ -19,10 +18,10 @@ MODES = ("cpu", "hybrid", "gpu")
 class Rated(Tuner):
     """On a machine whose modes make so many images/s."""
 
-    def __init__(self, rates: dict[str, float], step_rate: float, world: World) -> None:
+    def __init__(self, rates: dict[str, float], step_rate: float) -> None:
         datasets = SimpleNamespace(decode_modes=tuple(rates))
         feed: Any = SimpleNamespace(datasets=datasets, step_rate=step_rate)
-        super().__init__(feed, world, print)
+        super().__init__(feed, ALONE, print)
         self.rates = rates
 
     def measure_mode(self, mode: str, first_step: int) -> StepTimes:
@@ -45,26 +44,23 @@ class Rated(Tuner):
 )
 def test_the_cpu_if_it_is_enough_else_the_faster_mode(step_rate, rates, mode, tried):
     """The CPU needs a little more than the step. The third mode is not tried."""
-    tuner = Rated(dict(zip(MODES, rates, strict=True)), step_rate, ALONE)
+    tuner = Rated(dict(zip(MODES, rates, strict=True)), step_rate)
     assert (tuner.choose(), tuner.newest) == (mode, tried)
 
 
 def test_a_resumed_run_keeps_its_mode():
     """Even if it fails now: the training then says why."""
-    assert Rated({"hybrid": 0.0}, 1000, ALONE).choose() == "hybrid"
+    assert Rated({"hybrid": 0.0}, 1000).choose() == "hybrid"
 
 
-class OtherRank(World):
-    """Beside a rank that has the CPU's mode only, and is twice as fast."""
+def test_a_mode_that_a_rank_lacks_is_not_tried(monkeypatch):
+    """Else this rank would wait for a measurement that the other one does not make."""
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def gathered(_, value):  # the other rank has the CPU's mode only, and is twice as fast
         return [value, 1 if isinstance(value, int) else 2 * value]
 
-
-def test_a_mode_that_a_rank_lacks_is_not_tried():
-    """Else this rank would wait for a measurement that the other one does not make."""
-    world = OtherRank(0, 2, 2, torch.device("cpu"))
-    tuner = Rated({"cpu": 1000.0, "hybrid": 90_000.0}, 20_000, world)
+    monkeypatch.setattr(World, "all_gather", gathered)
+    tuner = Rated({"cpu": 1000.0, "hybrid": 90_000.0}, 20_000)
     assert (tuner.choose(), tuner.newest) == ("cpu", "cpu")
 
 

@@ -31,8 +31,3 @@ def change_always(patch: Patch) -> None:
         return 3 - window.workers
 
     patch(tune.Rule, "next_number", next_number)
-
-
-def try_all_modes(patch: Patch) -> None:
-    """Measure the second mode, too; the faster is taken."""
-    patch(tune, "ENOUGH_ON_CPU", math.inf)

@@ -92,24 +92,20 @@ def subclass(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def without_bias(layer: nn.Module) -> nn.Module:
-    """As the option `bias` of BatchNorm does, which torch 2.11 does not have."""
-    layer.bias = None
-    return layer
-
-
 STEMS: dict[str, Any] = dict(kernel_size=3, stride=(2, 1), padding=0, dilation=2)
 STEMS |= dict(bias=True, groups=3, in_channels=4, padding_mode="reflect")
 POOLINGS: dict[str, Any] = dict(kernel_size=2, stride=3, padding=0, dilation=2)
 POOLINGS |= dict(return_indices=True, ceil_mode=True)
 NORMS: dict[str, Any] = dict(track_running_stats=False, affine=False, momentum=None)
+WITHOUT_BIAS = nn.BatchNorm2d(6)
+WITHOUT_BIAS.bias = None  # as with the option `bias`, which torch 2.11 does not have
 OTHERS = [
     *(stem(**{name: value}) for name, value in STEMS.items()),
     *(pooling(**{name: value}) for name, value in POOLINGS.items()),
     *(nn.BatchNorm2d(6, **{name: value}) for name, value in NORMS.items()),
     *map(subclass, (stem(), pooling(), nn.BatchNorm2d(6))),
     nn.SyncBatchNorm(6),
-    without_bias(nn.BatchNorm2d(6)),
+    WITHOUT_BIAS,
 ]
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image
 
 from conf.compose import from_overrides
 from conf.schema import group_names
@@ -15,16 +14,15 @@ from pipeline.build import build_datasets
 from pipeline.feed import open_feed
 from tests.engine.plans import ALONE
 from tests.helpers.drawings import TEXTURES, draw_image
+from tests.reliability.odd_images import exif
 
 BATCHES = 16  # of each split
 # With 16 training and 21 validation images for each of 3 classes, epochs end within batches, and
 # the last validation batch is short. imagenet_rn50_fast is resumed with larger images in batch 12.
 SMALL = ["data.image_size=32", "data.val_size=48", "loader.batch_size=4", "train.seed=3"]
 GROWING = {"imagenet_rn50_fast": ("data.image_size=24", 12)}
-TURNED = Image.Exif()
-TURNED[ExifTags.Base.Orientation] = 6
 # Decoders treat each kind of file on its own.
-KINDS: list[dict[str, Any]] = [{}, {"progressive": True}, {"subsampling": 0}, {"exif": TURNED}]
+KINDS: list[dict[str, Any]] = [{}, {"progressive": True}, {"subsampling": 0}, {"exif": exif(6)}]
 
 
 def draw(root: Path) -> str:
