@@ -1,7 +1,6 @@
 r"""Layer-wise learning rates for fine-tuning, as in BEiT (arXiv 2106.08254) and timm.
 
-The learning rate of the head is optim.lr, that of the last block layer_decay times this, that of
-the block before it layer_decay squared times this, and so on.
+The n-th block before the head has the learning rate optim.lr * layer_decay ** n.
 
     python train.py recipe=finetune data.root=/photos model.weights=pretrained \
         optim.name=extras.layer_decay:sgd 'optim.args={layer_decay: 0.75}'
