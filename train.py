@@ -187,14 +187,15 @@ def train_step(
         group["lr"] = lr
         if "lr_scale" in group:
             group["lr"] = lr * group["lr_scale"]
-    means: Values = {}
+    sums: Values = {}
     for number, micro_batch in enumerate(batch.split(num_micro_batches), start=1):
         set_ddp_sync(network, enabled=number == num_micro_batches)
         loss, values = loss_fn(network, micro_batch)
-        share = len(micro_batch.samples) / len(batch.samples)
+        images = len(micro_batch.samples)
+        share = images / len(batch.samples)
         state.scaler.scale(share * loss).backward()  # DDP averages here, if enabled
         for name, value in {"loss": loss.detach(), **values}.items():
-            means[name] = means.get(name, 0.0) + share * value.float()
+            sums[name] = sums.get(name, 0.0) + images * value.float()
     average_gradients(network)
     # Without fp16, the scaler is disabled: `step` calls the optimiser, the others do nothing.
     state.scaler.unscale_(state.optimizer)
@@ -205,6 +206,7 @@ def train_step(
     state.clear_gradients()
     if state.ema is not None:
         state.ema.update_parameters(state.model)
+    means = {name: total / len(batch.samples) for name, total in sums.items()}
     if state.scaler.is_enabled():
         # `get_scale` would wait for the device.
         means["loss_scale"] = state.scaler.scale(torch.ones_like(means["loss"]))

@@ -80,7 +80,7 @@ def test_killed_ranks_restart_and_one_node_continues_alone(nodes, image_root, tm
         kill_while(started[1].members)  # without a goodbye
         assert started[0].wait() == 0, logs[0].read_text()
     console = logs[0].read_text()
-    assert "(ranks: 4, micro-batches on each: 1 of 2)" in console
+    assert "(ranks: 4, images on each: 2, micro-batches: 1)" in console
     assert "resumed at step " in console
     summary = summary_of(folder)
     assert (summary["status"], summary["step"]) == ("finished", 180)

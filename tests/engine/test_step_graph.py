@@ -72,7 +72,7 @@ def weights(state: TrainState) -> list[str]:
         (True, ["model=resnet_tiny", "train.ema_decay=0.9", "optim.clip_norm=0.5"]),
         *((False, ["model=resnet_tiny", f"optim={n}", "train.ema_decay=0.9"]) for n in OPTIMIZERS),
         (False, ["model=resnet_tiny", "optim.name=nadam"]),
-        (True, ["model.name=efficientnet_b0", "train.micro_batch=4"]),
+        (True, ["model.name=efficientnet_b0", "train.micro_batch=6"]),
         pytest.param(
             *(False, ["model=resnet_tiny", "model.compile=default", "train.micro_batch=4"]),
             marks=pytest.mark.slow,

@@ -116,7 +116,7 @@ def check_accumulation(world: World) -> None:
         network.register_comm_hook(None, in_bucket)
     for step in range(3):
         batch = batch_of(step, image=images[rows], label=labels[rows])
-        train_step(state, network, toy_loss, batch, lr=0.5, num_micro_batches=2)
+        train_step(state, network, toy_loss, batch, lr=0.5, num_micro_batches=3)
     assert len(exchanged) == (0 if network is state.model else 3)
     alone = replace(world, size=1, local_size=1)
     with pytest.MonkeyPatch.context() as patch:

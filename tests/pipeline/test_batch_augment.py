@@ -40,6 +40,10 @@ def is_box(inside: np.ndarray) -> bool:
     return bool((inside == np.outer(inside.any(axis=1), inside.any(axis=0))).all())
 
 
+def test_draws_differ_between_seeds_and_steps():
+    assert len({share(*place).rng.random() for place in ((0, 0), (1, 0), (0, 1), (1, 0))}) == 3
+
+
 def test_mixup_blends_pixels_and_targets_alike():
     images, targets = one("mixup", alpha=5.0)(*batch(), share())
     own = targets[range(COUNT), range(COUNT)]

@@ -42,7 +42,7 @@ def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root, tmp_path):
         first.terminate()
         console, _ = first.communicate()
     assert first.returncode == 1  # of torchrun
-    assert "(ranks: 2, micro-batches on each: 1 of 4)" in console
+    assert "(ranks: 2, images on each: 4, micro-batches: 1)" in console
     assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
     started = f" {(tmp_path / 'started').read_text()}"
     # The processors of a task; and no task may end rank 0 before it has written summary.json.
