@@ -44,7 +44,8 @@ def fit_memory(
         train_on_batch: its number of micro-batches is set to that of the schedule.
         batches: the first batch, which is read only if the step is tried.
     """
-    images = size = schedule.local_batch_size
+    images = schedule.local_batch_size
+    size = images  # at most, in a micro-batch
     fixed = schedule.config.train.micro_batch or state.step > 0
     waits = schedule.config.model.sync_bn and world.size > 1
     if world.device.type not in TRIED_ON or fixed or waits:
