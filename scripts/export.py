@@ -196,12 +196,17 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
         "crop_mode": "center",
         # timm rounds the short side, size / crop_pct, down.
         "crop_pct": math.floor(1e6 * job.size / short_side) / 1e6,
+        "fixed_input_size": False,
         "tag": None,  # this and what follows would be those of timm's own weights
         "license": None,
         "test_input_size": None,
         "test_crop_pct": None,
     }
-    save_for_hf(model, str(folder), {"label_names": [*trained.classes], "pretrained_cfg": stated})
+    save_for_hf(model, str(folder), {"label_names": [*trained.classes]})
+    config = folder / "config.json"  # in which timm has described its own weights
+    content = json.loads(config.read_text("utf-8"))
+    content["pretrained_cfg"] |= stated
+    config.write_text(json.dumps(content, indent=2), "utf-8")
     (folder / "pytorch_model.bin").unlink()
     write_weights(job, model, folder / "model.safetensors")
     template = Path(__file__).parent / "lib/model_card.md"

@@ -66,8 +66,7 @@ def test_micro_batches_halve_until_they_fit(monkeypatch, caplog, most, images, f
         assert not caplog.messages
         return
     assert (fitted.num_micro_batches, fitted.fitted_micro_batch) == (-(-images // found), found)
-    line = f"with {images} images at a time: training as with train.micro_batch={found}"
-    assert caplog.messages == [f"out of memory {line}"]
+    assert caplog.messages[0].endswith(f": training as with train.micro_batch={found}")
     train_on_batch(batch)
     assert params_sha256(state.model) != before
 

@@ -104,15 +104,17 @@ def test_command_line(folder, image_root, tmp_path, monkeypatch, capsys):
         export.export_model(export.arguments([str(folder), "--to", "hub", *HERE]))
 
 
-def test_a_folder_for_timm(trained, tmp_path):
+@pytest.mark.parametrize("name", ["timm/resnet10t", "timm/efficientvit_m0"])
+def test_a_folder_for_timm(name, trained, tmp_path):
+    """timm's own weights of the first are tested at 224 px; it says that the second takes 224."""
     pytest.importorskip("timm")
-    name, out = "timm/resnet10t", tmp_path / "model"  # timm's own weights are tested at 224 px
+    out = tmp_path / "model"
     weights = models.build(name, num_classes=3, image_size=32).state_dict()
     config = replace(trained.config, model=replace(trained.config.model, name=name))
     job = Job(replace(trained, config=config, weights=weights), "hub", False, 32)
     export.export(job, out)
-    names = ["README.md", "config.json", "model.safetensors"]
-    assert sorted(path.name for path in out.iterdir()) == names
+    found = {path.name for path in out.iterdir()}
+    assert found == {"README.md", "config.json", "model.safetensors"}
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # all follow the umask
     card = (out / "README.md").read_text()
     assert " % top-1 of 15 images\n" in card and "`python train.py recipe=" in card

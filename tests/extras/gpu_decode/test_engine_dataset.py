@@ -127,11 +127,10 @@ def test_engines_take_the_smallest_share_that_is_enough(image_root, sent, demand
 def test_a_share_that_splits_no_task_exactly(image_root):
     """31 of 32 files are 7.75 of eight: the engines get all in three of four tasks."""
     dataset = JpegEngineDataset(crops(image_root / "train"))
-    samples = np.array([(0, index) for index in range(8)])
     dataset.set_decode_mode("hybrid")
     dataset.shared.array[gpu_decode.SHARE] = 31 / 32
     with open_loader(dataset, workers=1) as loader:
-        loader.samples = lambda step: samples
+        loader.samples = lambda step: np.array([(0, index) for index in range(8)])
         files = [(batch.fields[GEOMETRY][:, g.LENGTH] > 0).sum() for batch in loader.batches(0, 4)]
         assert files == [7, 8, 8, 8]
     assert (dataset.seconds.array > 0).all()  # of both kinds
