@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import math
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -46,35 +45,35 @@ def fit_memory(
     """
     images = schedule.local_batch_size
     size = images  # at most, in a micro-batch
+    fitted = schedule
     fixed = schedule.config.train.micro_batch or state.step > 0
     waits = schedule.config.model.sync_bn and world.size > 1
     if world.device.type not in TRIED_ON or fixed or waits:
         return schedule
     for batch in batches:
-        while not all(world.all_gather(_fits(train_on_batch, state, batch, size))):
+        while not all(world.all_gather(_fits(train_on_batch, state, batch, fitted))):
             if size == 1:
                 key = f"loader.batch_size={schedule.batch_size}"
                 wrong = f"out of memory on {world.device} with micro-batches of 1"
                 raise RunError(f"{key}: {wrong}; use a smaller model.name or data.image_size")
             size //= 2
+            fitted = replace(schedule, fitted_micro_batch=size)
     if world.device.type == "cuda":  # StepGraph reads the peak: leave out the trials
         torch.cuda.reset_peak_memory_stats()
     if size == images:
         return schedule
     text = "out of memory with %d images at a time: training as with train.micro_batch=%d"
     logger.warning(text, images, size)
-    fitted = replace(schedule, fitted_micro_batch=size)
     train_on_batch.set_micro_batches(fitted.num_micro_batches)
     return fitted
 
 
-def _fits(train_on_batch: StepGraph, state: TrainState, batch: Batch, size: int) -> bool:
-    """Return whether a step in micro-batches of at most `size` fits on this rank; undo the step."""
-    count = math.ceil(len(batch.samples) / size)
+def _fits(train_on_batch: StepGraph, state: TrainState, batch: Batch, schedule: Schedule) -> bool:
+    """Return whether a step in the schedule's micro-batches fits on this rank; undo the step."""
     alone = on_this_rank_alone(train_on_batch.network)
     with alone, suppress(torch.OutOfMemoryError), restored_on_exit(state):
         train_on_batch.before_step(batch.step)
-        train_on_batch.step_function(batch, num_micro_batches=count)
+        train_on_batch.step_function(batch, num_micro_batches=schedule.num_micro_batches)
         return True
     gc.collect()  # the error may be part of a cycle that keeps tensors
     torch.cuda.empty_cache()  # blocks of the sizes that were too large

@@ -46,8 +46,8 @@ sgd, adamw = partial(with_layer_decay, "sgd"), partial(with_layer_decay, "adamw"
 def blocks(model: nn.Module) -> list[list[str]]:
     """Return the names of the parameters of each block, from the input to the head.
 
-    Most of timm's models state them (`group_matcher`). Else, they follow from the names of modules:
-    up to the first part (behind `blocks`) that ends in a digit, and the next one if it does, too.
+    Most of timm's models state them (`group_matcher`). For others, they follow from module names:
+    up to the first part (after `blocks`) that ends in a digit, and the next one if it does, too.
     What has no weights of linear or convolution layers belongs to the block before it.
     """
     matcher: Any = getattr(model, "group_matcher", None)

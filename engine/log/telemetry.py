@@ -52,7 +52,7 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
         self.device = device
         self._samples: dict[str, list[float]] = {}  # by tag, since the last `read`
         self._num_faulty = 0  # samples with one of FAULTS, in this start
-        self._num_asked = 0  # samples of the reasons, in this start
+        self._num_asked = 0  # samples of the reasons for lower clocks, in this start
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True, name="telemetry")
