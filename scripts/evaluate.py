@@ -65,7 +65,7 @@ from pipeline.build import Datasets
 from pipeline.class_names import imagenet_names
 from pipeline.dataset import Dataset
 from pipeline.feed import Feed, open_feed
-from pipeline.index import find_split
+from pipeline.index import find_split, find_storage
 from pipeline.splits import HeldOut, held_out, refuse_inside
 from pipeline.start import start_forkserver
 from scripts.lib.progress import with_progress
@@ -159,7 +159,10 @@ def evaluate_checkpoint(
     values = validation.values(metrics)
     rows = validation.rows
     if real is not None:
-        values["top1_real"] = top1_real(rows["prediction"].tolist(), places, labels)
+        numbers = {name: number for number, name in enumerate(imagenet_names())}
+        names, _ = imagenet_classes(trained, classes)
+        outputs = list(map(numbers.get, names, places))  # its place, for another class
+        values["top1_real"] = top1_real(rows["prediction"].tolist(), outputs, labels)
     summary = {
         "checkpoint": str(trained.path),
         "name": trained.name,
@@ -225,9 +228,8 @@ def data_for(data: DataConfig, typed: Container[str]) -> DataConfig:
     return replace(data, root=root or None)
 
 
-def real_place(*parts: str) -> str:
+def real_place(place: str) -> str:
     """Return a path without links; a URL as it is."""
-    place = os.path.join(*parts)
     if "://" in place:
         return place
     return os.path.realpath(place)
@@ -239,8 +241,9 @@ def images_of(data: DataConfig) -> Images:
     held = held_out(data)
     if held:
         return real_place(root), held
-    place = real_place(root, data.val)
-    return place.removesuffix(".tar").removesuffix(".csv"), None  # which need not be typed
+    place = os.path.join(root, data.val)
+    first = next(iter(find_storage(place)), place)  # with its ending, which need not be typed
+    return real_place(first), None
 
 
 def outputs_of(trained: Trained, datasets: Datasets, *, all_outputs: bool = False) -> Outputs:
@@ -302,7 +305,7 @@ def imagenet_classes(trained: Trained, classes: Names) -> tuple[Names, Names]:
 
 
 def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
-    """Return the labels of each image: numbers of the model's outputs; empty if it does not count.
+    """Return the labels of each image, ImageNet's numbers of classes; empty if it does not count.
 
     The file is real.json of arXiv 2006.07159. Raises UserError if an image has no list or several.
     """
@@ -319,17 +322,17 @@ def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
     return [labels[name] for name in names]
 
 
-def top1_real(predictions: list[int], places: list[int], labels: list[list[int]]) -> float:
-    """Return the percentage of images whose predicted output is one of their labels.
+def top1_real(predictions: list[int], numbers: list[int], labels: list[list[int]]) -> float:
+    """Return the percentage of images whose predicted class is one of their labels.
 
-    `predictions`: positions in `places`, or -1 for an image without one. `places`: of the outputs
-    that compete, among those of the model. `labels`: images without labels do not count.
+    `predictions`: positions in `numbers`, or -1 for an image without one. `numbers`: ImageNet's, of
+    the classes that compete. `labels`: such numbers; images without labels do not count.
     """
-    outputs = [*places, -1]  # the last one is that of the prediction -1
+    numbers = [*numbers, -1]  # the last one is that of the prediction -1
     hits = []
     for prediction, correct in zip(predictions, labels, strict=True):
         if correct:
-            hits.append(outputs[prediction] in correct)
+            hits.append(numbers[prediction] in correct)
     return 100 * sum(hits) / max(len(hits), 1)
 
 
@@ -337,6 +340,7 @@ def hits_of(result: Evaluated) -> dict[str, Any]:
     """Return the fingerprint of the images, their paths, and which of them were right."""
     data = result.datasets.val
     return {
+        "of": "{name}, {val_size} px, {outputs} outputs".format(**result.summary),
         "images": data.fingerprint(),
         "paths": list(map(data.name, range(len(data)))),
         "right": result.rows["top1"].bool().tolist(),
@@ -367,8 +371,10 @@ def compare(hits: dict[str, Any], others: dict[str, Any]) -> str:
         tail += ways
         ways = ways * (differing - chosen) // (chosen + 1)
     p = min(1.0, 2 * tail / 2**differing)
+    images = len(hits["right"])
     counts = f"{here:,} right only here, {there:,} only there"
-    return f"of {len(hits['right']):,} images, {counts}: p = {p:.2g} (McNemar, exact)"
+    model = others.get("of", "another model")
+    return f"{model}: of {images:,} images, {counts}: p = {p:.2g} (McNemar, exact)"
 
 
 def write(result: Evaluated, folder: Path) -> None:

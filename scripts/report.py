@@ -246,7 +246,7 @@ def formatted(name: str, value: float, unit: str, row: dict) -> str:
     if unit != " %":
         return f"{value:.4g}{unit}"
     text = f"{value:.2f} %"
-    if name.startswith("top"):
+    if name.startswith("top") and name != "top1_real":  # which counts images with labels only
         variance = value * (100 - value) / row.get("images", math.nan)
         error = variance**0.5
         text += f" ± {error:.1f}"

@@ -53,11 +53,11 @@ class Trained:
 
     @property
     def name(self) -> str:
-        """A short name: of the run and the checkpoint, or of the file."""
+        """A short name: of the run and the checkpoint, or of the file and its folder."""
         folder = self.path.absolute().parent
         if self.stored and folder.name == "checkpoints":
             return f"{folder.parent.name},{self.path.stem}"
-        return self.path.name
+        return f"{folder.name},{self.path.name}"
 
     @property
     def image_size(self) -> int:

@@ -7,6 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_command_line(ranks, folder, found, image_root, tmp_path):
         weights, (out,) = done.stdout.splitlines()[0], re.findall(lines, done.stdout, re.MULTILINE)
         assert re.fullmatch(rf"weights   {name}.pt, step \d+", weights)
         against = ["--against", out]
-    assert "\nagainst   of 15 images, " in done.stdout
+    assert f"\nagainst   {folder.name},best, 32 px, 3 outputs: of 15 images, " in done.stdout
     hits = json.loads((tmp_path / out / "hits.json").read_text())
     assert hits["right"] == found.rows["top1"].bool().tolist()
     assert hits["images"] == found.datasets.val.fingerprint()
@@ -199,18 +200,21 @@ def test_folders_named_by_number(published, folder, tmp_path, name):
 
 
 def test_real_labels(folder, found, tmp_path):
-    """Sets of labels, in the order of the names of the files; an empty one does not count."""
+    """ImageNet's numbers, in the order of the names of the files; no number, no image."""
+    classes = itemgetter(7, 3, 5)(IMAGENET)  # in the order of the outputs
     names = map("{:02d}.jpg".format, np.random.default_rng(0).permutation(15))
     for old, new in zip(map(found.datasets.val.name, range(15)), names, strict=True):
-        (tmp_path / "val" / Path(old).parent.name).mkdir(parents=True, exist_ok=True)
-        shutil.copy(old, tmp_path / "val" / Path(old).parent.name / new)
-    sets = [[], [0], [1, 2], [0, 1, 2], [2]] * 3
+        path = tmp_path / "val" / classes[CLASSES.index(Path(old).parent.name)] / new
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(old, path)
+    sets = [[], [7], [3, 5], [3, 5, 7], [5]] * 3
     real = tmp_path / "real.json"
     real.write_text(json.dumps(sets))
-    own = measured(folder, f"data.root={tmp_path}", real=real)
+    trained = replace(opened(folder, f"data.root={tmp_path}"), classes=classes)
+    own = evaluate.evaluate_checkpoint(trained, ALONE, real=real)
     labels = [sets[int(Path(own.datasets.val.name(i)).stem)] for i in range(15)]
     pairs = zip(own.rows["prediction"].tolist(), labels, strict=True)
-    hits = [prediction in known for prediction, known in pairs if known]
+    hits = [IMAGENET.index(own.classes[i]) in known for i, known in pairs if known]
     assert own.values["top1_real"] == pytest.approx(100 * sum(hits) / 12) and len(hits) == 12
     real.write_text("[0]")
     with pytest.raises(UserError, match="has 0 lists for 15 images with 5 different names; give"):
@@ -265,8 +269,8 @@ def test_run_on_a_part_of_the_images(whole_runs, image_root, tmp_path, capsys):
     shutil.copytree(image_root / "val", flat / "test")
     as_tar(image_root / "val", flat / "packed.tar")
     as_list(image_root / "val", flat / "listed.csv")
-    for split in ("test", "packed", "listed"):
-        test = opened(folder, f"data.val={split}")
+    for split in ("test", "packed.tar", "listed.csv"):
+        test = opened(folder, f"data.val={Path(split).stem}")
         assert evaluate.name_of(test) == f"{test.name}{flat}/{split}".replace("/", ",")
         val = build_val(test.config).val
         assert [Path(val.name(i)).stem for i in range(len(val))] == names
@@ -287,7 +291,7 @@ def test_one_name_for_a_test_set(folder, image_root, tmp_path, monkeypatch):
     forms = ["data.val=data/val", absolute, "data.root=./data", "data.root=link/"]
     assert set(map(name_of, forms)) == {f"{start}val"}
     packed = ["data.val=data/packed.tar", f"data.val={tmp_path}/link/packed"]
-    assert set(map(name_of, packed)) == {f"{start}packed"}
+    assert set(map(name_of, packed)) == {f"{start}packed.tar"}
     own = opened(folder, f"data.val={os.path.relpath(image_root)}/./val/")
     assert evaluate.name_of(own) == own.name == f"{folder.name},best"
 
@@ -297,7 +301,7 @@ def test_file_of_another_project(found, image_root, tmp_path):
     torch.save(found.trained.weights, tmp_path / "weights.pth")
     other = published_on(tmp_path / "weights.pth", image_root)
     assert other.values == found.values and other.classes == CLASSES
-    name = f"weights.pth{image_root}/val".replace("/", ",")  # of two test sets, two names
+    name = f"{tmp_path.name},weights.pth{image_root}/val".replace("/", ",")  # one for each test set
     assert (other.trained.stored, evaluate.name_of(other.trained)) == ({}, name)
     with pytest.raises(UserError, match=r"has 3 classes, the model has 5; give .*--classes FILE"):
         outputs_of(replace(other.trained, num_classes=5), found.datasets)

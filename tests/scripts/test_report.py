@@ -171,8 +171,8 @@ def test_evaluations_of_evaluate(folder, tmp_path, monkeypatch):
         Path("evaluation", name).mkdir()
         Path("evaluation", name, "evaluation.json").write_text(content)
     page = page_of(folder)
-    assert "top1_real 25.00 % ± " in page.text
-    assert f"{path.parent}: top1 {found['top1']:.2f} % ± " in page.text
+    assert "top1_real 25.00 %" in page.text and "top1_real 25.00 % ±" not in page.text
+    assert f"{path.parent} (32 px, 3 outputs): top1 {found['top1']:.2f} % ± " in page.text
     assert f" of {found['images']} images" in page.text and "evaluation/other" not in page.text
     assert "evaluation/damaged/evaluation.json: left out, it is damaged: JSONDecode" in page.text
     os.utime(path, (0, 0))  # as if the checkpoint were written again
