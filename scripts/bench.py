@@ -1,7 +1,6 @@
 """Measure the throughput of each stage: loader, step, end to end.
 
     python scripts/bench.py data.root=/imagenet
-    python scripts/bench.py data.root=/imagenet --only step
 
 Accepts train.py's key=value overrides. Each stage is warmed up and then measured in windows; the
 table shows the median window and the range, and then the verdict on the stage `train`.
@@ -14,17 +13,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.lib.options import Parser
 
-STAGES = ("loader", "step", "train")
-
 if __name__ == "__main__":
     parser = Parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")
     OPTIONS, CONFIG = parser.read_config()
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import cycle
@@ -58,19 +54,15 @@ class Stage(NamedTuple):
     note: str  # for the table, perhaps with lines below it
 
 
-def measure_stages(config: Config, *, only: Sequence[str], seconds: float) -> Iterator[Stage]:
-    """Measure some of STAGES, in their order. Raises UserError if config or data are wrong."""
+def measure_stages(config: Config, *, seconds: float) -> Iterator[Stage]:
+    """Measure loader, step and train. Raises UserError if config or data are wrong."""
     if os.environ.get("WORLD_SIZE", "1") != "1":  # first: ranks that join wait for each other
         raise UserError("torchrun", "this script measures one process", "start it without")
     with join_world(config.train.device) as world:
         config = for_measuring(train.resolve_config(config, world), world)
         parts = train.build_parts(config, world, {})
-        if "loader" in only:
-            yield measure_loader(parts, world, seconds)
-        if set(only) != {"loader"}:
-            for stage in measure_steps(parts, world, seconds):
-                if stage.name in only:
-                    yield stage
+        yield measure_loader(parts, world, seconds)
+        yield from measure_steps(parts, world, seconds)
 
 
 def for_measuring(config: Config, world: World) -> Config:
@@ -167,11 +159,11 @@ def measure_steps(parts: train.Parts, world: World, seconds: float) -> list[Stag
 
 
 def main() -> int:
-    for stage in measure_stages(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds):
+    for stage in measure_stages(CONFIG, seconds=OPTIONS.seconds):
         slowest = min(stage.rates)
         fastest = max(stage.rates)
         rate = f"{median(stage.rates):>10,.0f} images/s  ({slowest:,.0f}-{fastest:,.0f})"
-        print(f"{stage.name:<12} {rate}  {stage.note}")
+        print(f"{stage.name:<12} {rate}  {stage.note}", flush=True)
     return 0
 
 

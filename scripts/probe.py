@@ -39,7 +39,8 @@ import numpy as np
 from conf import cli
 from conf.errors import UserError, describe
 
-NEIGHBOURS, TEMPERATURE = 20, 0.07
+NEIGHBOURS = 20
+TEMPERATURE = 0.07
 
 
 class Features(NamedTuple):
@@ -49,7 +50,8 @@ class Features(NamedTuple):
 
 def read_features(path: Path) -> Features:
     """Read the JSON lines of predict.py --features. Raises UserError."""
-    features, folders = [], []
+    features = []
+    folders = []
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             for row in map(json.loads, file):
