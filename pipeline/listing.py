@@ -37,7 +37,8 @@ IRREGULAR = "not a regular file"  # a pipe blocks the process that opens it; a l
 BLOCK = 512  # bytes of a header in a tar file; two blocks of zeros end the file
 PADDING = 1 << 24  # most bytes of zeros at the end; tar pads to 10 kB, or what `-b` says
 LeftOut = dict[bytes, str]  # path of a file or folder that is not read -> reason
-Classes = dict[bytes, list[bytes]]  # name -> sorted paths of its images; sorted by name
+Paths = list[bytes]
+Classes = dict[bytes, Paths]  # name -> sorted paths of its images; sorted by name
 Places = dict[bytes, tuple[int, int, int]]  # path -> source, offset and length, as in Index.places
 Identity = tuple[int, int]  # device and number of a folder
 Members = dict[bytes, tuple[int, int]]  # name in a tar file -> offset and length in bytes
@@ -51,13 +52,6 @@ class Listed(NamedTuple):
     path: bytes
     folders: list[bytes]  # names, sorted
     files: list[bytes]  # names of the regular files, sorted
-
-
-class Contents(NamedTuple):
-    """What a folder holds, with the folders in it, in the order of `walk`."""
-
-    images: list[bytes]  # paths
-    folders: list[bytes]  # paths
 
 
 def is_hidden(name: bytes) -> bool:
@@ -147,32 +141,22 @@ def _list_one(folder: bytes, seen: set[Identity], left_out: LeftOut) -> Listed:
     return listed
 
 
-def contents_of(top: bytes, left_out: LeftOut, base: bytes = b"") -> Contents:
-    """List what lies in `top` and in the folders below it; add what is not read to `left_out`.
+def contents_of(top: bytes, left_out: LeftOut, base: bytes = b"") -> tuple[Paths, Paths]:
+    """Return the images in `top` and below it, and all folders, in the order of `walk`.
 
-    base: what the paths of the images leave out at their beginning.
+    Adds what is not read to `left_out`. `base`: what the paths of the images leave out at first.
     """
-    contents = Contents([], [])
+    images = []
+    folders = []
     for folder, _, files in walk(top, left_out):
-        contents.folders.append(folder)
+        folders.append(folder)
         for file in files:
             path = os.path.join(folder, file)
             if is_image(file):
-                contents.images.append(path.removeprefix(base))
+                images.append(path.removeprefix(base))
             else:
                 left_out[path] = why_left_out(file)
-    return contents
-
-
-def list_classes(base: bytes, others: LeftOut) -> dict[bytes, Contents]:
-    """List what each class folder holds, in the order of the names; add the rest to `others`."""
-    top = next(walk(base, others))
-    loose = _paths_in(base, filter(is_image, top.files))
-    others |= dict.fromkeys(loose, LOOSE)
-    list_one = partial(contents_of, left_out=others, base=os.path.join(base, b""))
-    with ThreadPoolExecutor(THREADS) as pool:
-        contents = pool.map(list_one, _paths_in(base, top.folders))
-        return dict(zip(top.folders, contents, strict=True))
+    return images, folders
 
 
 def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, list[bytes]]:
@@ -180,21 +164,26 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
 
     `origin`: key=value, for messages. Raises UserError if there is no class, or some are empty.
     """
-    contents = list_classes(base, others)
-    if not contents:
+    top = next(walk(base, others))
+    if not top.folders:
         wrong = "holds no folder for each class"
         raise UserError(origin, wrong, "put each image into <class>/, a folder in it")
+    loose = _paths_in(base, filter(is_image, top.files))
+    others |= dict.fromkeys(loose, LOOSE)
+    list_one = partial(contents_of, left_out=others, base=os.path.join(base, b""))
+    with ThreadPoolExecutor(THREADS) as pool:
+        contents = list(pool.map(list_one, _paths_in(base, top.folders)))
     classes: Classes = {}
     listed = [base]
     empty = []
-    for name, content in contents.items():
+    for name, (images, folders) in zip(top.folders, contents, strict=True):
         folder = os.fsdecode(name)
-        if not content.images:
+        if not images:
             empty.append(folder)
-        if len(content.folders) > 1:
+        if len(folders) > 1:
             _refuse_split(folder, origin)
-        classes[name] = sorted(content.images)
-        listed += content.folders
+        classes[name] = sorted(images)
+        listed += folders
     if empty:
         wrong = f"class folders without images (.jpg, .png, ...): {', '.join(empty[:10])}"
         cure = f"fill or remove them. {describe_left_out(others)}".rstrip(". ")

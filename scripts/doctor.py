@@ -29,7 +29,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -46,8 +46,7 @@ from engine.log.plan import planned, setup_notes
 from pipeline import decode
 from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
-from pipeline.index import ImageFolder, Index, find_split, load_index
-from pipeline.listing import LeftOut, describe_left_out, list_classes
+from pipeline.index import Index, find_split, load_index
 from pipeline.splits import held_out, other_classes
 from scripts.lib.progress import in_threads, num_cores, with_progress
 from scripts.lib.trained import run_main, sorted_as_text
@@ -151,22 +150,9 @@ def list_apart(case: Case) -> Iterator[str]:
             case.indexes[name] = load_index(folder, key=f"data.{name}", storage=config.storage)
         except UserError as error:
             yield str(error)
-            list_images(case, name, folder)
     classes = set(map(attrgetter("classes"), case.indexes.values()))
     if len(classes) > 1:
         yield str(other_classes(*case.indexes.values()))
-
-
-def list_images(case: Case, name: str, folder: str) -> None:
-    """List the images of all class folders that hold some."""
-    root = os.path.abspath(folder)
-    left_out: LeftOut = {}
-    with suppress(OSError):  # there is no such folder
-        contents = list_classes(os.fsencode(root), left_out)
-        files = {os.fsdecode(key): value.images for key, value in contents.items() if value.images}
-        if files:
-            index = Index.of_files(ImageFolder(root), files)
-            case.indexes[name] = replace(index, left_out=describe_left_out(left_out))
 
 
 def readable(case: Case) -> Iterator[Row]:

@@ -99,7 +99,8 @@ def find_files(paths: Iterable[str]) -> Iterator[str]:
                 yield from find_files([os.fsdecode(line.rstrip(b"\r\n"))])
         elif os.path.isdir(path):
             others: LeftOut = {}
-            yield from map(os.fsdecode, contents_of(os.fsencode(path), others).images)
+            images, _ = contents_of(os.fsencode(path), others)
+            yield from map(os.fsdecode, images)
             if others:
                 cli.complain(f"{path}: {describe_left_out(others)}")
         else:
