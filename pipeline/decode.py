@@ -9,12 +9,14 @@ plain colour or grey JPEG, and each file that a faster decoder refuses.
 """
 
 import io
+import logging
 import math
 import struct
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -22,6 +24,8 @@ from PIL import Image, ImageFile, ImageOps
 
 from conf.errors import UnreadableError, UserError, describe
 from pipeline import region
+
+logger = logging.getLogger(__name__)
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 INTERPOLATIONS = ("bilinear", "bicubic")
@@ -404,6 +408,7 @@ def decode_region(data: bytes, box: Box, scale: int) -> np.ndarray:
 DECODERS: dict[str, Decode] = {"region": decode_region, "pillow": decode_pillow}
 
 
+@cache  # one warning
 def resolve(name: str) -> str:
     """Return the CPU decoder of a value of loader.decoder, such as auto: the first that works here.
 
@@ -413,8 +418,9 @@ def resolve(name: str) -> str:
         return name
     try:
         region.load()
-    except UserError:
+    except UserError as error:
         if name == "region":
             raise
+        logger.warning("%s; pillow takes twice as long to decode", error)
         return "pillow"
     return "region"

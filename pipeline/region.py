@@ -68,7 +68,7 @@ def load() -> DecodeRegion:
 
 
 def _not_installed(advice: str) -> UserError:
-    return UserError("loader.decoder=region", "not installed", f"{advice}, or loader.decoder=auto")
+    return UserError("loader.decoder=region", "not installed", advice)
 
 
 def compile_library(folder: Path) -> Path:

@@ -96,8 +96,10 @@ def test_a_box_outside_the_image_writes_nothing(box):
 def fresh(cache: Path) -> Iterator[Path]:
     """An empty cache folder, and no decoder in memory."""
     region.load.cache_clear()
+    decode.resolve.cache_clear()
     yield cache / "native"
     region.load.cache_clear()
+    decode.resolve.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -108,13 +110,14 @@ def fresh(cache: Path) -> Iterator[Path]:
     ],
 )
 def test_without_a_compiler_another_decoder_is_used(
-    compiler, problem, fresh, tmp_path, monkeypatch
+    compiler, problem, fresh, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
     if compiler is not None:
         (tmp_path / "cc").write_text(f"#!/bin/sh\n{compiler}\n")
         (tmp_path / "cc").chmod(0o755)
-    assert decode.resolve("auto") != "region"
+    assert decode.resolve("auto") == decode.resolve("auto") == "pillow"
+    assert caplog.text.count("; pillow takes twice as long to decode\n") == 1
     with pytest.raises(UserError, match=f"loader.decoder=region: not installed; .*{problem}"):
         decode.resolve("region")
     assert os.listdir(fresh) == []

@@ -8,7 +8,7 @@ from PIL import Image
 
 from pipeline import decode
 from tests.pipeline.loaders import SIZE, crops
-from tests.reliability.odd_images import KINDS, drawn, load_mutated
+from tests.reliability.odd_images import KINDS, drawn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # as in a worker
 
@@ -51,11 +51,3 @@ def test_each_kind_is_trained_or_named(tmp_path):
             if not right:
                 wrong[kind] = f"{dataset.decoder}: {found}"
     assert not wrong
-
-
-@pytest.mark.skipif(decode.resolve("auto") != "region", reason="no C compiler")
-def test_mutated_jpegs():
-    """tests/pipeline/test_region.py has many more, with checks of the memory."""
-    counts = load_mutated(range(100_000, 100_500))
-    assert counts["trained"] > 100
-    assert counts["named"] > 100
