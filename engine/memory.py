@@ -20,9 +20,9 @@ from pipeline.machine import reached_limit
 logger = logging.getLogger(__name__)
 
 TRIED_ON = ("cuda",)  # other devices do not raise torch.OutOfMemoryError
-# In the messages of GPUs (CUDA, HIP, XPU, MPS) and their libraries, torch's CPU allocator and numpy
+# In the errors of Python, GPUs (CUDA, HIP, XPU, MPS) and their libraries, and torch's CPU allocator
 OUT_OF_MEMORY = re.compile(
-    "^[A-Z]+( backend| error:)? out of memory|_ALLOC_FAILED|CPUAllocator|Unable to allocate"
+    "MemoryError|[A-Z]+( backend| error:)? out of memory|_ALLOC_FAILED|CPUAllocator"
 )
 
 
@@ -58,8 +58,7 @@ def fit_memory(
                 raise RunError(f"{key}: {wrong}; use a smaller model.name or data.image_size")
             size //= 2
             fitted = replace(schedule, fitted_micro_batch=size)
-    if world.device.type == "cuda":  # StepGraph reads the peak: leave out the trials
-        torch.cuda.reset_peak_memory_stats()
+    torch.accelerator.reset_peak_memory_stats()  # StepGraph reads the peak: leave out the trials
     if size == images:
         return schedule
     text = "out of memory with %d images at a time: training as with train.micro_batch=%d"
@@ -85,6 +84,6 @@ def explain_limit(error: BaseException, remedy: str = "lower train.micro_batch")
 
     `remedy`: for an error of the memory of the device or the host.
     """
-    if OUT_OF_MEMORY.search(str(error)):
+    if OUT_OF_MEMORY.search(repr(error)):
         return f"the memory is too small; {remedy}"
     return reached_limit(error)

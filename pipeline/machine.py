@@ -24,9 +24,9 @@ def cores() -> int:
 def cpu_quota() -> float:
     """Return the CPU quota of the control groups (version 2), in cores; inf without a limit."""
     quota = math.inf
-    if not GROUPS.exists():
-        return quota
-    group = GROUPS.read_text().partition("0::")[2].partition("\n")[0]  # of the line `0::GROUP`
+    group = ""
+    with contextlib.suppress(OSError):  # no Linux
+        group = GROUPS.read_text().partition("0::")[2].partition("\n")[0]  # of the line `0::GROUP`
     folder = MOUNT / group.strip("/")
     for level in (folder, *folder.parents):  # a limit holds for all groups below
         with contextlib.suppress(OSError, ValueError):  # "max" is none

@@ -100,6 +100,7 @@ def test_what_is_not_tried(world, step, overrides):
     ("error", "says"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "train.micro_batch"),
+        (MemoryError(), "train.micro_batch"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "train.micro_batch"),
         (RuntimeError("[enforce fail at CPUAllocator.cpp] can't allocate"), "train.micro_batch"),
         (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
