@@ -379,7 +379,6 @@ def compare(hits: dict[str, Any], others: dict[str, Any]) -> str:
 
 def write(result: Evaluated, folder: Path) -> None:
     """Write evaluation.json, hits.json and the files of the observers."""
-    folder.mkdir(parents=True, exist_ok=True)
     if "top1" in result.rows:
         write_json(folder / HITS, hits_of(result))
     content = {**result.summary, "made_by": provenance()}
@@ -455,6 +454,7 @@ def evaluate_one(options: argparse.Namespace) -> int:
             name += ",flip"
         folder = options.out or Path("evaluation", name)
         refuse_inside(folder, trained.config.data, f"--out {folder}")
+        world.on_rank_0(partial(folder.mkdir, parents=True, exist_ok=True))  # fails at once
         result = evaluate_checkpoint(
             trained, world, flip=options.flip, all_outputs=options.all_outputs, real=options.real
         )
