@@ -67,7 +67,7 @@ import tarfile
 import zlib
 from collections import Counter
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,7 +85,7 @@ MARKER, UNREADABLE = "prepare.json", "unreadable.txt"
 JPEG_ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif")
 THREADS = 16  # hide the latency of a network file system; decoders release the GIL
 OUTCOMES = ("linked", "copied", "encoded", "done_earlier", "unreadable")
-decoder = cache(partial(decode.resolve, "auto"))  # 0.6 ms
+decoder = partial(decode.resolve, "auto")
 
 
 class Result(NamedTuple):
