@@ -58,7 +58,8 @@ def fit_memory(
                 raise RunError(f"{key}: {wrong}; use a smaller model.name or data.image_size")
             size //= 2
             fitted = replace(schedule, fitted_micro_batch=size)
-    torch.accelerator.reset_peak_memory_stats()  # StepGraph reads the peak: leave out the trials
+    if world.device.type == "cuda":  # StepGraph reads the peak: leave out the trials
+        torch.cuda.reset_peak_memory_stats()
     if size == images:
         return schedule
     text = "out of memory with %d images at a time: training as with train.micro_batch=%d"

@@ -7,6 +7,7 @@ of the node leave less. macOS has none of these.
 import contextlib
 import errno
 import math
+import multiprocessing
 import os
 import resource
 from pathlib import Path
@@ -18,7 +19,7 @@ def cores() -> int:
     """Count the hardware threads in the affinity mask of this process, or of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return multiprocessing.cpu_count()
 
 
 def cpu_quota() -> float:

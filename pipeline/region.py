@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from PIL import Image
@@ -24,6 +24,7 @@ from conf.start import code_cache_dir
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILERS = ("cc", "gcc", "clang")
 OK, DAMAGED = 0, 2  # what region.c returns
+not_installed = partial(UserError, "loader.decoder=region", "not installed")
 # Functions that region.c calls, in its order. Before version 3, libjpeg-turbo decodes some regions
 # incorrectly; it does not tell its version, but only version 3 has the last function.
 FUNCTIONS = tuple(
@@ -48,12 +49,12 @@ def load() -> DecodeRegion:
         functions = [ctypes.cast(getattr(pillow, name), ctypes.c_void_p) for name in FUNCTIONS]
         code = ctypes.CDLL(str(compile_library(code_cache_dir("native"))))
     except AttributeError:
-        raise _not_installed(pillow_advice) from None
+        raise not_installed(pillow_advice) from None
     except OSError as error:
-        raise _not_installed(str(error)) from None
+        raise not_installed(str(error)) from None
     addresses = (ctypes.c_void_p * len(functions))(*[function.value for function in functions])
     if code.region_open(addresses):
-        raise _not_installed(pillow_advice)
+        raise not_installed(pillow_advice)
     call = code.region_decode
     call.argtypes = [ctypes.c_char_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p]
 
@@ -65,10 +66,6 @@ def load() -> DecodeRegion:
         return bool(status == OK)
 
     return decode
-
-
-def _not_installed(advice: str) -> UserError:
-    return UserError("loader.decoder=region", "not installed", advice)
 
 
 def compile_library(folder: Path) -> Path:
