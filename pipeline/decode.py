@@ -421,6 +421,6 @@ def resolve(name: str) -> str:
     except UserError as error:
         if name == "region":
             raise
-        logger.warning("%s; pillow takes twice as long to decode", error)
+        logger.warning("decoding with pillow takes up to twice as long: %s", error)
         return "pillow"
     return "region"

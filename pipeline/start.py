@@ -52,9 +52,7 @@ def starting_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # the tracker unblocks some
         yield
     except (OSError, EOFError) as error:
-        reason = (
-            machine.reached_limit(error) or f"{type(error).__name__}: {error}; TMPDIR=/tmp may help"
-        )
+        reason = machine.reached_limit(error) or f"{type(error).__name__}: {error}"
         raise LoaderError(f"the loader cannot start a worker process: {reason}") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

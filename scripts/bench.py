@@ -122,7 +122,7 @@ def take(sizes: Iterator[int], steps: int) -> None:
         next(sizes)
 
 
-def measure_steps(parts: train.Parts, world: World, seconds: float) -> list[Stage]:
+def measure_steps(parts: train.Parts, world: World, seconds: float) -> Iterator[Stage]:
     """Measure train.py's optimiser step, on batches that stay on the device and then fed."""
     compute, state, schedule = parts.compute, parts.state, parts.schedule
     device = world.device
@@ -142,6 +142,10 @@ def measure_steps(parts: train.Parts, world: World, seconds: float) -> list[Stag
         take(sizes, WARM_UP_STEPS.get(device.type, 2))
         finish()
         alone = windows(sizes, seconds, finish)
+        model = schedule.config.model.name
+        note = f"{model}, batch {schedule.batch_size}, {compute.precision}"
+        note = f"{note}, compile {compute.compile_mode}, batch already on the device"
+        yield Stage("step", alone, note)
         sizes = trained(feed.train.batches(0, FOREVER))
         warm_up(sizes, feed)
         finish()
@@ -150,12 +154,9 @@ def measure_steps(parts: train.Parts, world: World, seconds: float) -> list[Stag
         if device.type != "cpu":
             feed.step_rate = median(alone)  # for the verdict
         verdict = judge([feed.step_times()], 0.0, world, feed)
-    model = schedule.config.model.name
-    note = f"{model}, batch {schedule.batch_size}, {compute.precision}"
-    note = f"{note}, compile {compute.compile_mode}, batch already on the device"
     lines = ["the step, fed by the loader"]
     lines += [f"verdict   {sentence}" for sentence in verdict.sentences]
-    return [Stage("step", alone, note), Stage("train", fed, "\n".join(lines))]
+    yield Stage("train", fed, "\n".join(lines))
 
 
 def main() -> int:

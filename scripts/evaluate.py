@@ -42,6 +42,7 @@ if __name__ == "__main__":
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -242,8 +243,9 @@ def images_of(data: DataConfig) -> Images:
     if held:
         return real_place(root), held
     place = os.path.join(root, data.val)
-    first = next(iter(find_storage(place)), place)  # with its ending, which need not be typed
-    return real_place(first), None
+    with suppress(OSError, ValueError):  # of another user; not there
+        place = os.path.commonpath(find_storage(place))  # with the ending, which need not be typed
+    return real_place(place), None
 
 
 def outputs_of(trained: Trained, datasets: Datasets, *, all_outputs: bool = False) -> Outputs:
@@ -340,7 +342,7 @@ def hits_of(result: Evaluated) -> dict[str, Any]:
     """Return the fingerprint of the images, their paths, and which of them were right."""
     data = result.datasets.val
     return {
-        "of": "{name}, {val_size} px, {outputs} outputs".format(**result.summary),
+        "of": "{name}, {val_size} px, {outputs} outputs, flip: {flip}".format(**result.summary),
         "images": data.fingerprint(),
         "paths": list(map(data.name, range(len(data)))),
         "right": result.rows["top1"].bool().tolist(),
@@ -401,11 +403,18 @@ def data_of_run(trained: Trained) -> DataConfig:
 
 
 def name_of(trained: Trained) -> str:
-    """Return the name of a checkpoint, and behind it the path of other images, however typed."""
+    """Return the name of a checkpoint, and behind it the path of other images, however typed.
+
+    The name of a file begins with its folder: exported models have the same names.
+    """
+    name = trained.name
+    if name == trained.path.name:
+        folder = os.path.dirname(os.path.abspath(trained.path))
+        name = f"{os.path.basename(folder)},{name}"
     images = images_of(trained.config.data)
     if images == images_of(data_of_run(trained)):
-        return trained.name
-    return f"{trained.name},{images[0].lstrip('/').replace('/', ',')}"
+        return name
+    return f"{name},{images[0].lstrip('/').replace('/', ',')}"
 
 
 def are_trained_on(data: DataConfig, run: DataConfig) -> bool:

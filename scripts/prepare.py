@@ -197,6 +197,7 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
             for split in {sample.split for sample in samples}:
                 file = stack.enter_context(replacing(options.to / f"{split}.tar"))
                 archives[split] = stack.enter_context(tarfile.open(file, "w"))
+        decoder()  # before the threads: it may warn
         threads = max(THREADS, machine.cores())  # few results wait: for a tar file, they are images
         done = in_threads(threads, partial(convert, options), samples, ahead=2 * threads)
         done = with_progress(done, len(samples), "images")

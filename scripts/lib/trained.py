@@ -53,11 +53,11 @@ class Trained:
 
     @property
     def name(self) -> str:
-        """A short name: of the run and the checkpoint, or of the file and its folder."""
+        """A short name: of the run and the checkpoint, or of the file."""
         folder = self.path.absolute().parent
         if self.stored and folder.name == "checkpoints":
             return f"{folder.parent.name},{self.path.stem}"
-        return f"{folder.name},{self.path.name}"
+        return self.path.name
 
     @property
     def image_size(self) -> int:

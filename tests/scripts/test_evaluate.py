@@ -82,7 +82,7 @@ def test_command_line(ranks, folder, found, image_root, tmp_path):
         weights, (out,) = done.stdout.splitlines()[0], re.findall(lines, done.stdout, re.MULTILINE)
         assert re.fullmatch(rf"weights   {name}.pt, step \d+", weights)
         against = ["--against", out]
-    assert f"\nagainst   {folder.name},best, 32 px, 3 outputs: of 15 images, " in done.stdout
+    assert f"\nagainst   {folder.name},best, 32 px, 3 outputs, flip: False: of 15" in done.stdout
     hits = json.loads((tmp_path / out / "hits.json").read_text())
     assert hits["right"] == found.rows["top1"].bool().tolist()
     assert hits["images"] == found.datasets.val.fingerprint()
