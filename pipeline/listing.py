@@ -144,7 +144,7 @@ def _list_one(folder: bytes, seen: set[Identity], left_out: LeftOut) -> Listed:
 def contents_of(top: bytes, left_out: LeftOut, base: bytes = b"") -> tuple[Paths, Paths]:
     """Return the images in `top` and below it, and all folders, in the order of `walk`.
 
-    Adds what is not read to `left_out`. `base`: what the paths of the images leave out at first.
+    Adds what is not read to `left_out`. `base`: the beginning that the paths of images leave out.
     """
     images = []
     folders = []

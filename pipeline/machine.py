@@ -26,7 +26,7 @@ def cpu_quota() -> float:
     """Return the CPU quota of the control groups (version 2), in cores; inf without a limit."""
     quota = math.inf
     group = ""
-    with contextlib.suppress(OSError):  # no Linux
+    with contextlib.suppress(OSError):  # not on Linux
         group = GROUPS.read_text().partition("0::")[2].partition("\n")[0]  # of the line `0::GROUP`
     folder = MOUNT / group.strip("/")
     for level in (folder, *folder.parents):  # a limit holds for all groups below

@@ -162,7 +162,7 @@ def evaluate_checkpoint(
     if real is not None:
         numbers = {name: number for number, name in enumerate(imagenet_names())}
         names, _ = imagenet_classes(trained, classes)
-        outputs = list(map(numbers.get, names, places))  # its place, for another class
+        outputs = list(map(numbers.get, names, places))  # other classes keep their places
         values["top1_real"] = top1_real(rows["prediction"].tolist(), outputs, labels)
     summary = {
         "checkpoint": str(trained.path),
