@@ -5,8 +5,8 @@
 
 Accepts train.py's key=value overrides. Lists every file and decodes 2,000 random files of each
 split, or every file with --all. Prints a row for each check: ok, warn or fail, the result, the
-remedy (->), and the files. A fault of one kind does not hide others, but images that cannot be
-listed are not decoded. Writes to caches only; downloads published weights.
+remedy (->), and the files. A fault of one kind does not hide others, but a split that cannot be
+listed is not decoded. Writes to caches only; downloads published weights.
 Exit status: 1 if a check failed, 2 for wrong arguments.
 """
 
@@ -110,7 +110,7 @@ def data(case: Case) -> Iterator[Row]:
         if source == "folder":
             mistakes += list_apart(case)
         for mistake in dict.fromkeys(mistakes):
-            yield fail(mistake, f"{REFUSED}; neither this split nor the plan is checked")
+            yield fail(mistake, f"{REFUSED}; not checked: the plan, splits that cannot be listed")
     else:
         for name, dataset in (("train", datasets.train), ("val", datasets.val)):
             if isinstance(dataset, FolderDataset):
