@@ -133,9 +133,10 @@ def evaluate_checkpoint(
     set_up_kernels(deterministic=config.train.deterministic, precision=precision)
     datasets = build_val(config)
     classes, places = outputs_of(trained, datasets, all_outputs=all_outputs)
-    labels: list[list[int]] = []
+    names, _ = imagenet_classes(trained, classes)
+    labels: list[list[str]] = []
     if real is not None:
-        labels = read_real(real, datasets.val)
+        labels = read_real(real, datasets.val, names)
     size = datasets.val.fields[IMAGE].device_shape[-1]
     trained.check_size(size)
     model = trained.build(device)
@@ -160,10 +161,7 @@ def evaluate_checkpoint(
     values = validation.values(metrics)
     rows = validation.rows
     if real is not None:
-        numbers = {name: number for number, name in enumerate(imagenet_names())}
-        names, _ = imagenet_classes(trained, classes)
-        outputs = list(map(numbers.get, names, places))  # other classes keep their places
-        values["top1_real"] = top1_real(rows["prediction"].tolist(), outputs, labels)
+        values["top1_real"] = top1_real(rows["prediction"].tolist(), names, labels)
     summary = {
         "checkpoint": str(trained.path),
         "name": trained.name,
@@ -282,9 +280,7 @@ def named_outputs(names: Names, outputs: Names, *, all_outputs: bool) -> Outputs
     """Return the outputs of these names, and behind them all others if those compete, too."""
     if all_outputs or len(names) == 1:  # one class alone would always be right
         names = tuple(dict.fromkeys(names + outputs))
-    places: dict[str, int] = {}
-    for place, name in enumerate(outputs):
-        places.setdefault(name, place)
+    places = dict(zip(outputs, range(len(outputs)), strict=True))
     return names, list(map(places.__getitem__, names))
 
 
@@ -306,11 +302,16 @@ def imagenet_classes(trained: Trained, classes: Names) -> tuple[Names, Names]:
     return classes, known
 
 
-def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
-    """Return the labels of each image, ImageNet's numbers of classes; empty if it does not count.
+def read_real(path: Path, dataset: Dataset, classes: Names) -> list[list[str]]:
+    """Return the labels of each image, WordNet IDs; an empty list if it does not count.
 
-    The file is real.json of arXiv 2006.07159. Raises UserError if an image has no list or several.
+    The file is real.json of arXiv 2006.07159, with ImageNet's numbers of classes. Raises UserError
+    if an image has no list or several, or if none of the classes is ImageNet's.
     """
+    imagenet = list(imagenet_names())
+    if set(imagenet).isdisjoint(classes):
+        wrong = f"has labels of ImageNet, but the classes are {', '.join(classes[:3])}, ..."
+        raise UserError(f"--real {path}", wrong, "name folders by WordNet ID, such as n01443537")
     lists = read_json(path, f"--real {path}", "give real.json of the paper's authors")
     count = list(map(type, lists)).count(list)
     paths = map(dataset.name, range(len(dataset)))
@@ -320,21 +321,20 @@ def read_real(path: Path, dataset: Dataset) -> list[list[int]]:
         images = f"{len(names):,} images with {len(in_order):,} different names"
         wrong = f"has {count:,} lists for {images}"
         raise UserError(f"--real {path}", wrong, "give one for each")
-    labels = dict(zip(in_order, lists, strict=True))
-    return [labels[name] for name in names]
+    numbers = dict(zip(in_order, lists, strict=True))
+    return [[imagenet[number] for number in numbers[name]] for name in names]
 
 
-def top1_real(predictions: list[int], numbers: list[int], labels: list[list[int]]) -> float:
+def top1_real(predictions: list[int], classes: Names, labels: list[list[str]]) -> float:
     """Return the percentage of images whose predicted class is one of their labels.
 
-    `predictions`: positions in `numbers`, or -1 for an image without one. `numbers`: ImageNet's, of
-    the classes that compete. `labels`: such numbers; images without labels do not count.
+    `predictions`: positions in `classes`, or -1 for none. Images without labels do not count.
     """
-    numbers = [*numbers, -1]  # the last one is that of the prediction -1
+    classes = (*classes, "")  # the last one is that of the prediction -1
     hits = []
     for prediction, correct in zip(predictions, labels, strict=True):
         if correct:
-            hits.append(numbers[prediction] in correct)
+            hits.append(classes[prediction] in correct)
     return 100 * sum(hits) / max(len(hits), 1)
 
 
