@@ -132,7 +132,7 @@ class Prefetcher:
         self._thread: Executor = AtOnce()
         if self.cuda:
             self.depth = self.loader.in_use - 1
-            # High priority: its kernels are small, and the step waits for their result.
+            # The step waits for it. On 8, 16 or 32 SMs only, an H200 trained 18, 7 or 1 % slower.
             self.side = torch.cuda.Stream(device, priority=-1)
             # `Dataset.on_device` may block the host for as long as a step takes.
             self._thread = ThreadPoolExecutor(1, "upload", torch.cuda.set_stream, (self.side,))
