@@ -97,11 +97,10 @@ def of_weights(config: Config, typed: set[str]) -> KeyValues:
     values = {key: stated[key] for key in keys if key in stated}
     if "data.image_size" in typed:
         values["data.image_size"] = config.data.image_size
+    if not typed.isdisjoint(VAL_SIZES):
         values["data.val_size"] = config.data.val_size
     if "augment.val" in stated:
-        factor = 1.0
-        if not typed.isdisjoint(VAL_SIZES):
-            factor = config.data.val_size / stated["data.val_size"]
+        factor = values["data.val_size"] / stated["data.val_size"]
         values["augment.val"] = scaled(_val_transforms(stated), factor)
     if "bicubic" in str(values.get("augment.val")):
         size = values["data.image_size"]

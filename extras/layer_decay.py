@@ -29,7 +29,8 @@ def with_layer_decay(
     if not 0 < layer_decay <= 1:
         raise UserError(f"optim.args: layer_decay={layer_decay}", "give a factor > 0 and <= 1")
     optimizer = optim.build_optimizer(model, replace(config, name=name, args=args))
-    groups, optimizer.param_groups = optimizer.param_groups, []
+    groups = optimizer.param_groups
+    optimizer.param_groups = []
     for distance, names in enumerate(reversed(blocks(model))):
         block = {model.get_parameter(name) for name in names}
         for group in groups:

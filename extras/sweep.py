@@ -140,14 +140,14 @@ class Sweep:
 
         metrics = Metrics.of(self.config(self.jobs[0]))
         by = metrics.best_by
-        form, unit = metrics[by].form, metrics[by].unit
+        metric = metrics[by]
         results = {job: _result(self.config(job)) for job in self.jobs}
         best_first = sorted(results, key=lambda job: results[job].score, reverse=True)
         widths = [max(map(len, column)) for column in self.columns.values()]
-        print(f"best {by}{unit.replace(' ', ', ')}, the best job first:")
+        print(f"best {by}{metric.unit.replace(' ', ', ')}, the best job first:")
         for job in best_first:
             value = results[job].value
-            text = "no result" if value is None else f"{value:9{form}}"
+            text = "no result" if value is None else f"{value:9{metric.form}}"
             print(f"{text}  {' '.join(map(str.ljust, job, widths))}".rstrip())
         print(f"report    python scripts/report.py {shlex.quote(str(self.folder))}")
         return int(any(result.status != "finished" for result in results.values()))

@@ -114,8 +114,8 @@ class Resize:
     interpolation: str = parameter(one_of(*INTERPOLATIONS), "bilinear")  # with antialiasing
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        width, height = picture.size
         if isinstance(self.size, int):
+            width, height = picture.size
             side = round(self.size / self.crop_ratio)
             short = min(width, height)
             new_width, new_height = int(side * width / short), int(side * height / short)

@@ -236,7 +236,7 @@ class StepClock:
             late=max(0.0, float(gaps.sum() - waits.sum()) - copying) / total,
             copy=float(copies.sum()) / total,
             ranks_wait=float(ms("begin", "ready").sum()) / total,
-            drained=sum(m.drained for m in events) / len(events),
+            drained=float(np.mean(column(events, "drained"))),
             core_wait=min(1.0, (waited - waited_before) / max(now - began, 1e-6)),
             copy_ms=float(np.median(copies)),
             step_ms=float(np.median(steps_ms)),

@@ -203,8 +203,8 @@ class FolderDataset(Dataset):
 
         Raises UnreadableError if it cannot be read.
         """
-        turned = self.exif_orientation
-        return decode.open_picture(self.read(index), self.decoder, exif_orientation=turned)
+        content = self.read(index)
+        return decode.open_picture(content, self.decoder, exif_orientation=self.exif_orientation)
 
     def targets(self, index: int, picture: Picture) -> dict[str, Any]:
         """Return the fields of a sample other than its image, which may be decoded later.
@@ -223,10 +223,10 @@ class FolderDataset(Dataset):
             raise UnreadableError(describe(error)) from error
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        begun = self._ahead
+        earlier = self._ahead
         self._ahead = {}
         for index in indices:
-            self._ahead[index] = begun.get(index) or READERS.submit(self.index.read, index)
+            self._ahead[index] = earlier.get(index) or READERS.submit(self.index.read, index)
 
     def name(self, index: int) -> str:
         return self.index.path(index)

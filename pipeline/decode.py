@@ -295,8 +295,8 @@ def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str) -> np.
 def reduction(box: Box, size: tuple[int, int]) -> int:
     """Return the largest of 1, 2, 4, 8 by which the region can shrink and still cover `size`."""
     left, top, right, bottom = box
-    factor = min((right - left) / size[0], (bottom - top) / size[1])
-    return 1 << min(3, max(0, int(math.log2(factor))))
+    factor = min((right - left) / size[0], (bottom - top) / size[1], 8)
+    return 2 ** int(math.log2(max(1, factor)))
 
 
 def open_image(data: bytes) -> ImageFile.ImageFile:

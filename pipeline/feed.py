@@ -66,7 +66,7 @@ class Feed:
         loader = self.train.loader
         times = self.train.clock.step_times(steps, skip=skip)
         return times._replace(
-            rate=times.steps * loader.local_batch_size / times.seconds,
+            rate=times.steps * loader.ring.local_batch_size / times.seconds,
             step_rate=self.step_rate,
             workers=self.pool.active,
             decoder=self.datasets.train.decoder,

@@ -273,22 +273,22 @@ def _cached_scan(files: Sequence[str], origin: str, tar_kind: Any) -> Scan:
     scan = _read_cache(file, tar_kind)
     if scan is None:
         started = time.time()
-        others: listing.LeftOut = {}
-        scan = _scan(files, origin, tar_kind, others)
+        left_out: listing.LeftOut = {}
+        scan = _scan(files, origin, tar_kind, left_out)
         last_change = scan.stamps[:, 0].max() / 1e9
         is_settled = last_change < started - SETTLED_SECONDS
         # A link whose file appears later does not change its folder.
-        if is_settled and listing.IRREGULAR not in others.values():
+        if is_settled and listing.IRREGULAR not in left_out.values():
             _write_cache(file, scan)
     return scan
 
 
-def _scan(files: Sequence[str], origin: str, tar_kind: Any, others: listing.LeftOut) -> Scan:
-    """List the images of a split, and add the rest to `others`; `origin`: for messages."""
+def _scan(files: Sequence[str], origin: str, tar_kind: Any, left_out: listing.LeftOut) -> Scan:
+    """List the images of a split, and add the rest to `left_out`; `origin`: for messages."""
     places: listing.Places = {}
     folder = files[0]
     if os.path.isdir(folder):
-        classes, listed = listing.list_folder(os.fsencode(folder), origin, others)
+        classes, listed = listing.list_folder(os.fsencode(folder), origin, left_out)
         stamps = _stamps(listed, tar_kind)
     else:
         folder = os.path.dirname(files[0])
@@ -296,16 +296,16 @@ def _scan(files: Sequence[str], origin: str, tar_kind: Any, others: listing.Left
         stamps = _stamps(listed, tar_kind)  # first: a file that changes meanwhile is read again
         if files[0].endswith(".tar"):
             logger.info("%s: listing the images; the list is cached", origin)
-            classes, places = listing.list_tars(files, origin, others, tar_kind.members)
+            classes, places = listing.list_tars(files, origin, left_out, tar_kind.members)
         else:
             classes = listing.read_list(files[0], origin)
-    left_out = listing.describe_left_out(others)
+    description = listing.describe_left_out(left_out)
     return Scan(
         np.array(list(classes)),
         np.array(listed),
         stamps,
         np.array(os.fsencode(folder)),
-        np.array(os.fsencode(left_out)),
+        np.array(os.fsencode(description)),
         *_table(classes.values(), places),
     )
 

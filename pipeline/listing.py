@@ -40,7 +40,6 @@ LeftOut = dict[bytes, str]  # path of a file or folder that is not read -> reaso
 Paths = list[bytes]
 Classes = dict[bytes, Paths]  # name -> sorted paths of its images; sorted by name
 Places = dict[bytes, tuple[int, int, int]]  # path -> source, offset and length, as in Index.places
-Identity = tuple[int, int]  # device and number of a folder
 Members = dict[bytes, tuple[int, int]]  # name in a tar file -> offset and length in bytes
 # What tarfile raises for a damaged header
 DAMAGED = (ArithmeticError, LookupError, MemoryError, tarfile.TarError, TypeError, ValueError)
@@ -109,7 +108,7 @@ def walk(top: bytes, left_out: LeftOut) -> Iterator[Listed]:
         waiting += reversed(_paths_in(folder, listed.folders))
 
 
-def _identity(folder: bytes | Path) -> Identity:
+def _identity(folder: bytes | Path) -> tuple[int, int]:
     """Return the device and the number of a folder, which are the same through any link."""
     info = os.stat(folder)
     return info.st_dev, info.st_ino
@@ -119,7 +118,7 @@ def _paths_in(folder: bytes, names: Iterable[bytes]) -> list[bytes]:
     return [os.path.join(folder, name) for name in names]
 
 
-def _list_one(folder: bytes, seen: set[Identity], left_out: LeftOut) -> Listed:
+def _list_one(folder: bytes, seen: set[tuple[int, int]], left_out: LeftOut) -> Listed:
     """List a folder. The kind of a file comes with its name; only links and folders cost a call.
 
     Adds its folders to `seen`, and what is not read to `left_out`.
@@ -159,18 +158,18 @@ def contents_of(top: bytes, left_out: LeftOut, base: bytes = b"") -> tuple[Paths
     return images, folders
 
 
-def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, list[bytes]]:
-    """List the images in class folders, and all folders; add the rest to `others`.
+def list_folder(base: bytes, origin: str, left_out: LeftOut) -> tuple[Classes, list[bytes]]:
+    """List the images in class folders, and all folders; add the rest to `left_out`.
 
     `origin`: key=value, for messages. Raises UserError if there is no class, or some are empty.
     """
-    top = next(walk(base, others))
+    top = next(walk(base, left_out))
     if not top.folders:
         wrong = "holds no folder for each class"
         raise UserError(origin, wrong, "put each image into <class>/, a folder in it")
     loose = _paths_in(base, filter(is_image, top.files))
-    others |= dict.fromkeys(loose, LOOSE)
-    list_one = partial(contents_of, left_out=others, base=os.path.join(base, b""))
+    left_out |= dict.fromkeys(loose, LOOSE)
+    list_one = partial(contents_of, left_out=left_out, base=os.path.join(base, b""))
     with ThreadPoolExecutor(THREADS) as pool:
         contents = list(pool.map(list_one, _paths_in(base, top.folders)))
     classes: Classes = {}
@@ -186,7 +185,7 @@ def list_folder(base: bytes, origin: str, others: LeftOut) -> tuple[Classes, lis
         listed += folders
     if empty:
         wrong = f"class folders without images (.jpg, .png, ...): {', '.join(empty[:10])}"
-        cure = f"fill or remove them. {describe_left_out(others)}".rstrip(". ")
+        cure = f"fill or remove them. {describe_left_out(left_out)}".rstrip(". ")
         raise UserError(origin, wrong, cure)
     return classes, listed
 
@@ -199,9 +198,9 @@ def _refuse_split(folder: str, origin: str) -> None:
 
 
 def list_tars(
-    files: Sequence[str], origin: str, others: LeftOut, members_of: Callable[..., Members]
+    files: Sequence[str], origin: str, left_out: LeftOut, members_of: Callable[..., Members]
 ) -> tuple[Classes, Places]:
-    """List the images in tar files, and the place of each; add the rest to `others`.
+    """List the images in tar files, and the place of each; add the rest to `left_out`.
 
     Raises UserError if there is no image in a folder, or two tar files hold one of the same name.
     """
@@ -209,7 +208,7 @@ def list_tars(
     with ThreadPoolExecutor(THREADS) as pool:
         # A file is opened by its path, which messages show, too.
         for number, members in enumerate(pool.map(members_of, files, files)):
-            _add_images(images, members, number, others)
+            _add_images(images, members, number, left_out)
     if not images:
         cure = "python scripts/prepare.py SOURCE --to DIR converts other tar files"
         raise UserError(origin, "holds no <class>/<name> with the suffix of an image", cure)
@@ -228,15 +227,15 @@ def list_tars(
     return dict(sorted(classes.items())), places
 
 
-def _add_images(images: Places, members: Members, number: int, others: LeftOut) -> None:
-    """Add the images in folders of tar file `number` to `images`, and the rest to `others`."""
+def _add_images(images: Places, members: Members, number: int, left_out: LeftOut) -> None:
+    """Add the images in folders of tar file `number` to `images`, and the rest to `left_out`."""
     for name, place in members.items():
         reason = why_left_out(name)
         if b"/" not in name:  # not in a class folder: other files than images describe the dataset
             if not reason:
-                others[name] = LOOSE
+                left_out[name] = LOOSE
         elif reason:
-            others[name] = reason
+            left_out[name] = reason
         elif name in images:
             wrong = "two of the tar files hold it"
             raise UserError(os.fsdecode(name), wrong, "rename or remove one of them")
@@ -322,17 +321,19 @@ def read_list(path: str, origin: str) -> Classes:
     """
     classes: Classes = {}
     listed: dict[str, tuple[str, str]] = {}  # path -> label, and the path as it is written first
-    absolute = partial(os.path.join, os.path.dirname(os.path.abspath(path)))
+    folder = os.path.dirname(os.path.abspath(path))
     for number, (line, row) in enumerate(csv_rows(path)):
         cells = list(filter(None, row))
         if len(cells) != 2:
             cure = "write one image per line, as path,label"
             raise UserError(origin, f"line {line} is not path,label", cure)
         image, label = cells
-        names_file = is_image(os.fsencode(image)) or os.path.isfile(absolute(image))
-        if number == 0 and not names_file:
-            continue
-        known, written = listed.setdefault(os.path.normpath(absolute(image)), (label, image))
+        place = os.path.join(folder, image)
+        if number == 0:
+            names_file = is_image(os.fsencode(image)) or os.path.isfile(place)
+            if not names_file:
+                continue
+        known, written = listed.setdefault(os.path.normpath(place), (label, image))
         if known != label:
             wrong = f"line {line}: {image} is {label}, but {known} in an earlier line"
             raise UserError(origin, wrong, "give each image one label")
@@ -340,6 +341,6 @@ def read_list(path: str, origin: str) -> Classes:
     first = list(listed)[:100]
     if not any(map(os.path.exists, first)):
         wrong = f"holds no images, or no file is at their paths, such as {', '.join(first[:1])}"
-        cure = f"write lines path,label; a path is absolute, or relative to {absolute('')}"
+        cure = f"write lines path,label; a path is absolute, or relative to {folder}/"
         raise UserError(origin, wrong, cure)
     return {label: sorted(classes[label]) for label in sorted(classes)}

@@ -52,7 +52,7 @@ def load() -> DecodeRegion:
         raise not_installed(pillow_advice) from None
     except OSError as error:
         raise not_installed(str(error)) from None
-    addresses = (ctypes.c_void_p * len(functions))(*[function.value for function in functions])
+    addresses = (ctypes.c_void_p * len(functions))(*functions)
     if code.region_open(addresses):
         raise not_installed(pillow_advice)
     call = code.region_decode

@@ -81,8 +81,11 @@ def refuse_shared_images(train: Index, val: Index) -> None:
 
 def _real_paths(index: Index) -> set[str]:
     real = cache(os.path.realpath)  # of the folders: for each image, it would take too long
-    paths = map(os.path.split, map(index.path, range(len(index))))
-    return {os.path.join(real(folder), name) for folder, name in paths}
+    found = set()
+    for row in range(len(index)):
+        folder, name = os.path.split(index.path(row))
+        found.add(os.path.join(real(folder), name))
+    return found
 
 
 def other_classes(train: Index, val: Index) -> UserError:

@@ -151,11 +151,10 @@ def _fill_row(
         else:
             skipped += unreadable
             return candidate
-    _, first = unreadable[0]
+    _, text = unreadable[0]
     if len(unreadable) > 1:
-        tried = len(unreadable) - 1
-        raise UnreadableError(f"{first}; none of its {tried} replacements can be read either")
-    raise UnreadableError(first)
+        text += f"; none of its {len(unreadable) - 1} replacements can be read either"
+    raise UnreadableError(text)
 
 
 def _write(ring: Ring, batch: SlotArrays, row: int, sample: Mapping[str, Any]) -> None:

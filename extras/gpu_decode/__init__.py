@@ -48,11 +48,9 @@ def engines(dataset: Any, config: Config, device: torch.device) -> Any:
     """
     decoder = config.loader.decoder
     if decoder == HYBRID and config.train.deterministic:
-        raise UserError(
-            "loader.decoder=hybrid",
-            "splits each batch by measured speed, so the bits differ from run to run",
-            "use another decoder with train.deterministic=true",
-        )
+        wrong = "splits each batch by measured speed, so the bits differ from run to run"
+        cure = "use another decoder with train.deterministic=true"
+        raise UserError("loader.decoder=hybrid", wrong, cure)
     if decoder not in ("auto", GPU, HYBRID):
         return dataset
     reason = why_no_engines(device) or _needs_pixels(dataset)
@@ -61,9 +59,8 @@ def engines(dataset: Any, config: Config, device: torch.device) -> Any:
     if not reason:
         return JpegEngineDataset(dataset)
     if decoder != "auto":
-        raise UserError(
-            f"loader.decoder={decoder}", f"the GPU's JPEG engines: {reason}", "use auto"
-        )
+        wrong = f"the GPU's JPEG engines: {reason}"
+        raise UserError(f"loader.decoder={decoder}", wrong, "use auto")
     if device.type == "cuda" and hasattr(dataset, "transform"):
         logger.info("loader.decoder=auto: the GPU's JPEG engines are not used: %s", reason)
     return dataset
@@ -165,7 +162,7 @@ class JpegEngineDataset(DatasetWrapper):
         row = np.zeros(g.COLUMNS)
         if self._due >= 1 and self._send(picture, row):
             return {GEOMETRY: row}
-        row[:] = 0  # LENGTH too: the row holds pixels of the final size
+        # LENGTH is still 0: the row holds pixels, of the final size.
         row[[g.CLIP_RIGHT, g.CLIP_BOTTOM]] = self.size
         row[[g.SCALE_X, g.SCALE_Y]] = 1
         return {**self.dataset.image_fields(picture), GEOMETRY: row}
@@ -203,12 +200,14 @@ class JpegEngineDataset(DatasetWrapper):
         self._decode(files, geometry, pixels, out, affine)
         return {IMAGE: out, **self.dataset.on_device(rest, slot)}
 
-    def _decode(self, files: Tensor, geometry: Tensor, pixels: Tensor, *out: Tensor) -> None:
+    def _decode(
+        self, files: Tensor, geometry: Tensor, pixels: Tensor, out: Tensor, affine: Tensor
+    ) -> None:
         """Decode and crop a batch, and set the share of the engines in later ones."""
         try:
             if self.engine is None:
-                self.engine = GpuDecoder(out[0].device, len(pixels))
-            self.engine.make_batch(files, geometry, pixels, *out)
+                self.engine = GpuDecoder(out.device, len(pixels))
+            self.engine.make_batch(files, geometry, pixels, out, affine)
             self.engine_seconds = self.engine.seconds_per_image
         except (JpegEngineError, torch.OutOfMemoryError) as error:
             logger.warning("%s: the CPU decodes this batch instead", error)

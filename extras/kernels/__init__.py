@@ -59,8 +59,8 @@ def faster(layer: nn.Module, *, channels_last: bool) -> type[nn.Module]:
     if _is_like(layer, nn.MaxPool2d, STEM_POOLING):
         return PlacedMaxPool
     if _is_like(layer, nn.BatchNorm2d, BATCH_NORM):
-        has_both = layer.momentum is not None and layer.bias is not None
-        return OnePassBatchNorm if has_both else kind
+        if layer.momentum is not None and layer.bias is not None:
+            return OnePassBatchNorm
     return kind
 
 
@@ -100,14 +100,16 @@ class OnePassBatchNorm(nn.BatchNorm2d):
     cancellation error is far smaller than the rounding error of bf16 inputs.
     """
 
+    # None of these is None: see `faster`.
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    momentum: float
+
     def forward(self, input: Tensor) -> Tensor:
         """float [B, C, H, W] -> the same shape and dtype."""
         if not self.training:
             return super().forward(input)
-        mean_now = self.running_mean
-        variance_now = self.running_var
-        momentum = self.momentum
-        assert mean_now is not None and variance_now is not None and momentum is not None
         count = input.numel() // input.shape[1]
         whole = input.to(torch.promote_types(input.dtype, torch.float32))
         # The running mean would not do: torch.compile recomputes `x` in the backward pass, after it
@@ -119,10 +121,9 @@ class OnePassBatchNorm(nn.BatchNorm2d):
         mean = x.mean((0, 2, 3))
         variance = ((x * x).mean((0, 2, 3)) - mean * mean).clamp(min=0)
         with torch.no_grad():
-            if self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
-            mean_now.lerp_(near + mean, momentum)
-            variance_now.lerp_(variance * (count / (count - 1)), momentum)
+            self.num_batches_tracked.add_(1)
+            self.running_mean.lerp_(near + mean, self.momentum)
+            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
         scale = self.weight * torch.rsqrt(variance + self.eps)
         shift = self.bias - mean * scale
         y = x * scale[:, None, None] + shift[:, None, None]

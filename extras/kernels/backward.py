@@ -103,10 +103,11 @@ def place_gradients(grad: Tensor, place: Tensor) -> Tensor:
     `grad`: float [B, C, H, W]. `place`: int8 [B, C, H, W], 3 * row + column of the maximum in its
     window, which starts at 2 * index - 1. Returns float [B, C, 2H, 2W], channels_last.
     """
-    grad, place = (t.contiguous(memory_format=torch.channels_last) for t in (grad, place))
+    form = torch.channels_last
+    grad = grad.contiguous(memory_format=form)
+    place = place.contiguous(memory_format=form)
     batch, channels, height, width = grad.shape
     size = batch, channels, 2 * height, 2 * width
-    form = torch.channels_last
     out = torch.empty(size, dtype=grad.dtype, device=grad.device, memory_format=form)
     count = grad.numel()
     _place_gradients[(triton.cdiv(count, BLOCK),)](

@@ -79,11 +79,9 @@ class Predictions:
         _write_csv(folder / "confusion.csv", pairs)
         worst = []
         for row in self.worst(max(WORST_LISTED, len(self.labels) // 50)):
-            listed: dict[str, Any] = {"path": self.dataset.name(row)}
-            listed |= self.named(self.labels[row], self.predictions[row])
-            listed["confidence"] = float(self.confidences[row])
-            listed["loss"] = float(self.losses[row])
-            worst.append(listed)
+            named = self.named(self.labels[row], self.predictions[row])
+            values = {"confidence": float(self.confidences[row]), "loss": float(self.losses[row])}
+            worst.append({"path": self.dataset.name(row), **named, **values})
         _write_csv(folder / "worst.csv", worst)
         self.worst_images.save(folder / "worst.jpg", quality=90)
 
@@ -98,13 +96,11 @@ class Predictions:
     @cached_property
     def confusions(self) -> list[tuple[int, int, int]]:
         """(label, prediction, images) of every pair, the most frequent first."""
-        size = self.size
-        pairs = (self.labels * size + self.predictions)[self.valid]
-        pairs, images = np.unique(pairs, return_counts=True)
+        both = np.stack([self.labels, self.predictions])[:, self.valid]
+        pairs, images = np.unique(both, axis=1, return_counts=True)
         order = np.argsort(-images, kind="stable")
-        labels, predictions = np.divmod(pairs[order], size)
-        columns = labels.tolist(), predictions.tolist(), images[order].tolist()
-        return list(zip(*columns, strict=True))
+        labels, predictions = pairs[:, order].tolist()
+        return list(zip(labels, predictions, images[order].tolist(), strict=True))
 
     @cached_property
     def per_class(self) -> list[dict[str, Any]]:

@@ -235,7 +235,8 @@ class ThreeAugment:
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         blur = ImageFilter.GaussianBlur(rng.uniform(0.1, 2))
         kinds = (ImageOps.grayscale, ImageOps.solarize, lambda image: image.filter(blur))
-        image = kinds[int(rng.random() * 3)](rgb_image(picture)).convert("RGB")
+        change = kinds[int(rng.random() * 3)]
+        image = change(rgb_image(picture)).convert("RGB")
         for name in sorted(("brightness", "contrast", "color"), key=lambda _: rng.random()):
             image = apply(image, Operation(name, rng.uniform(0.7, 1.3)))
         return Picture(np.asarray(image), untracked=True)
