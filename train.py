@@ -184,18 +184,15 @@ def train_step(
         Named values to log, "loss" among them. One that you add appears in all logs and the report.
     """
     for group in state.optimizer.param_groups:
-        group["lr"] = lr
-        if "lr_scale" in group:
-            group["lr"] = lr * group["lr_scale"]
-    sums: Values = {}
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+    means: Values = {}
     for number, micro_batch in enumerate(batch.split(num_micro_batches), start=1):
         set_ddp_sync(network, enabled=number == num_micro_batches)
         loss, values = loss_fn(network, micro_batch)
-        images = len(micro_batch.samples)
-        share = images / len(batch.samples)
+        share = len(micro_batch.samples) / len(batch.samples)
         state.scaler.scale(share * loss).backward()  # DDP averages here, if enabled
         for name, value in {"loss": loss.detach(), **values}.items():
-            sums[name] = sums.get(name, 0.0) + images * value.float()
+            means[name] = means.get(name, 0.0) + share * value.float()
     average_gradients(network)
     # Without fp16, the scaler is disabled: `step` calls the optimiser, the others do nothing.
     state.scaler.unscale_(state.optimizer)
@@ -206,7 +203,6 @@ def train_step(
     state.clear_gradients()
     if state.ema is not None:
         state.ema.update_parameters(state.model)
-    means = {name: total / len(batch.samples) for name, total in sums.items()}
     if state.scaler.is_enabled():
         # `get_scale` would wait for the device.
         means["loss_scale"] = state.scaler.scale(torch.ones_like(means["loss"]))

@@ -43,8 +43,7 @@ def fit_memory(
         train_on_batch: its number of micro-batches is set to that of the schedule.
         batches: the first batch, which is read only if the step is tried.
     """
-    images = schedule.local_batch_size
-    size = images  # at most, in a micro-batch
+    size = schedule.local_batch_size  # most images of a micro-batch
     fitted = schedule
     fixed = schedule.config.train.micro_batch or state.step > 0
     waits = schedule.config.model.sync_bn and world.size > 1
@@ -60,11 +59,10 @@ def fit_memory(
             fitted = replace(schedule, fitted_micro_batch=size)
     if world.device.type == "cuda":  # StepGraph reads the peak: leave out the trials
         torch.cuda.reset_peak_memory_stats()
-    if size == images:
-        return schedule
-    text = "out of memory with %d images at a time: training as with train.micro_batch=%d"
-    logger.warning(text, images, size)
-    train_on_batch.set_micro_batches(fitted.num_micro_batches)
+    if fitted is not schedule:
+        text = "out of memory with %d images at a time: training as with train.micro_batch=%d"
+        logger.warning(text, schedule.local_batch_size, size)
+        train_on_batch.set_micro_batches(fitted.num_micro_batches)
     return fitted
 
 

@@ -7,7 +7,7 @@ split; log.values names more such entries.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -69,12 +69,11 @@ class Metrics:
             raise UserError(f"train.best_by={text}", "has the wrong sign", sign)
         return metrics
 
-    def check_best_by(self, names: Iterable[str]) -> None:
+    def check_best_by(self, names: Collection[str]) -> None:
         """Refuse a train.best_by that is not among the values of a validation."""
-        known = list(names)
-        if self.best_by not in known:
-            near = did_you_mean(self.best_by, known)
-            cure = f"give one of {', '.join(known)}, with - in front if lower is better{near}"
+        if self.best_by not in names:
+            near = did_you_mean(self.best_by, names)
+            cure = f"give one of {', '.join(names)}, with - in front if lower is better{near}"
             wrong = "a validation has no such value"
             raise UserError(f"train.best_by={self.best_by}", wrong, cure)
 
@@ -112,7 +111,7 @@ class Metrics:
             not_averaged.update(metric.inputs)
             has_inputs = set(metric.inputs) <= rows.keys()
             if metric.compute and has_inputs:
-                arguments = map(rows.__getitem__, metric.inputs)
+                arguments = [rows[source] for source in metric.inputs]
                 computed[name] = partial(metric.compute, *arguments)
         not_averaged -= self.entries.keys()
         values: dict[str, Computation] = {}

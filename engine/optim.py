@@ -105,8 +105,8 @@ def from_class(
     _refuse_moments(config)
     values: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     values["capturable"] = _is_on_gpu(model)
-    takes = inspect.signature(optimizer_class).parameters
-    keys: dict[str, Any] = {name: values[name] for name in values if name in takes}
+    takes = inspect.signature(optimizer_class).parameters.keys()
+    keys: dict[str, Any] = {name: values[name] for name in values.keys() & takes}
     return _checked_at_capture(optimizer_class(decay_groups(model, config), **keys, **args))
 
 

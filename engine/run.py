@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,7 @@ class Run(AbstractContextManager["Run"]):
         """Return the checkpoints of this folder, newest first; refuse a folder that is no run."""
         given = f"run.dir={self.path}"
         refuse_inside(self.path, self.config.data, given)
-        names = set(map(attrgetter("name"), self.path.glob("*")))
+        names = set(map(os.path.basename, self.path.glob("*")))
         if names and names.isdisjoint(RUN_FILES):
             raise UserError(given, "holds files that are not of a run", "give another")
         if self.config.checkpoint.resume == "never":

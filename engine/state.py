@@ -125,12 +125,9 @@ class TrainState:
     def load_state_dict(self, stored: dict[str, Any]) -> None:
         self.model.load_state_dict(stored["model"])
         if self.ema is not None:
-            if stored["ema"]:
-                self.ema.module.load_state_dict(stored["ema"])
-                self.ema.n_averaged.fill_(stored["ema_steps"])
-            else:  # train.ema_decay is turned on at this resume
-                self.ema.module.load_state_dict(stored["model"])
-                self.ema.n_averaged.zero_()
+            # Without an average, train.ema_decay is turned on at this resume.
+            self.ema.module.load_state_dict(stored["ema"] or stored["model"])
+            self.ema.n_averaged.fill_(stored["ema_steps"] or 0)
         # The stored loss scale is empty without fp16.
         self.scaler.load_state_dict(self.scaler.state_dict() | stored.get("loss_scale", {}))
         # The optimiser's state, such as momentum, comes from the checkpoint, and so do the numbers

@@ -79,13 +79,12 @@ class Rule:
         self.windows_kept += 1
         added = window.workers - self.last_window.workers
         differs = abs(window.demand / self.last_window.demand - 1) > NOISE
-        if added == 0:
-            if differs:  # other programs have begun or ended
-                self.slope = 0.0
-                self.correction = 1.0
-                self.changes = 0
-                self.windows_kept = 1
-                self.recent.clear()
+        if differs and added == 0:  # other programs have begun or ended
+            self.slope = 0.0
+            self.correction = 1.0
+            self.changes = 0
+            self.windows_kept = 1
+            self.recent.clear()
         elif differs:
             seconds = 1 / window.demand - 1 / self.last_window.demand
             self.slope = max(0.0, seconds / added)
@@ -151,8 +150,8 @@ class Tuner:
     def start(self, train_on_batch: StepGraph, first_step: int) -> None:
         """Measure, and set mode and workers of the feed. Changes the state. Collective."""
         feed = self.feed
-        resident = next(feed.train.batches(first_step, first_step + 1)).clone()
-        feed.step_rate = self.measure_step(train_on_batch, resident)
+        batch = next(feed.train.batches(first_step, first_step + 1)).clone()
+        feed.step_rate = self.measure_step(train_on_batch, batch)
         self.say(f"autotune  the step takes {feed.step_rate:,.0f} images/s on a batch on the GPU")
         first = self.measure_mode(feed.datasets.decode_modes[0], first_step)
         mode = self.choose_mode(first.rate, first_step)
@@ -167,15 +166,15 @@ class Tuner:
         feed.set_decode_mode(mode, demand=ENOUGH_ON_DEVICE * feed.step_rate)
         self.say(f"autotune  decoder={feed.decoder_name}, at first workers={workers}")
 
-    def measure_step(self, train_on_batch: StepGraph, resident: Batch) -> float:
+    def measure_step(self, train_on_batch: StepGraph, batch: Batch) -> float:
         """Return the images/s of the step on a batch on the device: the median of rounds."""
-        step = partial(train_on_batch, resident)
+        step = partial(train_on_batch, batch)
         seconds_of = self.feed.train.clock.seconds_of
         seconds_of(step, train_on_batch.steps_before_capture + 1)  # compiles, captures
         count = math.ceil(ROUND_SECONDS / seconds_of(step, 2))
         count = min(MAX_STEPS, self.world.max(count))  # all ranks average gradients together
         seconds = median(seconds_of(step, count) for _ in range(ROUNDS))
-        return len(resident.samples) / seconds
+        return len(batch.samples) / seconds
 
     def choose_mode(self, first_rate: float, first_step: int) -> str:
         """Return the first mode if its rate is enough on all ranks, else the faster. Collective."""

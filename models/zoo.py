@@ -23,7 +23,6 @@ from models.vit import vit_s16
 from models.weights import fit_weights, head_of
 
 RGB = 3  # input channels of every library's first convolution
-NO_ARGS: Mapping[str, Any] = {}
 Create = Callable[..., nn.Module]
 # Functions of (num_classes, image_size, **model.args), and in_channels, if the images are not RGB.
 OURS: dict[str, Create] = {
@@ -50,7 +49,7 @@ def build(
     image_size: int,
     in_channels: int = RGB,
     pretrained: bool = False,
-    args: Mapping[str, Any] = NO_ARGS,
+    args: Mapping[str, Any] = {},
 ) -> nn.Module:
     """Create a classifier: float [B, C, S, S] -> logits [B, num_classes].
 

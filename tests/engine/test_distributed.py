@@ -43,7 +43,7 @@ def test_variables_of_torchrun(monkeypatch):
     with join_world("cpu", timeout_seconds=60) as world:
         assert world == World(3, 4, 2, torch.device("cpu"))
     (group,) = given
-    assert group.pop("store").underlying_store is store
+    assert group.pop("store") is store
     assert group == {"timeout": timedelta(minutes=10), "rank": 3, "world_size": 4}
 
 
