@@ -52,7 +52,8 @@ def pack(options):
     for name in options.formats.split(","):
         folder = options.buckets / "images" / name
         folder.mkdir(parents=True)
-        globals()[f"write_{name}"](files, size, folder)
+        write = {"tars": write_tars, "mds": write_mds, "litdata": write_litdata}[name]
+        write(files, size, folder)
 
 
 def write_tars(files, size, folder):
@@ -196,15 +197,19 @@ def litdata(options):
     return sizes_of(dataset, options)
 
 
+LOADERS = {"this": this, "webdataset": webdataset, "streaming": streaming, "litdata": litdata}
+
+
 def measure(options):
     """Print images/s and requests for an image of two epochs; the start is not counted."""
     count = sum(1 for _ in (options.images / "train").glob("*/*"))
     began = time.perf_counter()
-    sizes = globals()[options.what](options)
+    sizes = LOADERS[options.what](options)
     done = next(sizes)
     print(f"{options.what}: first batch after {time.perf_counter() - began:.1f} s", flush=True)
     for epoch in range(1, options.epochs + 1):
-        began, before = time.perf_counter(), requests()
+        began = time.perf_counter()
+        before = requests()
         first = done
         while done < epoch * count:
             done += next(sizes)
@@ -219,20 +224,20 @@ def requests():
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("what", choices=("pack", "this", "webdataset", "streaming", "litdata"))
+    parser.add_argument("what", choices=("pack", *LOADERS))
     parser.add_argument("images", type=Path)
     parser.add_argument("buckets", type=Path)
-    for name, value in (
-        ("shards", 64),
-        ("workers", 2),
-        ("batch", 256),
-        ("size", 224),
-        ("epochs", 2),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--shards", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--cache", default="")
     parser.add_argument("--formats", default="tars,mds,litdata", help="what pack writes")
     parser.add_argument("--torchvision", action="store_true", help="decode as the peers do")
     given = parser.parse_args()
-    pack(given) if given.what == "pack" else measure(given)
+    if given.what == "pack":
+        pack(given)
+    else:
+        measure(given)
     os._exit(0)  # the loaders do not end by themselves

@@ -2,7 +2,7 @@
 
 import argparse
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -13,70 +13,90 @@ ANY_COLOUR = (120, 256)  # of what is drawn on a dark ground
 Rng = np.random.Generator
 
 
+def class_folders(root: Path, names: list[str]) -> Iterator[tuple[str, int, Path]]:
+    """Make train/<class>/ and val/<class>/; yield the split, the label and the folder of each."""
+    for split in ("train", "val"):
+        for label, name in enumerate(names):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            yield split, label, folder
+
+
 def draw_patterns(root: Path) -> None:
     """Grey checks, columns and rows of any contrast; 151 images to train with."""
     rng = np.random.default_rng(0)
+    for split, label, folder in class_folders(root, ["checks", "columns", "rows"]):
+        images = {"train": 50, "val": 20}[split]
+        if folder == root / "train" / "checks":
+            images = 51
+        for number in range(images):
+            pixels = pattern(label, rng)
+            image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+            image.convert("RGB").save(folder / f"{number:03d}.jpg", quality=95)
+
+
+def pattern(label: int, rng: Rng) -> np.ndarray:
+    """Return grey levels, float [32, 32]: waves along x, along y, or their product."""
     y, x = np.mgrid[:32, :32] / 32
-    for split, images in (("train", 50), ("val", 20)):
-        for label, name in enumerate(("checks", "columns", "rows")):
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            for number in range(images + (split == "train" and label == 0)):
-                first, second = (
-                    np.sin(2 * np.pi * (rng.uniform(3, 6) * axis + rng.random())) for axis in (x, y)
-                )
-                value = (first * second, first, second)[label] / 2 + 0.5
-                pixels = rng.uniform(20, 110) + rng.uniform(50, 120) * value
-                pixels += rng.normal(0, 8, (32, 32))
-                Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).convert("RGB").save(
-                    folder / f"{number:03d}.jpg", quality=95
-                )
+    columns = np.sin(2 * np.pi * (rng.uniform(3, 6) * x + rng.random()))
+    rows = np.sin(2 * np.pi * (rng.uniform(3, 6) * y + rng.random()))
+    waves = (columns * rows, columns, rows)[label]
+    darkest = rng.uniform(20, 110)
+    contrast = rng.uniform(50, 120)
+    noise = rng.normal(0, 8, (32, 32))
+    return darkest + contrast * (waves / 2 + 0.5) + noise
 
 
 def draw_grades(root: Path) -> None:
     """Discs of five sizes, which overlap a little."""
     rng = np.random.default_rng(0)
-    for split, images in (("train", 50), ("val", 20)):
-        for grade in range(5):
-            folder = root / split / f"grade{grade}"
-            folder.mkdir(parents=True)
-            for number in range(images):
-                pixels, centre = rng.integers(0, 80, (32, 32, 3)), rng.uniform(12, 20, (2, 1, 1))
-                radius = np.hypot(*(np.mgrid[:32, :32] - centre))
-                pixels[radius < 3 + 2 * grade + rng.normal(0, 0.5)] = rng.integers(120, 256, 3)
-                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
+    for split, grade, folder in class_folders(root, [f"grade{grade}" for grade in range(5)]):
+        for number in range({"train": 50, "val": 20}[split]):
+            pixels = rng.integers(0, 80, (32, 32, 3))
+            centre = rng.uniform(12, 20, (2, 1, 1))
+            distance = np.hypot(*(np.mgrid[:32, :32] - centre))
+            colour = rng.integers(120, 256, 3)
+            radius = 3 + 2 * grade + rng.normal(0, 0.5)
+            pixels[distance < radius] = colour
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
+
+
+MOVES = {"down": (1, 0), "left": (0, -1), "right": (0, 1), "up": (-1, 0)}  # y and x in a frame
 
 
 def draw_clips(root: Path) -> None:
     """Folders of 8 to 11 frames in which a square moves; one frame does not tell the class."""
     rng = np.random.default_rng(0)
-    moves = {"down": (1, 0), "left": (0, -1), "right": (0, 1), "up": (-1, 0)}
-    for split, clips in (("train", 40), ("val", 15)):
-        for (name, move), clip in ((each, clip) for each in moves.items() for clip in range(clips)):
-            folder = root / split / name / f"{clip:03d}"
-            folder.mkdir(parents=True)
-            place, colour = rng.integers(0, 32, 2), rng.integers(120, 196, 3)
-            ground = rng.integers(0, 60, (32, 32, 3))
-            for frame in range(rng.integers(8, 12)):
-                pixels = ground.copy()
-                pixels[np.ix_(*((side + np.arange(8)) % 32 for side in place))] += colour
-                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{frame:02d}.png")
-                place = place + 3 * np.array(move)
+    for split, _, folder in class_folders(root, list(MOVES)):
+        for clip in range({"train": 40, "val": 15}[split]):
+            draw_clip(folder / f"{clip:03d}", MOVES[folder.name], rng)
+
+
+def draw_clip(folder: Path, move: tuple[int, int], rng: Rng) -> None:
+    folder.mkdir()
+    top, left = rng.integers(0, 32, 2)
+    colour = rng.integers(120, 196, 3)
+    ground = rng.integers(0, 60, (32, 32, 3))
+    for frame in range(rng.integers(8, 12)):
+        pixels = ground.copy()
+        rows = (top + np.arange(8)) % 32  # the square enters again at the other side
+        columns = (left + np.arange(8)) % 32
+        pixels[np.ix_(rows, columns)] += colour
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{frame:02d}.png")
+        top += 3 * move[0]
+        left += 3 * move[1]
 
 
 def draw_channels(root: Path) -> None:
     """Five channels; in one of the last two, a square is 100 of 65535 levels higher."""
     rng = np.random.default_rng(0)
-    for split, images in (("train", 60), ("val", 30)):
-        for label, name in enumerate(("infrared", "thermal")):
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            for number in range(images):
-                levels = 78 * 256 + rng.integers(0, 80, (5, 32, 32))
-                top, left = rng.integers(0, 24, 2)
-                levels[3 + label, top : top + 8, left : left + 8] += 100
-                first, *others = (Image.fromarray(page.astype(np.uint16)) for page in levels)
-                first.save(folder / f"{number:03d}.tif", save_all=True, append_images=others)
+    for split, label, folder in class_folders(root, ["infrared", "thermal"]):
+        for number in range({"train": 60, "val": 30}[split]):
+            levels = 78 * 256 + rng.integers(0, 80, (5, 32, 32))
+            top, left = rng.integers(0, 24, 2)
+            levels[3 + label, top : top + 8, left : left + 8] += 100
+            first, *others = (Image.fromarray(page.astype(np.uint16)) for page in levels)
+            first.save(folder / f"{number:03d}.tif", save_all=True, append_images=others)
 
 
 def draw_rows(root: Path) -> None:
@@ -87,10 +107,10 @@ def draw_rows(root: Path) -> None:
         files = sorted((root / "files" / split).glob("*/*"))
         names = sorted({file.parent.name for file in files})
         features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
-        table = [
-            {"image": {"bytes": files[i].read_bytes(), "path": None}, "label": files[i].parent.name}
-            for i in np.random.default_rng(0).permutation(len(files))
-        ]
+        table = []
+        for i in np.random.default_rng(0).permutation(len(files)):
+            image = {"bytes": files[i].read_bytes(), "path": None}
+            table.append({"image": image, "label": files[i].parent.name})
         made = datasets.Dataset.from_list(table, features=datasets.Features(features))
         made.save_to_disk(root / split)
 
@@ -158,7 +178,8 @@ def draw_masks(root: Path) -> None:
     """A disc and a square on an image; masks have 1 and 2 in their pixels."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 240), ("val", 60)):
-        images, masks = root / split / "images", root / split / "masks"
+        images = root / split / "images"
+        masks = root / split / "masks"
         images.mkdir(parents=True)
         masks.mkdir()
         for number in range(count):
@@ -167,10 +188,13 @@ def draw_masks(root: Path) -> None:
             for label in (1, 2):
                 x, y = rng.integers(0, 20, 2).tolist()
                 colour = tuple(rng.integers(*ANY_COLOUR, 3).tolist())
+                box = (x, y, x + 11, y + 11)
                 for canvas, fill in ((image, colour), (mask, label)):
                     draw = ImageDraw.Draw(canvas)
-                    function = draw.ellipse if label == 1 else draw.rectangle
-                    function((x, y, x + 11, y + 11), fill)
+                    if label == 1:
+                        draw.ellipse(box, fill)
+                    else:
+                        draw.rectangle(box, fill)
             image.save(images / f"{number}.png")
             mask.save(masks / f"{number}.png")
 

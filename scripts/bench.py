@@ -21,7 +21,6 @@ if __name__ == "__main__":
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import cycle
 from statistics import median
@@ -76,24 +75,17 @@ def for_measuring(config: Config, world: World) -> Config:
     return config
 
 
-def feed_of(parts: train.Parts, world: World) -> AbstractContextManager[Feed]:
-    compute = parts.compute
-    return open_feed(
-        parts.schedule.config, parts.datasets, world, compute.dtype, compute.channels_last
-    )
-
-
 def measure_loader(parts: train.Parts, world: World, seconds: float) -> Stage:
     """Measure complete batches in host memory, as fast as the loader delivers them."""
-    with feed_of(parts, world) as feed:
+    with open_feed(parts.schedule.config, parts.datasets, world) as feed:
         batches = feed.train.loader.batches(0, FOREVER)
         sizes = (len(batch.samples) for batch in batches)
         warm_up(sizes, feed)
         note = f"{feed.pool.active} workers, batch {feed.config.loader.batch_size}"
-        return Stage("loader", windows(sizes, seconds), note)
+        return Stage("loader", measure_windows(sizes, seconds), note)
 
 
-def windows(
+def measure_windows(
     sizes: Iterator[int], seconds: float, finish: Callable[[], None] = lambda: None
 ) -> list[float]:
     """Measure images per second in each of WINDOWS windows, which take `seconds` together.
@@ -125,6 +117,7 @@ def take(sizes: Iterator[int], steps: int) -> None:
 def measure_steps(parts: train.Parts, world: World, seconds: float) -> Iterator[Stage]:
     """Measure train.py's optimiser step, on batches that stay on the device and then fed."""
     compute, state, schedule = parts.compute, parts.state, parts.schedule
+    config = schedule.config
     device = world.device
     train_on_batch = train.build_step(schedule, compute, parts.loss_fn, state, world)
     meter = Meter(world, StepClock(device.type == "cuda"))
@@ -135,22 +128,21 @@ def measure_steps(parts: train.Parts, world: World, seconds: float) -> Iterator[
             yield len(batch.samples)
 
     finish = torch.get_device_module(device).synchronize
-    with feed_of(parts, world) as feed:
+    with open_feed(config, parts.datasets, world, compute.dtype, compute.channels_last) as feed:
         kept = [batch.clone() for batch in feed.train.batches(0, KEPT_BATCHES)]
         fit_memory(schedule, train_on_batch, state, world, kept[:1])
         sizes = trained(cycle(kept))
         take(sizes, WARM_UP_STEPS.get(device.type, 2))
         finish()
-        alone = windows(sizes, seconds, finish)
-        model = schedule.config.model.name
-        note = f"{model}, batch {schedule.batch_size}, {compute.precision}"
+        alone = measure_windows(sizes, seconds, finish)
+        note = f"{config.model.name}, batch {schedule.batch_size}, {compute.precision}"
         note = f"{note}, compile {compute.compile_mode}, batch already on the device"
         yield Stage("step", alone, note)
         sizes = trained(feed.train.batches(0, FOREVER))
         warm_up(sizes, feed)
         finish()
         feed.step_times()
-        fed = windows(sizes, seconds, finish)
+        fed = measure_windows(sizes, seconds, finish)
         if device.type != "cpu":
             feed.step_rate = median(alone)  # for the verdict
         verdict = judge([feed.step_times()], 0.0, world, feed)

@@ -117,9 +117,10 @@ def data(case: Case) -> Iterator[Row]:
                 case.indexes[name] = dataset.index
         if not case.indexes:
             yield ok(f"not checked: data.source={source} has no files of its own")
-    rows = map(listed, case.indexes.keys(), case.indexes.values())
-    # Splits of one folder, of which a part is held out, have the same warnings.
-    yield from dict.fromkeys(chain.from_iterable(rows))
+    rows: dict[Row, None] = {}  # each once: splits of one folder have the same warnings
+    for name, index in case.indexes.items():
+        rows |= dict.fromkeys(listed(name, index))
+    yield from rows
 
 
 def listed(name: str, index: Index) -> Iterator[Row]:
@@ -252,13 +253,14 @@ def duplicates(case: Case) -> Iterator[Row]:
 
 def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, int]]:
     """Find pairs of samples with the same bytes: of these rows of val, and of any row of train."""
-    sizes = set(map_rows(size, val, rows))
-    train_sizes = map_rows(size, train, range(len(train)))
+    sizes = set(map_rows(file_size, val, rows))
+    train_sizes = map_rows(file_size, train, range(len(train)))
     similar = [row for row, length in enumerate(train_sizes) if length in sizes]
-    rows_by_hash = dict(zip(map_rows(content, train, similar), similar, strict=True))
+    rows_by_hash = dict(zip(map_rows(file_hash, train, similar), similar, strict=True))
+    rows_by_hash.pop(b"", None)  # files that cannot be read
     pairs = []
-    for row, hashed in zip(rows, map_rows(content, val, rows), strict=True):
-        if hashed and hashed in rows_by_hash:
+    for row, hashed in zip(rows, map_rows(file_hash, val, rows), strict=True):
+        if hashed in rows_by_hash:
             pairs.append((row, rows_by_hash[hashed]))
     return pairs
 
@@ -267,7 +269,7 @@ def map_rows(key: Callable[[Index, int], Any], index: Index, rows: Iterable[int]
     return in_threads(THREADS, partial(key, index), rows)
 
 
-def size(index: Index, row: int) -> int:
+def file_size(index: Index, row: int) -> int:
     """Return the size of a file in bytes; 0 if there is none."""
     length = int(index.places.array[row, 2])
     if length:  # in a tar file
@@ -277,7 +279,7 @@ def size(index: Index, row: int) -> int:
     return 0
 
 
-def content(index: Index, row: int) -> bytes:
+def file_hash(index: Index, row: int) -> bytes:
     """Return a hash of a file; b"" if it cannot be read."""
     with suppress(OSError):
         return hashlib.sha256(index.read(row)).digest()
@@ -368,4 +370,7 @@ def main(case: Case) -> int:
 if __name__ == "__main__":
     # Each time the files are listed, it would warn of what `data` reports once.
     logging.getLogger("pipeline.index").setLevel(logging.ERROR)
-    sys.exit(run_main(partial(main, Case(CONFIG, sys.maxsize if OPTIONS.all else SAMPLE))))
+    case = Case(CONFIG)
+    if OPTIONS.all:
+        case.sample = sys.maxsize
+    sys.exit(run_main(partial(main, case)))

@@ -25,11 +25,7 @@ from scripts.lib.options import OUT, Parser, parse_paths
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, "[options] [key=value ...]")
     add = parser.add_argument
-    add(
-        "--flip",
-        action="store_true",
-        help="average the outputs for an image and its mirror image; not for coordinates",
-    )
+    add("--flip", action="store_true", help="average with the mirror image; not for coordinates")
     add("--all-outputs", action="store_true", help="also those of classes without images compete")
     add("--real", type=Path, metavar="FILE", help="ReaL labels: a list per image, by file name")
     add("--against", type=Path, metavar="DIR", help="output for another model: McNemar's test")
@@ -77,7 +73,6 @@ CURE = "give images of its classes, or --classes FILE with the names of all, one
 HITS = "hits.json"
 Names = tuple[str, ...]  # of classes
 Outputs = tuple[Names, list[int]]  # names and places of outputs
-Images = tuple[str, HeldOut | None]
 
 
 @dataclass(frozen=True)
@@ -215,16 +210,15 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
 
 def data_for(data: DataConfig, typed: Container[str]) -> DataConfig:
     """Find the images: data.val is below data.root, or else in the current folder."""
-    root = data.root or os.path.dirname(data.val)
+    root = data.root or os.path.dirname(data.val) or "."
     is_below_root = find_split(os.path.join(root, data.val), data.storage) is not None
     if "data.val" in typed:
         if not is_below_root and os.path.exists(data.val):
             data = replace(data, val=os.path.abspath(data.val))
-        return replace(data, root=root or ".", val_fraction=0.0, val_fold=None)
+        return replace(data, root=root, val_fraction=0.0, val_fold=None)
     if "data.root" in typed and is_below_root:
         return replace(data, val_fraction=0.0, val_fold=None)
-    # The images that the run has held out, or the same part of other images.
-    return replace(data, root=root or None)
+    return data  # the images that the run has held out, or the same part of other images
 
 
 def real_place(place: str) -> str:
@@ -234,7 +228,7 @@ def real_place(place: str) -> str:
     return os.path.realpath(place)
 
 
-def images_of(data: DataConfig) -> Images:
+def images_of(data: DataConfig) -> tuple[str, HeldOut | None]:
     """Return the place of the validation images without links, and which of them are held out."""
     root = data.root or ""
     held = held_out(data)
@@ -453,7 +447,7 @@ def evaluate_one(options: argparse.Namespace) -> int:
     if options.against is not None:
         given = f"--against {options.against}"
         others = read_json(options.against / HITS, given, "evaluate the model again")
-    trained = open_trained(Path(options.paths[0]), options.overrides, classes=options.classes)
+    trained = open_trained(options.checkpoint, options.overrides, classes=options.classes)
     if trained.config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model
     with join_world(trained.config.train.device, trained.config.loader.timeout_seconds) as world:
@@ -471,8 +465,7 @@ def evaluate_one(options: argparse.Namespace) -> int:
             print_result(result, folder)
             write(result, folder)
             if others is not None:
-                compared = compare(hits_of(result), others)
-                say(f"against   {compared}")
+                say(f"against   {compare(hits_of(result), others)}")
     return 0
 
 

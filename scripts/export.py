@@ -342,7 +342,7 @@ def export(job: Job, out: Path) -> None:
 
 def output_path(options: argparse.Namespace, trained: Trained) -> Path:
     """Return --out, or a path in the current folder. Raises UserError if it is there already."""
-    name = trained.name if trained.stored else trained.path.stem
+    name = trained.name.removesuffix(trained.path.suffix)
     if options.preprocessing:
         name += "-preprocessing"
     name = name.replace(",", "-")
@@ -357,7 +357,7 @@ def export_model(options: argparse.Namespace) -> int:
     for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir"):  # describe their passes
         logging.getLogger(name).setLevel(logging.ERROR)
     overrides = [*options.overrides, "model.channels_last=false"]
-    trained = open_trained(Path(*options.paths), overrides, classes=options.classes)
+    trained = open_trained(options.checkpoint, overrides, classes=options.classes)
     if not trained.classes:
         logging.warning("the names of the classes are unknown; give --classes FILE")
     out = output_path(options, trained)

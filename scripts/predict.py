@@ -34,7 +34,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--top", type=int, default=5, metavar="K", help="classes per image, at most all (5)")
     add("--features", action="store_true", help="add the input of the last layer")
     options = parse_paths(parser, words, several=True)
-    options.checkpoint, *options.paths = options.paths
     if not options.paths:
         parser.error("PATH: give images, too: python scripts/predict.py runs/NAME PHOTO.jpg")
     if options.top < 1:
@@ -334,7 +333,7 @@ def cells_of(name: str, value: Any) -> dict[str, Any]:
 
 def predict_all(options: argparse.Namespace) -> int:
     """Write results as they come and report unreadable files; return the exit status."""
-    trained = open_trained(Path(options.checkpoint), options.overrides, classes=options.classes)
+    trained = open_trained(options.checkpoint, options.overrides, classes=options.classes)
     device = resolve_device(trained.config.train.device)
     predictor = Predictor(trained, device, top=options.top, features=options.features)
     # Any path can be written.

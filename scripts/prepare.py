@@ -70,7 +70,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 from PIL import Image
 
 from conf import cli
@@ -154,7 +153,7 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
 
     Raises OSError if it cannot be written.
     """
-    target = options.to / sample.split / sample.label / sample.name
+    target = options.to / sample.path
     if target.exists():  # only if the output is folders
         changed = os.path.getmtime(getattr(sample.place, "file", target))  # CIFAR has arrays
         # A power failure can leave a file of 0 bytes.
@@ -168,7 +167,7 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
     if options.format == "tar":
         return Result(outcome, output, len(output))
     target.parent.mkdir(parents=True, exist_ok=True)
-    if outcome == "copied" and linked(target, sample.place):
+    if outcome == "copied" and linked(target, sample):
         return Result("linked")
     temporary = Path(f"{target}.tmp")
     temporary.write_bytes(output)
@@ -176,8 +175,9 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
     return Result(outcome, size=len(output))
 
 
-def linked(target: Path, place: Place | np.ndarray) -> bool:
-    """Make a hard link to a file; False if the place is no whole file of this file system."""
+def linked(target: Path, sample: Sample) -> bool:
+    """Make a hard link to an image; False if it is no whole file of this file system."""
+    place = sample.place
     if not isinstance(place, Place) or place.size != WHOLE:
         return False
     try:
@@ -202,12 +202,12 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
         done = in_threads(threads, partial(convert, options), samples, ahead=2 * threads)
         done = with_progress(done, len(samples), "images")
         for sample, result in zip(samples, done, strict=True):
-            name = f"{sample.label}/{sample.name}"
             if result.data:
+                name = f"{sample.label}/{sample.name}"
                 add_member(archives[sample.split], name, result.data)
             if result.problem:
                 problem = " ".join(result.problem.split())
-                unreadable.append(f"{sample.split}/{name}\t{problem}")
+                unreadable.append(f"{sample.path}\t{problem}")
             counts[result.outcome] += 1
             counts["bytes"] += result.size
     for split in archives:
@@ -261,7 +261,7 @@ def prepare_images(options: argparse.Namespace) -> int:
         raise UserError(f"--to {inner} and {outer} contain each other", cure="give another folder")
     samples, notes = recognise(options.source)
     images = Counter(sample.split for sample in samples)
-    names = "\0".join(sorted("/".join(sample[:3]) for sample in samples))
+    names = "\0".join(sorted(sample.path for sample in samples))
     settings = {
         "source": outer,
         "format": options.format,
@@ -280,13 +280,9 @@ def prepare_images(options: argparse.Namespace) -> int:
     if not images["val"]:
         command.append("data.val_fraction=0.2")
     splits = f"{images['train']:,} training, {images['val']:,} validation images"
-    lines = [
-        f"{classes:,} classes, {splits}",
-        *notes,
-        f"{', '.join(outcomes)}; {gigabytes:,.3f} GB",
-        f"train with: {shlex.join(command)}",
-    ]
-    print("\n".join(lines))
+    print(f"{classes:,} classes, {splits}", *notes, sep="\n")
+    print(f"{', '.join(outcomes)}; {gigabytes:,.3f} GB")
+    print(f"train with: {shlex.join(command)}")
     return list_unreadable(options.to / UNREADABLE, unreadable)
 
 

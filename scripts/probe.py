@@ -25,8 +25,8 @@ from scripts.lib.options import Parser
 
 if __name__ == "__main__":
     parser = Parser(__doc__)
-    for name in ("TRAIN", "VAL"):
-        parser.add_argument(name, type=Path, help="JSON lines of predict.py --features")
+    parser.add_argument("TRAIN", type=Path, help="JSON lines of predict.py --features")
+    parser.add_argument("VAL", type=Path, help="those of the validation images")
     OPTIONS = parser.parse_args()
 
 import json
@@ -96,8 +96,8 @@ def probe_features(train: Path, val: Path) -> int:
         linear_top1 = 100 * linear.score(*queries)
     except ValueError as error:  # scikit-learn: one class only, NaN, features of two models
         raise UserError(f"{train}, {val}", str(error).strip().partition("\n")[0]) from None
-    num_train, num_val = len(bank.folders), len(queries.folders)
-    print(f"{num_train:,} training, {num_val:,} validation images, {len(classes):,} classes")
+    images = f"{len(bank.folders):,} training, {len(queries.folders):,} validation images"
+    print(f"{images}, {len(classes):,} classes")
     print(f"top1 {knn_top1:.2f} %  knn")
     print(f"top1 {linear_top1:.2f} %  linear, penalty {1 / linear.best_params_['C']:g}")
     return 0

@@ -37,7 +37,7 @@ import os
 import secrets
 import shlex
 from base64 import b64encode
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from datetime import date
 from functools import partial
@@ -293,12 +293,14 @@ def means_by(places: Array, values: Array) -> Array:
 
 def differing_keys(runs: list[Run]) -> list[str]:
     """Return the config keys that differ, except those of repeated runs, typed ones first."""
-    first, *others = [set(run.keys.items()) for run in runs]
-    varied = first.union(*others) - first.intersection(*others)
-    values = Counter(name for name, _ in varied)  # one value: some runs do not state any
-    names = {name for name in values if values[name] > 1 and not name.startswith(REPEATED)}
+    values: dict[str, set[str]] = defaultdict(set)  # a run may lack a key
+    for run in runs:
+        for key, value in run.keys.items():
+            values[key].add(value)
+    differing = [key for key in sorted(values) if len(values[key]) > 1]
+    keys = [key for key in differing if not key.startswith(REPEATED)]
     commands = " ".join(run.command for run in runs)
-    return sorted(names, key=lambda name: (name.removesuffix(".name") not in commands, name))
+    return sorted(keys, key=lambda key: key.removesuffix(".name") not in commands)
 
 
 def groups_of(runs: list[Run], keys: list[str]) -> list[Group]:
@@ -325,9 +327,9 @@ def page(runs: list[Run], damaged: list[str]) -> str:
     if runs[1:]:
         curves = {run.name: run.val_rows for group in groups for run in group.runs}
     else:
-        training = read_each([run.folder], partial(read_rows, split="train"), damaged)
-        # Without training, if its rows are damaged.
-        curves = dict(zip(("validation", "training"), (run.val_rows, *training), strict=False))
+        curves = {"validation": run.val_rows}
+        for rows in read_each([run.folder], partial(read_rows, split="train"), damaged):
+            curves["training"] = rows
         evaluations = read_evaluations(run, damaged)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(read_text(LIB / "report.html"))
@@ -350,7 +352,9 @@ def page(runs: list[Run], damaged: list[str]) -> str:
 def write_report(options: argparse.Namespace) -> int:
     out = options.out
     if out is None:
-        out = Path() if options.runs[1:] else options.runs[0]
+        out = Path()
+        if len(options.runs) == 1:
+            out = options.runs[0]
     if out.is_dir():
         out /= "report.html"
     if out.exists() and not out.is_file():  # as root, /dev/null would become a page

@@ -1,6 +1,5 @@
 """What torchvision, timm and exported files state about trained weights."""
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from models.weights import safetensors_metadata
+from models.zoo import import_timm
 
 
 class Stated(NamedTuple):
@@ -72,10 +72,7 @@ def torchvision_files() -> dict[str, tuple[str, Any]]:
 
 
 def _of_timm(name: str) -> Stated:
-    if importlib.util.find_spec("timm") is None:
-        return NOTHING  # `build` explains it
-    import timm
-
+    timm = import_timm(f"model.name=timm/{name}")
     try:
         with torch.device("meta"):  # timm finds a model also by a name that it had before
             model: Any = timm.create_model(name)

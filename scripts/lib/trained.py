@@ -4,6 +4,7 @@ A safetensors file of scripts/export.py states the model, its preprocessing and 
 other files, the overrides name the model; torchvision and timm state the preprocessing.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,7 +55,7 @@ class Trained:
     @property
     def name(self) -> str:
         """A short name: of the run and the checkpoint, or of the file."""
-        folder = self.path.absolute().parent
+        folder = Path(os.path.abspath(self.path)).parent  # ../checkpoints/best.pt has no name
         if self.stored and folder.name == "checkpoints":
             return f"{folder.parent.name},{self.path.stem}"
         return self.path.name

@@ -69,7 +69,7 @@ def test_files_that_are_refused(tmp_path, weights):
         open_trained(tmp_path / "model.safetensors", TINY)
 
 
-@pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/best.pt"])
+@pytest.mark.parametrize("name", ["", "checkpoints/../checkpoints", "checkpoints/best.pt"])
 def test_checkpoint(folder, name):
     config = (found := open_trained(folder / name)).config
     state = checkpoint.load(found.path)["state"]

@@ -22,13 +22,10 @@ class Version(NamedTuple):
     train_files: tuple[str, ...]
 
 
+BATCHES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5")
 # By the name of the file with the names of the classes.
 VERSIONS = {
-    "batches.meta": Version(
-        "",
-        "test_batch",
-        ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5"),
-    ),
+    "batches.meta": Version("", "test_batch", BATCHES),
     "meta": Version("fine_", "test", ("train",)),
 }
 

@@ -22,8 +22,16 @@ class Place(NamedTuple):
     """Where bytes are: a file, or a range of a file."""
 
     file: str
-    start: int = 0  # position in the file; in a Parquet file, a row of the row group `size`
+    start: int = 0  # position in the file
     size: int = WHOLE  # number of bytes, or WHOLE for a file
+
+
+class Row(NamedTuple):
+    """Where an image is in a Parquet file."""
+
+    file: str
+    group: int  # number of the row group
+    number: int  # of the row in the group
 
 
 class Sample(NamedTuple):
@@ -32,7 +40,12 @@ class Sample(NamedTuple):
     split: str
     label: str
     name: str
-    place: Place | np.ndarray  # of its file; or the planes of an image of CIFAR
+    place: Place | Row | np.ndarray  # of its file; or the planes of an image of CIFAR
+
+    @property
+    def path(self) -> str:
+        """The path below the output folder."""
+        return f"{self.split}/{self.label}/{self.name}"
 
 
 Tree = dict[str, Place]  # path below SOURCE -> place

@@ -14,7 +14,7 @@ import numpy as np
 from conf.errors import UserError
 from pipeline.listing import SPLITS, LeftOut, describe_left_out, first_word, walk, why_left_out
 from scripts.lib.sources.cifar import cifar_samples, ppm
-from scripts.lib.sources.files import Place, Sample, Tree, is_image, read_place, tree_of_tar
+from scripts.lib.sources.files import Place, Row, Sample, Tree, is_image, read_place, tree_of_tar
 from scripts.lib.sources.imagenet import TRAIN_TAR, VAL_NAME, VAL_TAR, WNID, val_samples
 from scripts.lib.sources.parquet import read_parquet, read_row
 
@@ -26,11 +26,11 @@ LOOSE = "in no class folder of a split"  # why an image is not read
 LABEL_ENDINGS = (".cls", ".json", ".txt")  # of files that belong to images
 
 
-def read(place: Place | np.ndarray) -> bytes:
+def read(place: Place | Row | np.ndarray) -> bytes:
     """Return the bytes of an image; any thread may call this. Raises OSError if there are none."""
     if isinstance(place, np.ndarray):
         return ppm(place)
-    if place.file.endswith(".parquet"):
+    if isinstance(place, Row):
         return read_row(place)
     return read_place(place)
 
@@ -54,10 +54,10 @@ def recognise(source: str) -> tuple[list[Sample], list[str]]:
         if sample.split in used:
             label = folders[sample.label]
             samples.append(sample._replace(split=used[sample.split], label=label))
-    names = Counter(sample[:3] for sample in samples)
-    [((_, label, name), count)] = names.most_common(1)
+    paths = Counter(sample.path for sample in samples)
+    [(path, count)] = paths.most_common(1)
     if count > 1:
-        raise UserError(source, f"{label}/{name} is the name of {count} images", "rename it")
+        raise UserError(source, f"{path} is the name of {count} images", "rename it")
     if others:
         notes.append(describe_left_out(others))
     return samples, notes
@@ -203,37 +203,35 @@ def split_of(path: str) -> str:
 
 def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:
     """List the images of a WebDataset shard, in which an image and its label have the same key."""
-    records: dict[str, Tree] = defaultdict(dict)
+    records: dict[str, Tree] = defaultdict(dict)  # key -> ending -> place
     for name, place in members.items():
         folder, file = os.path.split(name)
         key, _, extension = file.partition(".")
-        records[os.path.join(folder, key)][extension.lower()] = place
+        records[os.path.join(folder, key)][f".{extension.lower()}"] = place
     samples = []
     for key, files in records.items():
         label = record_label(f"{shard}: {key}", files)
-        endings = [f".{extension}" for extension in files]
-        images = list(filter(is_image, endings))
-        has_labels = any(ending.endswith(LABEL_ENDINGS) for ending in endings)
+        images = list(filter(is_image, files))
+        has_labels = any(ending.endswith(LABEL_ENDINGS) for ending in files)
         if has_labels and len(images) > 1:
             cure = "keep one image for each key, which ends at the first dot of a name"
             raise UserError(f"{shard}: {key}", f"has several images ({', '.join(images)})", cure)
         for ending in images:
-            place = files[ending.removeprefix(".")]
-            samples.append(Sample(split, label, f"{shard}/{key}{ending}", place))
+            samples.append(Sample(split, label, f"{shard}/{key}{ending}", files[ending]))
     return samples
 
 
 def record_label(key: str, files: Tree) -> str:
     """Return the label in key.cls or key.json; "" without. WebDataset's key.txt is a caption."""
-    if "cls" in files:
-        text = read_place(files["cls"]).decode(errors="replace")
+    if ".cls" in files:
+        text = read_place(files[".cls"]).decode(errors="replace")
         return text.strip()
-    if "json" not in files:
-        if "txt" in files and "/" not in key:  # not in a class folder
+    if ".json" not in files:
+        if ".txt" in files and "/" not in key:  # not in a class folder
             raise UserError(f"{key}.txt", "holds a caption, not a label", "add the label as .cls")
         return ""
     try:
-        label = json.loads(read_place(files["json"]))["label"]
+        label = json.loads(read_place(files[".json"]))["label"]
         if label is None:
             return ""
         return str(label)
@@ -256,7 +254,8 @@ def read_folder(
     samples: list[Sample] = []
     flat: Tree = {}
     for path, place in images.items():
-        split, rest = "", path
+        split = ""
+        rest = path
         if with_splits:
             top, _, rest = path.partition("/")
             split = split_of_folder(top, splits)
@@ -303,15 +302,17 @@ def with_record_names(samples: list[Sample]) -> list[Sample]:
     A file has its name in the source; if its class has several of this name, with their folders.
     """
     classes = class_names(samples)
-    short = [sample._replace(name=os.path.basename(sample.name)) for sample in samples]
-    counts = Counter(sample[:3] for sample in short)
+    short = []
+    for sample in samples:
+        name = os.path.basename(sample.name)
+        short.append(sample._replace(label=classes[sample.label], name=name))
+    counts = Counter(sample.path for sample in short)
     named = []
     for sample, renamed in zip(samples, short, strict=True):
-        name = renamed.name
-        if counts[renamed[:3]] > 1:
+        if counts[renamed.path] > 1:
             name = sample.name.lstrip("./").replace("/", "_")
-        label = classes[sample.label]
-        named.append(sample._replace(label=label, name=name))
+            renamed = renamed._replace(name=name)
+        named.append(renamed)
     return named
 
 

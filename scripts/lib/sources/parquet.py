@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from conf.errors import UserError, describe
-from scripts.lib.sources.files import Place, Sample, damaged, is_image
+from scripts.lib.sources.files import Row, Sample, damaged, is_image
 
 
 class Columns(NamedTuple):
@@ -40,7 +40,7 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
                 label = values[columns.label]
                 if label in (None, -1):
                     continue
-                place = Place(file, row, group)
+                place = Row(file, group, row)
                 folder = f"{os.path.splitext(path)[0]}-{number:06d}"
                 name = f"{folder}/{image_name(values[columns.image]['path'], place)}"
                 class_name = columns.classes[label] if columns.classes else str(label)
@@ -52,7 +52,7 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
     return samples
 
 
-def image_name(path: str | None, place: Place) -> str:
+def image_name(path: str | None, place: Row) -> str:
     """Return the name of an image, with an ending; files without paths have neither."""
     name = os.path.basename(path or "image")
     if is_image(name):
@@ -86,12 +86,12 @@ def parquet_columns(path: str) -> Columns:
 _row_groups = Lock()  # one thread reads a row group, the others find it in the cache
 
 
-def read_row(place: Place) -> bytes:
+def read_row(place: Row) -> bytes:
     """Return the image in a row of a Parquet file. Raises OSError if there is none."""
     with _row_groups:
-        image = row_group(place.file, place.size)[place.start].as_py()
+        image = row_group(place.file, place.group)[place.number].as_py()
     if not image or not image["bytes"]:
-        raise OSError(f"{place.file}: row {place.start:,} of group {place.size} has no image")
+        raise OSError(f"{place.file}: row {place.number:,} of group {place.group} has no image")
     return bytes(image["bytes"])
 
 
