@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import PIL
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -166,12 +167,19 @@ def is_ours(content: Any) -> bool:
 
 
 def provenance() -> dict[str, str]:
-    """Return the versions of Python and torch, and the git commit of this program."""
+    """Return the versions of what changes results, and the git commit of this program.
+
+    Pillow 12.2 and 13.0 scale images to slightly different pixels (measured).
+    """
     folder = Path(__file__).parent
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     commit = "unknown"
     with suppress(OSError, subprocess.SubprocessError):
         text = subprocess.check_output(command, cwd=folder, stderr=subprocess.DEVNULL, timeout=5)
         commit = text.decode().strip()
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    return {**versions, "git_commit": commit}
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "pillow": PIL.__version__,
+        "git_commit": commit,
+    }
