@@ -78,6 +78,8 @@ def test_override_keys_override_what_the_program_decides(pretrained):
     ],
 )
 def test_files_of_other_projects(tmp_path, file, content, name, resize):
+    if name.startswith("timm/"):
+        pytest.importorskip("timm")
     model = models.build("resnet_tiny", num_classes=5, image_size=64)
     torch.save(content(model.state_dict()), tmp_path / file)
     weights = f"model.weights={tmp_path / file}"

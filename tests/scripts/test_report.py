@@ -237,8 +237,7 @@ def test_runs_that_differ_only_in_seed_or_fold_are_one_row(folder, tmp_path):
     assert (group["run"], group["n"]) == ("seed2 and 2 more", "3")
     assert group["best top1"] == f"{mean([50, 60, 64]):.2f} %"
     assert group["standard deviation"] == f"{stdev([50, 60, 64]):.2f} %"
-    page = page_of(*tmp_path.glob("seed*"))
-    assert page.curves("top1")["seed1"][1] == [10, 60]
+    assert page_of(*tmp_path.glob("seed*")).curves("top1")["seed1"][1] == [10, 60]
     write_rows(tmp_path / "seed1", [row | {"top1": None} for row in read_rows(folder, "val")])
     (row,) = page_of(tmp_path / "seed0", tmp_path / "seed1").rows()  # one has diverged
     assert (row["best top1"], row["standard deviation"], row["n"]) == ("–", "–", "2")
