@@ -321,7 +321,7 @@ def read_list(path: str, origin: str) -> Classes:
     """
     classes: Classes = {}
     listed: dict[str, tuple[str, str]] = {}  # path -> label, and the path as it is written first
-    folder = os.path.dirname(os.path.abspath(path))
+    folder = os.path.join(os.path.dirname(os.path.abspath(path)), "")
     for number, (line, row) in enumerate(csv_rows(path)):
         cells = list(filter(None, row))
         if len(cells) != 2:
@@ -341,6 +341,6 @@ def read_list(path: str, origin: str) -> Classes:
     first = list(listed)[:100]
     if not any(map(os.path.exists, first)):
         wrong = f"holds no images, or no file is at their paths, such as {', '.join(first[:1])}"
-        cure = f"write lines path,label; a path is absolute, or relative to {folder}/"
+        cure = f"write lines path,label; a path is absolute, or relative to {folder}"
         raise UserError(origin, wrong, cure)
     return {label: sorted(classes[label]) for label in sorted(classes)}

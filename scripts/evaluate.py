@@ -25,7 +25,7 @@ from scripts.lib.options import OUT, Parser, parse_paths
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, "[options] [key=value ...]")
     add = parser.add_argument
-    add("--flip", action="store_true", help="average with the mirror image; not for coordinates")
+    add("--flip", action="store_true", help="average the outputs of both flips; not coordinates")
     add("--all-outputs", action="store_true", help="also those of classes without images compete")
     add("--real", type=Path, metavar="FILE", help="ReaL labels: a list per image, by file name")
     add("--against", type=Path, metavar="DIR", help="output for another model: McNemar's test")
@@ -129,7 +129,7 @@ def evaluate_checkpoint(
     datasets = build_val(config)
     classes, places = outputs_of(trained, datasets, all_outputs=all_outputs)
     names, _ = imagenet_classes(trained, classes)
-    labels: list[list[str]] = []
+    labels: list[list[str | None]] = []
     if real is not None:
         labels = read_real(real, datasets.val, names)
     size = datasets.val.fields[IMAGE].device_shape[-1]
@@ -210,15 +210,16 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
 
 def data_for(data: DataConfig, typed: Container[str]) -> DataConfig:
     """Find the images: data.val is below data.root, or else in the current folder."""
-    root = data.root or os.path.dirname(data.val) or "."
+    root = data.root or os.path.dirname(data.val)
     is_below_root = find_split(os.path.join(root, data.val), data.storage) is not None
     if "data.val" in typed:
         if not is_below_root and os.path.exists(data.val):
             data = replace(data, val=os.path.abspath(data.val))
-        return replace(data, root=root, val_fraction=0.0, val_fold=None)
+        return replace(data, root=root or ".", val_fraction=0.0, val_fold=None)
     if "data.root" in typed and is_below_root:
         return replace(data, val_fraction=0.0, val_fold=None)
-    return data  # the images that the run has held out, or the same part of other images
+    # The images that the run has held out, or the same part of other images.
+    return replace(data, root=root or None)
 
 
 def real_place(place: str) -> str:
@@ -296,15 +297,13 @@ def imagenet_classes(trained: Trained, classes: Names) -> tuple[Names, Names]:
     return classes, known
 
 
-def read_real(path: Path, dataset: Dataset, classes: Names) -> list[list[str]]:
+def read_real(path: Path, dataset: Dataset, classes: Names) -> list[list[str | None]]:
     """Return the labels of each image, WordNet IDs; an empty list if it does not count.
 
-    The file is real.json of arXiv 2006.07159, with ImageNet's numbers of classes. Raises UserError
-    if an image has no list or several, or if none of the classes is ImageNet's.
+    Reads real.json of arXiv 2006.07159. Raises UserError if it does not fit images and classes.
     """
-    imagenet = list(imagenet_names())
-    if set(imagenet).isdisjoint(classes):
-        wrong = f"has labels of ImageNet, but the classes are {', '.join(classes[:3])}, ..."
+    if imagenet_names().keys().isdisjoint(classes):
+        wrong = f"has labels of ImageNet, but the first classes are {', '.join(classes[:3])}"
         raise UserError(f"--real {path}", wrong, "name folders by WordNet ID, such as n01443537")
     lists = read_json(path, f"--real {path}", "give real.json of the paper's authors")
     count = list(map(type, lists)).count(list)
@@ -316,10 +315,11 @@ def read_real(path: Path, dataset: Dataset, classes: Names) -> list[list[str]]:
         wrong = f"has {count:,} lists for {images}"
         raise UserError(f"--real {path}", wrong, "give one for each")
     numbers = dict(zip(in_order, lists, strict=True))
-    return [[imagenet[number] for number in numbers[name]] for name in names]
+    imagenet = dict(enumerate(imagenet_names()))
+    return [list(map(imagenet.get, numbers[name])) for name in names]
 
 
-def top1_real(predictions: list[int], classes: Names, labels: list[list[str]]) -> float:
+def top1_real(predictions: list[int], classes: Names, labels: list[list[str | None]]) -> float:
     """Return the percentage of images whose predicted class is one of their labels.
 
     `predictions`: positions in `classes`, or -1 for none. Images without labels do not count.

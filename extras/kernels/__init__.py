@@ -100,7 +100,7 @@ class OnePassBatchNorm(nn.BatchNorm2d):
     cancellation error is far smaller than the rounding error of bf16 inputs.
     """
 
-    # None of these is None: see `faster`.
+    # None of these is None in the layers that `faster` replaces.
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
