@@ -184,7 +184,9 @@ def train_step(
         Named values to log, "loss" among them. One that you add appears in all logs and the report.
     """
     for group in state.optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        group["lr"] = lr
+        if "lr_scale" in group:
+            group["lr"] = lr * group["lr_scale"]
     means: Values = {}
     for number, micro_batch in enumerate(batch.split(num_micro_batches), start=1):
         set_ddp_sync(network, enabled=number == num_micro_batches)

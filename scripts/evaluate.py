@@ -25,7 +25,8 @@ from scripts.lib.options import OUT, Parser, parse_paths
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, "[options] [key=value ...]")
     add = parser.add_argument
-    add("--flip", action="store_true", help="average the outputs of both flips; not coordinates")
+    text = "average the outputs for an image and its mirror image; not for coordinates"
+    add("--flip", action="store_true", help=text)
     add("--all-outputs", action="store_true", help="also those of classes without images compete")
     add("--real", type=Path, metavar="FILE", help="ReaL labels: a list per image, by file name")
     add("--against", type=Path, metavar="DIR", help="output for another model: McNemar's test")

@@ -25,8 +25,8 @@ from scripts.lib.options import Parser
 
 if __name__ == "__main__":
     parser = Parser(__doc__)
-    parser.add_argument("TRAIN", type=Path, help="JSON lines of predict.py --features: training")
-    parser.add_argument("VAL", type=Path, help="those of the validation images")
+    parser.add_argument("TRAIN", type=Path, help="JSON lines of predict.py --features")
+    parser.add_argument("VAL", type=Path, help="the same for the validation images")
     OPTIONS = parser.parse_args()
 
 import json
