@@ -1,31 +1,36 @@
 """Transforms of one image, written as an ordered list in the config.
 
-Journey of a batch, 3: picture -> picture, in a worker. A transform is a function of (picture, rng).
-Its generator is a pure function of (seed, epoch, index), whatever worker or restart calls it.
+Journey of a batch, 3: picture -> picture, in a worker. The generator `rng` of a sample is a pure
+function of (seed, epoch, index), whatever worker or restart calls a transform.
 
-To add a transform, write a class with keyword-only parameters and name it in TRANSFORMS, or name it
-as module:name in the config. `build_by_name` checks the `parameter`s of a dataclass.
+To add a transform, write a function of (image, rng) that returns an image of the same type, uint8
+[H, W, C], and name it as module:function in the config; parameters are its other arguments. Or
+write a class with such a `__call__`: `build_by_name` checks the `parameter`s of a dataclass.
+The transforms of this file that masks can follow are `Geometry`: functions of a Picture.
 """
 
 import inspect
 import math
 import random
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from conf.errors import UserError, did_you_mean
-from conf.named import create_object, is_object_name, split_entry
+from conf.named import create_object, import_object, is_object_name, split_entry
 from conf.schema import FRACTION, Check, each, number, one_of, span, whole
 from pipeline.decode import INTERPOLATIONS, Box, CropResize, Picture, crop, size_of
 
-Transform = Callable[[Picture, random.Random], Picture]
 LARGEST = 4096  # side of an image after a transform, in pixels
 PIXELS = whole(1, LARGEST)
+NUMPY_GENERATOR = np.random.MT19937(0)  # of `seeded`
 UNCHECKED = Check(lambda value: True, "any value")
 # The transforms of torchvision's v2 that need only one image and own draws and keep size and uint8.
 V2_NAMES = tuple(
@@ -42,6 +47,18 @@ def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
     return random.Random((seed << 80) | (epoch << 48) | index)
 
 
+class Geometry(ABC):
+    """A transform that only crops, resizes or flips: it decodes nothing, and masks follow it."""
+
+    @abstractmethod
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture: ...
+
+
+# Of an image [H, W, C] that it may overwrite; returns one of the same dtype.
+ImageFunction = Callable[[np.ndarray, random.Random], np.ndarray]
+Transform = Geometry | ImageFunction
+
+
 @dataclass(eq=False)
 class Compose:
     transforms: Sequence[Transform]  # the result of `build_by_name`
@@ -49,8 +66,28 @@ class Compose:
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         for transform in self.transforms:
-            picture = transform(picture, rng)
+            if isinstance(transform, Geometry):
+                picture = transform(picture, rng)
+            else:
+                picture = picture.changed(_apply(transform, picture.pixels(), rng))
         return picture
+
+
+def _apply(transform: ImageFunction, pixels: np.ndarray, rng: random.Random) -> np.ndarray:
+    """Apply a transform to a copy of the pixels. Raises TypeError if it returns no such image."""
+    image = transform(pixels.copy(), rng)
+    if isinstance(image, np.ndarray) and image.dtype == pixels.dtype and image.ndim == pixels.ndim:
+        return image
+    found = type(image).__name__
+    if isinstance(image, np.ndarray):
+        found = f"{image.dtype} {list(image.shape)}"
+    raise TypeError(f"{name_of(transform)} returned {found}; return {pixels.dtype} [H, W, C]")
+
+
+def name_of(transform: Transform) -> str:
+    """Return the name of a transform's class or function."""
+    function = transform.func if isinstance(transform, partial) else transform
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def parameter(check: Check, default: Any = MISSING) -> Any:
@@ -66,7 +103,7 @@ def draw_interpolation(choice: str, rng: random.Random) -> str:
 
 
 @dataclass(kw_only=True)
-class RandomResizedCrop:
+class RandomResizedCrop(Geometry):
     """Scale a region of random area and aspect ratio to a square (Inception, arXiv 1409.4842)."""
 
     size: int = parameter(PIXELS)  # side of the result in pixels
@@ -101,7 +138,7 @@ class RandomResizedCrop:
 
 
 @dataclass(kw_only=True)
-class Resize:
+class Resize(Geometry):
     """Scale the image so that its shorter side is `size / crop_ratio` pixels.
 
     [height, width] as the size scales both sides, whatever the image's aspect ratio.
@@ -126,7 +163,7 @@ class Resize:
 
 
 @dataclass(kw_only=True)
-class CenterCrop:
+class CenterCrop(Geometry):
     """Crop the centre to size x size pixels; pad a smaller image with black."""
 
     size: int = parameter(PIXELS)
@@ -138,7 +175,7 @@ class CenterCrop:
 
 
 @dataclass(kw_only=True)
-class RandomCrop:
+class RandomCrop(Geometry):
     """Crop a random region of size x size pixels."""
 
     size: int = parameter(PIXELS)
@@ -161,7 +198,7 @@ class RandomCrop:
 
 
 @dataclass(kw_only=True)
-class HorizontalFlip:
+class HorizontalFlip(Geometry):
     """Flip left to right with probability p."""
 
     p: float = parameter(FRACTION, 0.5)
@@ -183,14 +220,20 @@ class TorchvisionTransform:
         self.parameters = parameters
         _v2_transform(self)  # refuses wrong parameters now
 
-    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        pixels = torch.from_dlpack(picture.pixels()).permute(2, 0, 1)  # [C, H, W]
-        pixels = pixels.clone(memory_format=torch.contiguous_format)
-        with torch.random.fork_rng(devices=[]):
-            # torch.manual_seed would also seed the GPUs' generators.
-            torch.default_generator.manual_seed(rng.getrandbits(63))
+    def __call__(self, image: np.ndarray, rng: random.Random) -> np.ndarray:
+        pixels = torch.from_numpy(image).permute(2, 0, 1).contiguous()  # [C, H, W]
+        with seeded_torch(rng):
             pixels = _v2_transform(self)(pixels).permute(1, 2, 0)
-        return Picture(pixels.numpy(), untracked=True)
+        return pixels.numpy()
+
+
+@contextmanager
+def seeded_torch(rng: random.Random) -> Iterator[None]:
+    """Let torch's random numbers of the CPU, as torchvision draws them, depend on `rng` only."""
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would also seed the GPUs' generators.
+        torch.default_generator.manual_seed(rng.getrandbits(63))
+        yield
 
 
 @cache  # not an attribute: to unpickle it, each worker would import torchvision at its start
@@ -198,6 +241,23 @@ def _v2_transform(made: TorchvisionTransform) -> Any:
     from torchvision.transforms import v2
 
     return getattr(v2, made.name)(**made.parameters)
+
+
+@contextmanager
+def seeded(rng: random.Random) -> Iterator[None]:
+    """Let all global generators, of torch, NumPy and Python, depend on `rng` only."""
+    seed = rng.getrandbits(32)
+    of_python = random.getstate()
+    of_numpy = get_bit_generator()  # numpy's get_state and set_state take 300 us
+    random.seed(seed)
+    set_bit_generator(NUMPY_GENERATOR)
+    np.random.seed(seed)
+    try:
+        with seeded_torch(rng):
+            yield
+    finally:
+        random.setstate(of_python)
+        set_bit_generator(of_numpy)
 
 
 def transform_target(target: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
@@ -272,12 +332,24 @@ def build_by_name(entries: Sequence[Any], table: dict[str, Any], *, key: str) ->
     for entry in entries:
         name, parameters = split_entry(entry, key)
         if is_object_name(name):
-            transform = create_object(name, key, Callable, **parameters)
+            transform = _own_transform(name, parameters, key)
         else:
             transform = _from_table(name, parameters, table, key)
         _check_parameters(transform, f"{key}: {name}")
         transforms.append(transform)
     return transforms
+
+
+def _own_transform(name: str, parameters: dict[str, Any], key: str) -> Any:
+    """Return an object of a class module:name, or a function with some arguments fixed."""
+    named = import_object(name, key)
+    if isinstance(named, type):
+        return create_object(name, key, Callable, **parameters)
+    try:
+        inspect.signature(named).bind_partial(**parameters)
+    except TypeError as error:
+        raise UserError(f"{key}: {name}", str(error), "see docs/fork.md") from None
+    return partial(named, **parameters)
 
 
 def _from_table(name: str, parameters: dict[str, Any], table: dict[str, Any], key: str) -> Any:

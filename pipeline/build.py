@@ -1,9 +1,9 @@
 """Config in, datasets out: the table of datasets, and the transforms of both splits."""
 
+import inspect
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from pipeline.batch import IMAGE, LABEL, Field
 from pipeline.batch_augment import BATCH_TRANSFORMS, BatchTransform, RandomErasing
 from pipeline.dataset import Dataset, DatasetWrapper, FakeDataset, FolderDataset
 from pipeline.decode import DECODERS, Picture
+from pipeline.map_dataset import MapDataset, classes_of
 from pipeline.splits import held_out, load_splits, other_classes
 
 # Shapes of images to which each list of transforms is applied before the training starts
@@ -139,7 +140,7 @@ def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
             width, height = Compose(transforms)(picture, random.Random(seed)).size
         except Exception as error:  # torchvision raises many kinds
             if object_names_in(list(entries)):  # the traceback of own code helps
-                error.add_note(f"{key}: a transform gets (picture, rng) and returns a Picture")
+                error.add_note(f"{key}: a transform gets (image, rng) and returns an image")
                 raise
             raise UserError(key, f"fails on an image: {describe(error)}") from None
         sizes.add((width, height))
@@ -156,20 +157,50 @@ Options = dict[str, Any]  # arguments of FolderDataset
 
 def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:
     """Call a function of DATASETS, or the one that data.source names."""
-    build: Any = DATASETS.get(data.source)
-    if build is None:
-        build = partial(create_object, data.source, "data.source", tuple)
-        held = held_out(data)
-        if held and not hasattr(import_object(data.source, "data.source"), "holds_out"):
-            wrong = f"data.source={data.source} does not read it"
-            cure = "for images in class folders write data=folder, or omit it"
-            raise UserError(held.origin, wrong, cure)
+    build: Any = DATASETS.get(data.source) or import_object(data.source, "data.source")
+    held = held_out(data)
+    if held and data.source not in DATASETS and not hasattr(build, "holds_out"):
+        wrong = f"data.source={data.source} does not read it"
+        cure = "for images in class folders write data=folder, or omit it"
+        raise UserError(held.origin, wrong, cure)
     options: Options = {
         "decoder": config.loader.decoder,
         "seed": config.train.seed,
         "exif_orientation": data.exif_orientation,
     }
-    return build(data, train, val, options)
+    arguments: tuple[Any, ...] = data, train, val, options
+    if callable(build) and len(inspect.signature(build).parameters) == 1:
+        arguments = (data,)
+    if data.source in DATASETS:
+        return build(*arguments)
+    found = create_object(data.source, "data.source", tuple | list, *arguments)
+    return name_splits(found, train, val, config)
+
+
+def name_splits(found: Sequence[Any], train: Compose, val: Compose, config: Config) -> Splits:
+    """Return both splits, map-style datasets of PyTorch as `MapDataset`, and the classes.
+
+    `found`: what the function in data.source returned, (train, val) or (train, val, classes).
+    """
+    key = f"data.source={config.data.source}"
+    if len(found) not in (2, 3):
+        wrong = f"returns {len(found)} objects"
+        raise UserError(key, wrong, "return (train, val) or (train, val, classes)")
+    first, other, *rest = found
+    classes = tuple(map(str, rest[0])) if rest else classes_of(first)
+    if not classes:
+        cure = "return (train, val, classes), or give the dataset an attribute `classes`"
+        raise UserError(key, "the classes are not known", cure)
+    train_split = as_dataset(first, train, len(classes), config.train.seed, key)
+    return train_split, as_dataset(other, val, len(classes), config.train.seed, key), classes
+
+
+def as_dataset(split: Any, transform: Compose, classes: int, seed: int, key: str) -> Dataset:
+    """Return a dataset of this program as it is, and any other one as a `MapDataset`."""
+    if isinstance(split, Dataset):
+        split.seed = seed
+        return split
+    return MapDataset(split, transform, num_classes=classes, seed=seed, key=key)
 
 
 def folder(
@@ -188,5 +219,6 @@ def fake(data: DataConfig, train: Compose, val: Compose, options: Options) -> Sp
 
 
 # data.source -> function of (data, training and validation transform, options). It may also name
-# one as module:name, with an attribute `holds_out` if it reads data.val_fraction.
+# one as module:name, with an attribute `holds_out` if it reads data.val_fraction; a function of
+# (data) alone returns map-style datasets.
 DATASETS = {"folder": folder, "fake": fake}

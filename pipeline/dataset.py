@@ -3,9 +3,10 @@
 Journey of a batch, 2: (epoch, index) -> file bytes -> {"image": uint8 [S, S, 3], "label": 7}, in a
 worker. The buffers, the copy to the device and the batch of the training step have the same names.
 
-To add a dataset, write a subclass of `Dataset`, and a function that builds both splits; name it in
-conf/data/NAME.yaml as `source: module:function` (pipeline/build.py has examples). For image files
-with a number or a mask instead of a class, override `fields` and `targets` of `FolderDataset`.
+To add a dataset, write a function that returns a map-style dataset of PyTorch for each split, and
+name it in conf/data/NAME.yaml as `source: module:function`; pipeline/map_dataset.py says what fits.
+For image files with a number instead of a class, override `fields` and `targets` of
+`FolderDataset`; a subclass of `Dataset` can do more (pipeline/build.py has examples).
 """
 
 import hashlib
@@ -60,8 +61,11 @@ class Dataset(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def load(self, epoch: int, index: int) -> Mapping[str, Any]:
-        """Return a sample as it is in epoch `epoch`: an array or a number for each of `fields`."""
+    def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
+        """Return a sample: an array or a number for each of `fields`.
+
+        `rng`: of this sample in this epoch. All that is random comes from it.
+        """
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -71,10 +75,11 @@ class Dataset(ABC):
     def fingerprint(self) -> str:
         """Identify the samples, wherever they are stored; a run resumes only if it is the same."""
 
+    seed: int = 0  # train.seed, of `sample_rng`
     epoch = 0  # epoch of `dataset[index]`: set it before each epoch of torch's DataLoader
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self.load(self.epoch, index)
+        return self.load(index, sample_rng(self.seed, self.epoch, index))
 
     # Ways to make a sample: `cpu`, the default, and values of loader.decoder that are no CPU
     # decoder. loader.workers=auto compares the first two.
@@ -173,15 +178,14 @@ class FolderDataset(Dataset):
     def fields(self) -> Mapping[str, Field]:
         return {IMAGE: image_field(self.transform.image_size), "label": LABEL}
 
-    def load(self, epoch: int, index: int, rng: random.Random | None = None) -> Mapping[str, Any]:
+    def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
         """Read, decode and augment a sample.
 
-        `rng`: replaces the sample's generator: frames of a clip get equal ones, two views different
-        ones. Raises UnreadableError, with the name of the sample, if the file cannot be read or
-        decoded; not for an error of a transform.
+        Raises UnreadableError, with the name of the sample, if the file cannot be read or decoded;
+        not for an error of a transform.
         """
         try:
-            picture, others = self.load_undecoded(index, rng or sample_rng(self.seed, epoch, index))
+            picture, others = self.load_undecoded(index, rng)
             return {**self.image_fields(picture), **others}
         except UnreadableError as error:
             raise UnreadableError(f"{self.name(index)}: {error}") from error
@@ -287,7 +291,7 @@ class FakeDataset(Dataset):
     def __len__(self) -> int:
         return self.num_samples
 
-    def load(self, epoch: int, index: int) -> Mapping[str, Any]:
+    def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
         return {IMAGE: self._pixels[index % len(self._pixels)], "label": index % self.num_classes}
 
     def name(self, index: int) -> str:

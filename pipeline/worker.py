@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from conf.errors import LoaderError, UnreadableError, describe
+from pipeline.augment import sample_rng
 from pipeline.clock import column, waited_for_core
 from pipeline.dataset import READ_AHEAD, Dataset
 from pipeline.shared import SharedArray
@@ -140,8 +141,9 @@ def _fill_row(
     """
     unreadable: list[Skipped] = []
     for candidate in ring.candidates(index):
+        rng = sample_rng(ring.dataset.seed, epoch, candidate)
         try:
-            _write(ring, batch, row, ring.dataset.load(epoch, candidate))
+            _write(ring, batch, row, ring.dataset.load(candidate, rng))
         except UnreadableError as error:
             unreadable.append((candidate, str(error)))
         except Exception as error:  # of a transform or the dataset, or out of memory

@@ -8,6 +8,7 @@ from those of the CPU decoders, so the mode is part of a run's identity.
 
 import logging
 import math
+import random
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from conf.schema import Config
 from extras.gpu_decode import geometry as g
 from extras.gpu_decode.decoder import GpuDecoder, JpegEngineError, why_no_engines
 from extras.gpu_decode.geometry import engines_support, write_geometry
-from pipeline.augment import Compose, sample_rng
+from pipeline.augment import Compose, name_of, sample_rng
 from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field
 from pipeline.dataset import Dataset, DatasetWrapper, FolderDataset, RefusedError
 from pipeline.decode import JpegFile, Picture
@@ -82,7 +83,7 @@ def _needs_pixels(dataset: Any) -> str:
         chain.append(transform)
         pictures = [Compose(chain)(source, sample_rng(0, 0, trial)) for trial in range(8)]
         if not any(write_geometry(picture, row) for picture in pictures):
-            return f"{type(transform).__name__} in augment.train needs decoded pixels"
+            return f"{name_of(transform)} in augment.train needs decoded pixels"
     return ""
 
 
@@ -145,8 +146,8 @@ class JpegEngineDataset(DatasetWrapper):
         self._due = 0.0 if self._decodes_all else due
         self._began = time.perf_counter()
 
-    def load(self, epoch: int, index: int, rng: Any = None) -> Mapping[str, Any]:
-        sample = FolderDataset.load(self, epoch, index, rng)  # type: ignore[arg-type]
+    def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
+        sample = FolderDataset.load(self, index, rng)  # type: ignore[arg-type]
         seconds = self.seconds.array
         counts = self.counts.array
         kind = DECODED if IMAGE in sample else SENT

@@ -130,7 +130,7 @@ class Predictions:
         images: list[np.ndarray] = []
         captions: list[str] = []
         for i in self.worst(WORST_DRAWN):
-            images.append(self.dataset.load(0, i)[IMAGE])
+            images.append(self.dataset[i][IMAGE])
             label = self.names[self.labels[i]]
             prediction = self.names[self.predictions[i]]
             values = f"loss {self.losses[i]:.2f}, {100 * self.confidences[i]:.0f} %"

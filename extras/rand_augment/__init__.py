@@ -18,7 +18,7 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from conf.schema import FRACTION, NULL, each, number, one_of, whole
 from pipeline.augment import draw_interpolation, parameter
-from pipeline.decode import INTERPOLATIONS, Picture
+from pipeline.decode import INTERPOLATIONS
 
 
 class Operation(NamedTuple):
@@ -176,11 +176,11 @@ class RandAugment:
     # level, or [red, green, blue], of the pixels from outside the image
     fill: int | Sequence[int] = parameter(LEVEL | each(LEVEL, 3, 3), 0)
 
-    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        image = rgb_image(picture)
-        for operation in self.sample(picture.size, rng):
-            image = apply(image, operation)
-        return Picture(np.asarray(image), untracked=True)
+    def __call__(self, image: np.ndarray, rng: random.Random) -> np.ndarray:
+        rgb = rgb_image(image)
+        for operation in self.sample(rgb.size, rng):
+            rgb = apply(rgb, operation)
+        return np.asarray(rgb)
 
     def sample(self, size: tuple[int, int], rng: random.Random) -> list[Operation]:
         """Sample the operations of an image of this (width, height)."""
@@ -232,19 +232,18 @@ class ThreeAugment:
     Source: arXiv 2204.07118, with a jitter of 0.3. The blur takes most of the time.
     """
 
-    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+    def __call__(self, image: np.ndarray, rng: random.Random) -> np.ndarray:
         blur = ImageFilter.GaussianBlur(rng.uniform(0.1, 2))
         kinds = (ImageOps.grayscale, ImageOps.solarize, lambda image: image.filter(blur))
         change = kinds[int(rng.random() * 3)]
-        image = change(rgb_image(picture)).convert("RGB")
+        changed = change(rgb_image(image)).convert("RGB")
         for name in sorted(("brightness", "contrast", "color"), key=lambda _: rng.random()):
-            image = apply(image, Operation(name, rng.uniform(0.7, 1.3)))
-        return Picture(np.asarray(image), untracked=True)
+            changed = apply(changed, Operation(name, rng.uniform(0.7, 1.3)))
+        return np.asarray(changed)
 
 
-def rgb_image(picture: Picture) -> Image.Image:
+def rgb_image(pixels: np.ndarray) -> Image.Image:
     """Return the pixels as Pillow's image; ValueError if they are not uint8 [H, W, 3]."""
-    pixels = picture.pixels()
     if pixels.dtype != np.uint8 or pixels.shape[2:] != (3,):
         raise ValueError("RandAugment, TrivialAugment, ThreeAugment: need uint8 RGB images")
     return Image.fromarray(pixels)

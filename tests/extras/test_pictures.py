@@ -84,7 +84,7 @@ def test_pictures(logits, labels):
     loaded = []
 
     class Images(FakeDataset):
-        def load(self, epoch, index):
+        def load(self, index, rng):
             loaded.append(index)
             return {"image": np.full((8, 8, 3), index % 256, np.uint8)}
 

@@ -1,5 +1,6 @@
 """Small loaders and feeds for the tests of the input pipeline."""
 
+import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from conf.compose import from_overrides
 from engine.distributed import World
-from pipeline.augment import TRANSFORMS, Compose, build_by_name
+from pipeline.augment import TRANSFORMS, Compose, build_by_name, sample_rng
 from pipeline.batch import Batch
 from pipeline.build import build_datasets
 from pipeline.dataset import Dataset, FolderDataset
@@ -46,11 +47,16 @@ class Stuck(FolderDataset):
     def go_on(self) -> None:
         self.place.array[:2] = -1
 
-    def load(self, epoch: int, index: int, rng: Any = None) -> Mapping[str, Any]:
-        while self.place.array[:2].tolist() == [epoch, index]:
+    def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
+        while self._is_place(index, rng):
             self.place.array[2] = 1
             time.sleep(0.01)
-        return super().load(epoch, index, rng)
+        return super().load(index, rng)
+
+    def _is_place(self, index: int, rng: random.Random) -> bool:
+        epoch, place, _ = self.place.array.tolist()
+        same = index == place and rng.getstate() == sample_rng(self.seed, epoch, index).getstate()
+        return same
 
 
 class Files(FolderDataset):
@@ -72,7 +78,10 @@ def crops(split: Path, kind: type[FolderDataset] = FolderDataset) -> FolderDatas
 
 def loaded(dataset: Dataset, samples: np.ndarray) -> dict[str, Tensor]:
     """The fields of these samples [B, ...], as `load` returns them, without any buffer."""
-    found = [dataset.load(epoch, index) for epoch, index in samples.tolist()]
+    found = [
+        dataset.load(index, sample_rng(dataset.seed, epoch, index))
+        for epoch, index in samples.tolist()
+    ]
     return {
         name: torch.from_numpy(np.stack([each[name] for each in found]).astype(field.dtype))
         for name, field in dataset.fields.items()

@@ -1,5 +1,6 @@
 """Samples of other tasks: every field arrives as the dataset returns it; images are normalised."""
 
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,10 +37,10 @@ class Noise(Dataset):
     def __len__(self) -> int:
         return self.count
 
-    def load(self, epoch: int, index: int) -> dict[str, Any]:
-        rng = np.random.default_rng((epoch, index))
+    def load(self, index: int, rng: random.Random) -> dict[str, Any]:
+        drawn = np.random.default_rng(rng.getrandbits(64))
         sample = {
-            name: (rng.random(field.shape) * field.highest).astype(field.dtype)
+            name: (drawn.random(field.shape) * field.highest).astype(field.dtype)
             for name, field in self.fields.items()
         }
         changed = self.changed if index == 3 else {}

@@ -17,7 +17,6 @@ from conf.errors import UnreadableError
 from pipeline.augment import Compose
 from pipeline.batch import Batch
 from pipeline.dataset import FakeDataset, FolderDataset
-from pipeline.decode import Picture
 from pipeline.index import ImageFolder
 from pipeline.loader import EMPTY_ROW, Loader, LoaderError, Pool, Ring, Task, task_rows
 from tests.helpers.processes import (
@@ -131,7 +130,7 @@ def test_workers_compute_in_one_thread_and_draw_different_numbers(monkeypatch):
     """Forked workers start with the number of threads and the generator of the training process."""
 
     class Threads(FakeDataset):
-        def load(self, epoch, index):
+        def load(self, index, rng):
             image = np.full((SIZE, SIZE, 3), torch.get_num_threads())
             return {"image": image, "label": int(torch.randint(2**40, ()))}
 
@@ -159,6 +158,7 @@ def test_a_worker_that_waits_for_storage_reads_ahead(image_root, monkeypatch):
     monkeypatch.setattr("pipeline.worker.WAIT_SECONDS", -1.0)  # every task waits longer
     monkeypatch.setattr("pipeline.worker.READ_AHEAD", 8)
     plain = crops(image_root / "train")
+    plain.epoch = 5
     ring = Ring(Ahead(plain.index, plain.transform, seed=7), local_batch_size=8, slots=3)
     samples = np.array([(5, index) for index in range(24)])
     with Pool([ring], start_method="fork") as pool:
@@ -167,7 +167,7 @@ def test_a_worker_that_waits_for_storage_reads_ahead(image_root, monkeypatch):
     ahead = ring.memory["label"].array.ravel().tolist()
     assert ahead == 8 * [0] + 8 * [7] + [7, 6, 5, 4, 3, 2, 1, 0]
     for index, image in enumerate(ring.memory["image"].array.reshape(24, SIZE, SIZE, 3)):
-        assert np.array_equal(image, plain.load(5, index)["image"])
+        assert np.array_equal(image, plain[index]["image"])
 
 
 def test_what_is_read_ahead_is_read_once(changeable, monkeypatch):
@@ -178,7 +178,7 @@ def test_what_is_read_ahead_is_read_once(changeable, monkeypatch):
     dataset.read_ahead(range(3))
     assert [dataset.read(index) for index in range(2)] == contents
     with pytest.raises(UnreadableError, match=rf"^{dataset.name(2)}: FileNotFoundError: "):
-        dataset.load(0, 2)
+        dataset[2]
     assert len(places) == 3
 
 
@@ -338,10 +338,10 @@ def test_unreadable_file_is_skipped_and_counted(changeable, caplog, workers):
             list(loader.batches(9, 18))
 
 
-def buggy(picture: Picture, rng: random.Random) -> Picture:
+def buggy(image: np.ndarray, rng: random.Random) -> np.ndarray:
     if rng.random() < 0.5:
         raise OSError("no table")
-    return picture.resized((SIZE, SIZE))
+    return image[:SIZE, :SIZE]
 
 
 @pytest.mark.parametrize("workers", [2, 0])

@@ -1,6 +1,7 @@
 """Batches on the device: equal to a reference, and never overwritten while a kernel reads them."""
 
 import itertools
+import random
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,9 +89,9 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock):
     """A batch is loaded in 0.1 s, a step takes 0.1 s, and a pause 1 s."""
 
     class Slow(FakeDataset):
-        def load(self, epoch, index):
+        def load(self, index, rng):
             clock.now += 0.1 / BATCH
-            return super().load(epoch, index)
+            return super().load(index, rng)
 
     with open_prefetcher(Slow(num_samples=512, num_classes=CLASSES, size=SIZE)) as prefetcher:
         for batch in prefetcher.batches(0, 4):
@@ -235,12 +236,12 @@ SELECTING = ["cutmix", {"random_erasing": {"p": 0.5}}]
 
 
 class Noise(FakeDataset):
-    """The n-th sample of all epochs is the noise from byte n on: all differ, at no cost."""
+    """Noise from a byte that the sample draws: all differ, at no cost."""
 
     noise = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
 
-    def load(self, epoch: int, index: int) -> Mapping[str, Any]:
-        start = epoch * self.num_samples + index
+    def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
+        start = rng.randrange(len(self.noise) - SIZE * SIZE * 3)
         pixels = self.noise[start : start + SIZE * SIZE * 3].reshape(SIZE, SIZE, 3)
         return {"image": pixels, "label": index % self.num_classes}
 

@@ -38,7 +38,7 @@ def test_each_kind_is_trained_or_named(tmp_path):
     for number, (kind, (_, verdict)) in enumerate(KINDS.items()):
         for dataset.decoder in ("pillow", decode.resolve("auto")):
             try:
-                assert dataset.load(0, number)["image"].shape == (SIZE, SIZE, 3)
+                assert dataset[number]["image"].shape == (SIZE, SIZE, 3)
                 picture = decode.open_picture(files[number], dataset.decoder)
                 whole = picture.pixels()
                 right = picture.size == whole.shape[1::-1] == verdict and whole.dtype == np.uint8

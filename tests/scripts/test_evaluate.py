@@ -56,7 +56,7 @@ def measured(path: Path, *overrides: str, **options: Any) -> Evaluated:
 def outputs(found: Evaluated, images: int | None = None) -> torch.Tensor:
     """Return all outputs of the model for the first images of a split, float32 [N, outputs]."""
     model, data = found.trained.build(ALONE.device), found.datasets.val
-    levels = np.stack([data.load(0, i)["image"] for i in range(len(data))[:images]])
+    levels = np.stack([data[i]["image"] for i in range(len(data))[:images]])
     config = found.trained.config.data
     inputs = ImageFormat(ALONE.device, config.mean, config.std).normalised(torch.tensor(levels))
     with torch.no_grad():

@@ -70,7 +70,7 @@ def test_each_format(trained, tmp_path, to, inside):
     assert texts["classes"] == list(CLASSES)
     stated = [{"resize": {"size": 32, "interpolation": "bilinear"}}, {"center_crop": {"size": 32}}]
     assert texts["preprocessing"]["transforms"] == stated
-    images = torch.from_numpy(np.stack([files.load(0, i)["image"] for i in range(len(files))]))
+    images = torch.from_numpy(np.stack([files[i]["image"] for i in range(len(files))]))
     with torch.no_grad():
         eager = trained.build(CPU)(job.format.normalised(images))
         assert eager.argmax(1).unique().numel() > 1

@@ -84,7 +84,7 @@ def test_images_of_other_channels(image_root, tmp_path):
     found = results(Predictor(trained, CPU), image_root / "val")
     assert [result.reason for result in found] == [""] * len(found)
     files = build_val(trained.config).val
-    pixels = np.stack([files.load(0, row)["image"] for row in range(len(files))])
+    pixels = np.stack([files[row]["image"] for row in range(len(files))])
     images = torch.from_numpy(pixels).movedim(-1, 1)
     with torch.no_grad():
         expected = trained.build(CPU)(images * 2 - 1).softmax(1).topk(1).values[:, 0]
@@ -107,7 +107,7 @@ def test_same_predictions_as_the_pipeline(folder, photos, transforms, upright):
     files = build_val(trained.config).val
     assert [result.path for result in found] == [files.name(i) for i in range(len(files))]
     assert len(found) == VAL_IMAGES * len(CLASSES)
-    pixels = torch.from_numpy(np.stack([files.load(0, i)["image"] for i in range(len(files))]))
+    pixels = torch.from_numpy(np.stack([files[i]["image"] for i in range(len(files))]))
     mean, std = (torch.tensor(v) for v in (trained.config.data.mean, trained.config.data.std))
     with torch.no_grad():
         expected = trained.build(CPU)(((pixels / 255 - mean) / std).permute(0, 3, 1, 2)).softmax(1)

@@ -19,7 +19,7 @@ from extras.gpu_decode import geometry as g
 from extras.gpu_decode.decoder import JpegEngineError
 from extras.gpu_decode.geometry import engines_support
 from pipeline import decode
-from pipeline.augment import TRANSFORMS, Compose, build_by_name
+from pipeline.augment import TRANSFORMS, Compose, build_by_name, sample_rng
 from pipeline.dataset import FakeDataset, FolderDataset
 from tests.engine.tune.tuning import measure_on_cpu
 from tests.helpers import small_run
@@ -240,7 +240,8 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root, mode):
         assert isinstance(dataset, JpegEngineDataset) and "operations" in dataset.fields
         for batch, before in zip(training(feed), plain, strict=True):
             samples = batch.samples.tolist()
-            rows = [FolderDataset.load(dataset.dataset, *each)["operations"] for each in samples]
+            seeded = [(i, sample_rng(dataset.seed, epoch, i)) for epoch, i in samples]
+            rows = [FolderDataset.load(dataset.dataset, *each)["operations"] for each in seeded]
             levels = before["image"].to(CUDA).round().to(torch.uint8)
             made, unused = torch.empty_like(levels), torch.empty(2, 3, device=CUDA)
             drawn.apply_operations(levels, torch.tensor(rows).double(), made, unused)

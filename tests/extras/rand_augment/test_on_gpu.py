@@ -32,7 +32,7 @@ from extras.rand_augment.on_gpu import (
     has_kernels,
     kernel_row,
 )
-from pipeline.augment import Compose
+from pipeline.augment import Compose, HorizontalFlip
 from pipeline.batch import Field
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.decode import Picture
@@ -178,8 +178,8 @@ class Negative(FolderDataset):
 
 
 class Inverted(RandAugment):
-    def __call__(self, picture: Picture, rng: Any) -> Picture:
-        return Picture(255 - super().__call__(picture, rng).pixels(), untracked=True)
+    def __call__(self, image: np.ndarray, rng: Any) -> np.ndarray:
+        return 255 - super().__call__(image, rng)
 
 
 class Deep(FolderDataset):
@@ -189,7 +189,7 @@ class Deep(FolderDataset):
 @pytest.mark.usefixtures("pillow")
 def test_datasets_whose_operations_stay_in_the_workers(image_root):
     """Those that do not end in them, and those that make other images than a FolderDataset."""
-    flip, rand = (lambda picture, rng: picture.mirrored()), RandAugment()
+    flip, rand = HorizontalFlip(p=1), RandAugment()
     for kind, transforms, drawn in (
         (FolderDataset, [flip, rand], True),
         (FolderDataset, [rand, flip], False),

@@ -21,7 +21,7 @@ from extras.rand_augment import (
     apply,
     number_of,
 )
-from pipeline.augment import build_by_name, transform_target
+from pipeline.augment import Compose, build_by_name, transform_target
 from pipeline.decode import INTERPOLATIONS, Picture
 from tests.helpers.drawings import draw_image
 
@@ -99,8 +99,8 @@ def test_a_wrong_fill_and_other_pixels_are_refused_and_no_mask_follows():
         build_by_name([{"extras.rand_augment:RandAugment": {"fill": [0, 256, 0]}}], {}, key="a")
     for pixels in (np.zeros((9, 9, 1), np.uint8), np.zeros((9, 9, 3), np.uint16)):
         with pytest.raises(ValueError, match="Augment: need uint8 RGB images"):
-            TrivialAugment()(Picture(pixels), random.Random(0))
-    picture = RandAugment()(Picture(np.asarray(IMAGE)), random.Random(0)).mirrored()
+            TrivialAugment()(pixels, random.Random(0))
+    picture = Compose([RandAugment()])(Picture(np.asarray(IMAGE)), random.Random(0)).mirrored()
     with pytest.raises(ValueError, match=r"^a mask follows crops, resizes and flips only"):
         transform_target(np.zeros((120, 176), np.uint8), picture)
 
@@ -116,6 +116,6 @@ def test_three_augment_is_deit_iiis(transforms):
         for position in np.argsort([rng.random() for _ in range(3)]):
             name = ("brightness", "contrast", "saturation")[position]
             expected = getattr(theirs, f"adjust_{name}")(expected, rng.uniform(0.7, 1.3))
-        found = ThreeAugment()(Picture(np.asarray(IMAGE)), random.Random(seed))
-        np.testing.assert_array_equal(found.pixels(), expected)
+        found = ThreeAugment()(np.asarray(IMAGE), random.Random(seed))
+        np.testing.assert_array_equal(found, expected)
     assert min(map(kinds.count, range(3))) >= 12
