@@ -31,7 +31,7 @@ test: env  ## the tests that take seconds each
 quick: env  ## the test files that start no process and run no training: 1 minute
 	@$(PYTEST) $(ARGS) \
 	    $$(grep -rLE --include='test_*.py' --exclude-dir=equal \
-        -e '^(import|from) (subprocess|scripts|pipeline\.(build|feed|loader)|tests.*(small_run|processes))( |\.|$$)' \
+        -e '^(import|from) (subprocess|scripts|pipeline\.(data\.build|feed\.(feed|loader))|tests.*(small_run|processes))( |\.|$$)' \
         -e 'train\.(train|main)\(' tests)
 
 gpu: env  ## the tests that need an NVIDIA GPU, in one process: 5 minutes on an H100
@@ -40,7 +40,7 @@ gpu: env  ## the tests that need an NVIDIA GPU, in one process: 5 minutes on an 
 soak: env  ## the tests that `make test` leaves out, to stay short
 	@$(PYTEST) -m slow $(ARGS)
 
-mutants: env  ## apply each bug of tests/mutants to a copy, which its tests must find: 40 minutes
+mutants: env  ## apply each bug of tests/repository/mutants to a copy, which its tests must find: 40 minutes
 	@$(RUN) .ci/mutants $(ARGS)
 
 lint: env  ## ruff and mypy

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     announce()
     gc.disable()  # until `train` ends: imports, torch.compile and then the steps are faster
     keep_compiled_kernels()
-    from pipeline.start import start_forkserver
+    from pipeline.feed.forkserver import start_forkserver
 
     if CONFIG.loader.workers != 0:
         start_forkserver()  # it imports what workers need, while this process imports and builds
@@ -74,9 +74,10 @@ from engine.step_graph import StepGraph
 from engine.stop_signal import StopSignal
 from engine.tune import tune_loader
 from engine.validation import evaluate, validation_batches
-from pipeline.batch import TARGET, Batch
-from pipeline.build import Datasets, build_datasets
-from pipeline.feed import open_feed
+from pipeline.data.build import Datasets, build_datasets
+from pipeline.feed.batch import TARGET, Batch
+from pipeline.feed.batch_augment import build_batch_transforms
+from pipeline.feed.feed import open_feed
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -355,6 +356,7 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
     with world.shared_errors():
         metrics = Metrics.of(config)
         datasets = build_datasets(config, world.device, identity.get("decode_mode"))
+        build_batch_transforms(config, datasets)  # raises UserError for an invalid list
         schedule = make_schedule(config, len(datasets.train), world, identity)
         compute = choose_compute(config, datasets, schedule, world.device)
         set_up_kernels(config.train.deterministic, compute.precision)

@@ -96,8 +96,8 @@ def this(options):
     """Yield the number of images of each batch, of this program."""
     from conf.compose import from_overrides
     from engine.distributed import join_world
-    from pipeline.build import build_datasets
-    from pipeline.feed import open_feed
+    from pipeline.data.build import build_datasets
+    from pipeline.feed.feed import open_feed
 
     words = ["data.root=s3://images/tars", f"data.image_size={options.size}", "train.device=cpu"]
     words += [f"loader.workers={options.workers}", f"loader.batch_size={options.batch}"]
@@ -119,7 +119,7 @@ def decode(data, size):
         return torchvision_transforms(size)(Image.open(io.BytesIO(data)).convert("RGB"))
     import torch
 
-    from pipeline.decode import open_picture
+    from pipeline.data.decode import open_picture
 
     picture = own_transforms(size)(open_picture(data, "region"), random)
     return torch.tensor(picture.pixels())
@@ -134,7 +134,7 @@ def torchvision_transforms(size):
 
 @cache
 def own_transforms(size):
-    from pipeline.augment import Compose, HorizontalFlip, RandomResizedCrop
+    from pipeline.data.augment import Compose, HorizontalFlip, RandomResizedCrop
 
     return Compose([RandomResizedCrop(size=size), HorizontalFlip()])
 

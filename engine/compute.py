@@ -16,8 +16,8 @@ import models
 from conf.errors import UserError, describe
 from conf.schema import Config
 from engine.schedule import Schedule
-from pipeline.batch import IMAGE
-from pipeline.build import Datasets
+from pipeline.data.build import Datasets
+from pipeline.data.field import IMAGE
 
 # model.compile=auto compiles for more steps than this. On one H200, ResNet-50 compiles in a minute,
 # at later starts in 11 s, and then saves 18 of the 53 ms of a step of 256 images.

@@ -17,7 +17,7 @@ import models
 from conf.errors import RunError, UserError, with_advice
 from conf.schema import show
 from engine.optim import trained
-from pipeline.feed import RankInfo
+from pipeline.feed.feed import RankInfo
 
 T = TypeVar("T")
 # A collective may last so many times loader.timeout_seconds: a rank may compile meanwhile.

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from conf.errors import UserError, did_you_mean
 from conf.schema import TrainConfig, show
-from pipeline.batch import Batch
-from pipeline.build import Datasets
+from pipeline.data.build import Datasets
+from pipeline.feed.batch import Batch
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """(logits float32 [B, classes], targets int64 [B] or float32 [B, classes]) -> float32 []."""

@@ -9,13 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from conf.errors import RunError
+from conf.errors import RunError, reached_limit
 from engine.distributed import World, on_this_rank_alone
 from engine.schedule import Schedule
 from engine.state import TrainState, restored_on_exit
 from engine.step_graph import StepGraph
-from pipeline.batch import Batch
-from pipeline.machine import reached_limit
+from pipeline.feed.batch import Batch
 
 logger = logging.getLogger(__name__)
 

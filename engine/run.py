@@ -28,9 +28,9 @@ from engine.distributed import World
 from engine.files import replace_file
 from engine.schedule import Schedule
 from engine.state import TrainState, diverged
-from pipeline.batch import IMAGE
-from pipeline.build import Datasets
-from pipeline.splits import refuse_inside
+from pipeline.data.build import Datasets
+from pipeline.data.field import IMAGE
+from pipeline.data.splits import refuse_inside
 
 logger = logging.getLogger(__name__)
 

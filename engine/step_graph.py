@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.metrics import Values
-from pipeline.batch import Batch
+from pipeline.feed.batch import Batch
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from conf.start import handle_stops
 from engine.distributed import World
-from pipeline.loader import Pool, StalledError
+from pipeline.feed.loader import Pool, StalledError
 
 T = TypeVar("T")
 

@@ -18,9 +18,9 @@ from engine.distributed import World
 from engine.run import Run
 from engine.state import TrainState, restored_on_exit
 from engine.step_graph import StepGraph
-from pipeline.batch import Batch
-from pipeline.clock import StepTimes, mean_of
-from pipeline.feed import Feed, is_measured
+from pipeline.feed.batch import Batch
+from pipeline.feed.feed import Feed, is_measured
+from pipeline.feed.step_times import StepTimes, mean_of
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import models
 from engine.distributed import World
 from engine.metrics import Metrics
 from engine.stop_signal import StopSignal
-from pipeline.batch import Batch
-from pipeline.feed import Feed
+from pipeline.feed.batch import Batch
+from pipeline.feed.feed import Feed
 
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.

@@ -23,8 +23,8 @@ from PIL import Image
 
 from conf.errors import UserError
 from conf.schema import DataConfig
-from pipeline.augment import Compose
-from pipeline.build import Options, Splits, folder
+from pipeline.data.augment import Compose
+from pipeline.data.build import Options, Splits, folder
 
 Plane = NDArray[np.floating[Any]]  # float32 [H, W]
 

@@ -19,7 +19,7 @@ from conf.schema import Config, config_values, override_keys, show
 from engine import checkpoint
 from engine.distributed import World
 from engine.schedule import suited_batch
-from pipeline.build import build_datasets
+from pipeline.data.build import build_datasets
 from scripts.lib.published import exported, published, stored_name, torchvision_files
 
 # The length of a fine-tuning: 500 steps of 512 images, as BiT (arXiv 1912.11370) for less than

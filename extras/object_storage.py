@@ -24,8 +24,8 @@ from fsspec.core import url_to_fs
 
 from conf.errors import UserError, describe
 from conf.start import default_cache_dir
-from pipeline.index import Index, Storage, load_files
-from pipeline.listing import BLOCK, Members, tar_members
+from pipeline.data.index import Index, Storage, load_files
+from pipeline.data.listing import BLOCK, Members, tar_members
 
 # URL -> fsspec's object, once per process, without lists that would hide changes; path in it
 _file_system = cache(partial(url_to_fs, use_listings_cache=False))

@@ -36,9 +36,9 @@ from engine.distributed import World, join_world
 from engine.log.verdict import judge
 from engine.memory import fit_memory
 from engine.meter import Meter
-from pipeline.batch import Batch
-from pipeline.clock import StepClock
-from pipeline.feed import Feed, open_feed
+from pipeline.feed.batch import Batch
+from pipeline.feed.clock import StepClock
+from pipeline.feed.feed import Feed, open_feed
 from scripts.lib.trained import run_main
 
 WINDOWS = 5

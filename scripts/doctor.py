@@ -43,11 +43,11 @@ from conf.errors import RunError, UserError, describe
 from conf.schema import Config
 from engine.distributed import World, resolve_device
 from engine.log.plan import planned, setup_notes
-from pipeline import decode
-from pipeline.build import build_datasets
-from pipeline.dataset import FolderDataset
-from pipeline.index import Index, find_split, load_index
-from pipeline.splits import held_out, other_classes
+from pipeline.data import decode
+from pipeline.data.build import build_datasets
+from pipeline.data.dataset import FolderDataset
+from pipeline.data.index import Index, find_split, load_index
+from pipeline.data.splits import held_out, other_classes
 from scripts.lib.progress import in_threads, num_cores, with_progress
 from scripts.lib.trained import run_main, sorted_as_text
 
@@ -369,7 +369,7 @@ def main(case: Case) -> int:
 
 if __name__ == "__main__":
     # Each time the files are listed, it would warn of what `data` reports once.
-    logging.getLogger("pipeline.index").setLevel(logging.ERROR)
+    logging.getLogger("pipeline.data.index").setLevel(logging.ERROR)
     case = Case(CONFIG)
     if OPTIONS.all:
         case.sample = sys.maxsize

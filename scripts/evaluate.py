@@ -58,14 +58,15 @@ from engine.log.observer import named_observers
 from engine.metrics import Metric, Metrics
 from engine.schedule import make_schedule
 from engine.validation import Rows, evaluate
-from pipeline.batch import IMAGE, LABEL, Batch
-from pipeline.build import Datasets
-from pipeline.class_names import imagenet_names
-from pipeline.dataset import Dataset
-from pipeline.feed import Feed, open_feed
-from pipeline.index import find_split, find_storage
-from pipeline.splits import HeldOut, held_out, refuse_inside
-from pipeline.start import start_forkserver
+from pipeline.data.build import Datasets
+from pipeline.data.class_names import imagenet_names
+from pipeline.data.dataset import Dataset
+from pipeline.data.field import IMAGE, LABEL
+from pipeline.data.index import find_split, find_storage
+from pipeline.data.splits import HeldOut, held_out, refuse_inside
+from pipeline.feed.batch import Batch
+from pipeline.feed.feed import Feed, open_feed
+from pipeline.feed.forkserver import start_forkserver
 from scripts.lib.progress import with_progress
 from scripts.lib.trained import Trained, build_val, open_trained, run_main, sorted_as_text
 

@@ -68,8 +68,9 @@ import yaml
 from torch import Tensor, nn
 
 from models.weights import safetensors_metadata
-from pipeline.batch import Field, ImageFormat
-from pipeline.build import build_image_transforms
+from pipeline.data.build import build_image_transforms
+from pipeline.data.field import Field
+from pipeline.feed.batch import ImageFormat
 from scripts.lib.trained import Trained, open_trained, run_main
 
 CPU = torch.device("cpu")

@@ -63,13 +63,14 @@ from engine.distributed import resolve_device
 from engine.files import json_text
 from engine.metrics import check_predicted
 from models.weights import head_of
-from pipeline.augment import sample_rng
-from pipeline.batch import IMAGE, ImageFormat
-from pipeline.build import DATASETS, build_image_transforms
-from pipeline.class_names import readable
-from pipeline.dataset import FolderDataset
-from pipeline.index import ImageFolder
-from pipeline.listing import LeftOut, contents_of, describe_left_out
+from pipeline.data.augment import sample_rng
+from pipeline.data.build import DATASETS, build_image_transforms
+from pipeline.data.class_names import readable
+from pipeline.data.dataset import FolderDataset
+from pipeline.data.field import IMAGE
+from pipeline.data.index import ImageFolder
+from pipeline.data.listing import LeftOut, contents_of, describe_left_out
+from pipeline.feed.batch import ImageFormat
 from scripts.lib.progress import in_threads, num_cores
 from scripts.lib.trained import Trained, open_trained, run_main
 

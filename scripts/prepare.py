@@ -74,8 +74,9 @@ from PIL import Image
 
 from conf import cli
 from engine.files import replace_file, replacing, write_json
-from pipeline import decode, machine
-from pipeline.listing import tar_members
+from pipeline.data import decode
+from pipeline.data.listing import tar_members
+from pipeline.feed import machine
 from scripts.lib.progress import in_threads, with_progress
 from scripts.lib.sources.files import WHOLE, Place, Sample
 from scripts.lib.sources.layouts import read, recognise

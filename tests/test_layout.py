@@ -56,13 +56,17 @@ def within(name: str, parts: tuple[str, ...] | list[str]) -> bool:
 
 
 def test_imports_have_one_direction():
-    """Also, of the engine only tune.py imports engine.log, and no extra imports another one."""
+    """Also, pipeline.data never imports pipeline.feed; of the engine only tune.py imports
+    engine.log; and no extra imports another one.
+    """
     for name, path in SOURCES.items():
         part = "tests.extras" if name.startswith("tests.extras.") else name.split(".")[0]
         own = ".".join(name.split(".")[:2]) if part == "extras" else part
         for imported in imports(path):
             if imported.split(".")[0] in ALLOWED:
                 assert within(imported, (own, *ALLOWED[part])), f"{name} imports {imported}"
+            if within(name, ["pipeline.data"]):
+                assert not within(imported, ["pipeline.feed"]), f"{name} imports {imported}"
             if part == "engine" and within(imported, ["engine.log"]):
                 assert within(name, ["engine.log", "engine.tune"]), f"{name} imports {imported}"
 
@@ -71,7 +75,7 @@ def test_slow_packages_are_imported_when_used():
     """They take seconds. tests/conf/test_cli.py has what --help imports."""
     slow = {"torchvision", "tensorboard", "timm", "onnx", "matplotlib"}
     code = "import sys\nbefore = set()"
-    for module in ("torch", "pipeline.loader", "train"):  # torch for CUDA imports pynvml
+    for module in ("torch", "pipeline.feed.loader", "train"):  # torch for CUDA imports pynvml
         code += f"\nimport {module}\nnow = {{name.split('.')[0] for name in sys.modules}}"
         code += "\nprint('>', *(now - before))\nbefore = now"
     printed = run_python("-c", code).stdout

@@ -18,7 +18,7 @@ from engine.losses import build_criterion
 from engine.metrics import Values
 from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainState, check_loss, restored_on_exit
-from pipeline.batch import Batch
+from pipeline.feed.batch import Batch
 from tests.helpers.batches import batch_of, toy_loss
 from tests.helpers.optimizers import OPTIMIZERS
 from tests.helpers.results import same

@@ -61,8 +61,8 @@ from conf.compose import from_overrides
 from engine.distributed import join_world
 from engine.metrics import Metrics
 from engine.validation import evaluate
-from pipeline.build import build_datasets
-from pipeline.feed import open_feed
+from pipeline.data.build import build_datasets
+from pipeline.feed.feed import open_feed
 from tests.helpers.batches import toy_values as validation_values
 
 found = []

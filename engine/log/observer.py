@@ -14,10 +14,10 @@ from engine.metrics import Metrics
 from engine.schedule import Schedule
 from engine.state import TrainState
 from engine.validation import Rows
-from pipeline.batch import Batch
-from pipeline.build import Datasets
-from pipeline.dataset import Dataset
-from pipeline.feed import Feed
+from pipeline.data.build import Datasets
+from pipeline.data.dataset import Dataset
+from pipeline.feed.batch import Batch
+from pipeline.feed.feed import Feed
 
 
 class ObservedRun(Protocol):

@@ -27,9 +27,9 @@ from engine.state import TrainState, params_sha256
 from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
 from engine.validation import Validation
-from pipeline.batch import Batch
-from pipeline.clock import StepTimes, mean_of
-from pipeline.feed import Feed
+from pipeline.feed.batch import Batch
+from pipeline.feed.feed import Feed
+from pipeline.feed.step_times import StepTimes, mean_of
 
 HEADER_ROWS = 40  # the columns are named again after so many rows: a terminal has fewer lines
 

@@ -22,11 +22,12 @@ from conf.schema import Config
 from extras.gpu_decode import geometry as g
 from extras.gpu_decode.decoder import GpuDecoder, JpegEngineError, why_no_engines
 from extras.gpu_decode.geometry import engines_support, write_geometry
-from pipeline.augment import Compose, name_of, sample_rng
-from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field
-from pipeline.dataset import Dataset, DatasetWrapper, FolderDataset, RefusedError
-from pipeline.decode import JpegFile, Picture
-from pipeline.shared import SharedArray
+from pipeline.data.augment import Compose, name_of, sample_rng
+from pipeline.data.dataset import Dataset, DatasetWrapper, FolderDataset, RefusedError
+from pipeline.data.decode import JpegFile, Picture
+from pipeline.data.field import IMAGE, Field, image_field
+from pipeline.data.shared import SharedArray
+from pipeline.feed.batch import DeviceSlot, channels_first
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ The transforms and their random numbers are those of the CPU path.
 
 import numpy as np
 
-from pipeline.decode import BASELINE, SKIPPED, START_OF_SCAN, JpegFile, Picture, segments
+from pipeline.data.decode import BASELINE, SKIPPED, START_OF_SCAN, JpegFile, Picture, segments
 
 # Columns of a slot's geometry, float64 [B, COLUMNS]; integers below 2**53 are exact.
 # The file of the row, OFFSET bytes behind the first one; LENGTH 0: the row holds pixels.

@@ -18,9 +18,10 @@ from engine.files import replace_file, write_json
 from engine.log.observer import Observer
 from engine.validation import Rows
 from extras.pictures.sheet import draw_batch, sheet
-from pipeline.batch import IMAGE, Batch
-from pipeline.class_names import readable
-from pipeline.dataset import Dataset
+from pipeline.data.class_names import readable
+from pipeline.data.dataset import Dataset
+from pipeline.data.field import IMAGE
+from pipeline.feed.batch import Batch
 
 COLUMNS = {"label", "prediction", "loss", "confidence", "top1"}  # of a classifier
 WORST_DRAWN, WORST_LISTED = 16, 100  # images with the largest loss; of many, 2 % are listed

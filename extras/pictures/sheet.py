@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from pipeline.batch import IMAGE, Batch, Field, ImageFormat
-from pipeline.class_names import readable
+from pipeline.data.class_names import readable
+from pipeline.data.field import IMAGE, Field
+from pipeline.feed.batch import Batch, ImageFormat
 
 SIDE = 192  # side of an image in pixels
 WIDTH = SIDE + 8  # from one image to the next

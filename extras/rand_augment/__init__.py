@@ -17,8 +17,8 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from conf.schema import FRACTION, NULL, each, number, one_of, whole
-from pipeline.augment import draw_interpolation, parameter
-from pipeline.decode import INTERPOLATIONS
+from pipeline.data.augment import draw_interpolation, parameter
+from pipeline.data.decode import INTERPOLATIONS
 
 
 class Operation(NamedTuple):

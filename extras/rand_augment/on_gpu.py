@@ -18,10 +18,11 @@ from torch import Tensor
 from conf.errors import describe
 from conf.schema import Config
 from extras.rand_augment import MATRICES, NAMES, Operation, RandAugment, TrivialAugment
-from pipeline.augment import Compose
-from pipeline.batch import IMAGE, DeviceSlot, Field, channels_first, image_field
-from pipeline.dataset import DatasetWrapper, FolderDataset
-from pipeline.decode import Picture
+from pipeline.data.augment import Compose
+from pipeline.data.dataset import DatasetWrapper, FolderDataset
+from pipeline.data.decode import Picture
+from pipeline.data.field import IMAGE, Field, image_field
+from pipeline.feed.batch import DeviceSlot, channels_first
 
 logger = logging.getLogger(__name__)
 

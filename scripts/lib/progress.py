@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from pipeline import machine
+from pipeline.feed import machine
 
 SECONDS = 5.0  # between two states of the progress bar
 Item = TypeVar("Item")

@@ -26,9 +26,9 @@ from engine.compute import can_rewrite, choose_precision, count_flops
 from engine.memory import explain_limit
 from models.weights import head_of
 from models.zoo import RGB
-from pipeline.build import Datasets, build_image_transforms, build_splits, check_channels
-from pipeline.dataset import FakeDataset
-from pipeline.splits import held_out
+from pipeline.data.build import Datasets, build_image_transforms, build_splits, check_channels
+from pipeline.data.dataset import FakeDataset
+from pipeline.data.splits import held_out
 from scripts.lib.options import is_training_key
 from scripts.lib.published import Stated, exported, published
 

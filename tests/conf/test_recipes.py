@@ -12,9 +12,9 @@ import train
 from conf.schema import FOLDER, group_names
 from engine.compute import count_flops
 from engine.optim import build_optimizer
-from pipeline import augment
-from pipeline.batch_augment import BATCH_TRANSFORMS
-from pipeline.build import build_image_transforms
+from pipeline.data import augment
+from pipeline.data.build import build_image_transforms
+from pipeline.feed.batch_augment import BATCH_TRANSFORMS
 from tests.conf.refused import offered
 from tests.helpers.results import rows, stored
 from tests.helpers.small_run import run

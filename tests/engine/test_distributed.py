@@ -19,8 +19,8 @@ from engine.distributed import World, join_world, resolve_device
 from engine.schedule import Schedule
 from engine.state import params_sha256
 from engine.stop_signal import StopSignal
-from pipeline.build import build_datasets
-from pipeline.loader import Pool
+from pipeline.data.build import build_datasets
+from pipeline.feed.loader import Pool
 from tests.engine.plans import ALONE
 from tests.helpers.processes import run_command
 from tests.helpers.results import column

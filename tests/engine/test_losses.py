@@ -12,7 +12,7 @@ from conf.compose import from_overrides
 from conf.errors import UserError
 from conf.schema import TrainConfig
 from engine.losses import LOSSES, Criterion, build_criterion, class_weights
-from pipeline.build import Datasets
+from pipeline.data.build import Datasets
 
 CLASSES, COUNT = 7, 12
 

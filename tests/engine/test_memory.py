@@ -18,7 +18,7 @@ from engine.memory import explain_limit, fit_memory
 from engine.schedule import Schedule
 from engine.state import TrainState, params_sha256
 from engine.step_graph import StepGraph
-from pipeline.batch import Batch
+from pipeline.feed.batch import Batch
 from tests.engine.plans import ALONE
 from tests.helpers.batches import toy_loss
 from tests.helpers.processes import run_python

@@ -18,7 +18,7 @@ from engine.distributed import World, join_world
 from engine.state import TrainState, params_sha256, restored_on_exit
 from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph
 from models import zoo
-from pipeline.batch import Batch
+from pipeline.feed.batch import Batch
 from tests.helpers.batches import batch_of, on_device, toy_loss
 from tests.helpers.optimizers import OPTIMIZERS
 from tests.models.test_vit import short_vit

@@ -13,8 +13,8 @@ from engine.classifier import accuracy
 from engine.metrics import Metrics
 from engine.validation import evaluate
 from models.resnet import resnet_tiny
-from pipeline.batch import Batch
-from pipeline.loader import EMPTY_ROW
+from pipeline.feed.batch import Batch
+from pipeline.feed.loader import EMPTY_ROW
 from tests.engine.plans import ALONE
 from tests.helpers.batches import batch_of, on_device, without_waiting
 from tests.helpers.batches import toy_values as measure

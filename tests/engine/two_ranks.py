@@ -24,8 +24,8 @@ from engine.state import TrainState, params_sha256
 from engine.step_graph import StepGraph
 from engine.stop_signal import StopSignal
 from engine.validation import evaluate, validation_batches
-from pipeline.batch import Batch
-from pipeline.loader import Pool
+from pipeline.feed.batch import Batch
+from pipeline.feed.loader import Pool
 from tests.engine.plans import schedule
 from tests.helpers.batches import batch_of, toy_loss
 from train import train_step

@@ -12,8 +12,8 @@ from threading import Thread
 import pytest
 
 from conf.errors import UserError
-from pipeline import index
-from pipeline.index import Index, load_index
+from pipeline.data import index
+from pipeline.data.index import Index, load_index
 from scripts import prepare
 from tests.extras.buckets import Bucket, serving
 from tests.helpers.limits import file_size_limit

@@ -15,8 +15,8 @@ from engine.validation import evaluate
 from extras.metrics import calibration_error
 from extras.pictures import Predictions, _write_csv
 from extras.pictures.sheet import draw_batch, rgb
-from pipeline.batch import ImageFormat
-from pipeline.dataset import FakeDataset
+from pipeline.data.dataset import FakeDataset
+from pipeline.feed.batch import ImageFormat
 from scripts import evaluate as evaluate_script
 from tests.conftest import CLASSES as KINDS
 from tests.conftest import VAL_IMAGES

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from engine.classifier import classifier_means, classifier_values
 from engine.losses import Criterion
 from engine.metrics import Values
-from pipeline.batch import Batch
+from pipeline.feed.batch import Batch
 
 
 def batch_of(step: int = 0, samples: Tensor | None = None, **fields: Tensor) -> Batch:

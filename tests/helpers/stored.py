@@ -4,7 +4,7 @@ import csv
 import tarfile
 from pathlib import Path
 
-from pipeline.index import Index
+from pipeline.data.index import Index
 
 
 def images_of(split: Path) -> list[Path]:

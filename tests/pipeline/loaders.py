@@ -14,15 +14,17 @@ from torch import Tensor
 
 from conf.compose import from_overrides
 from engine.distributed import World
-from pipeline.augment import TRANSFORMS, Compose, build_by_name, sample_rng
-from pipeline.batch import Batch
-from pipeline.build import build_datasets
-from pipeline.dataset import Dataset, FolderDataset
-from pipeline.feed import Feed, open_feed
-from pipeline.index import ImageFolder, Index, load_index
-from pipeline.loader import Loader, Pool, Ring
-from pipeline.sampler import TrainSampler
-from pipeline.shared import SharedArray, page_locked
+from pipeline.data.augment import TRANSFORMS, Compose, build_by_name, sample_rng
+from pipeline.data.build import build_datasets
+from pipeline.data.dataset import Dataset, FolderDataset
+from pipeline.data.index import ImageFolder, Index, load_index
+from pipeline.data.shared import SharedArray
+from pipeline.feed.batch import Batch
+from pipeline.feed.feed import Feed, open_feed
+from pipeline.feed.loader import Loader, Pool
+from pipeline.feed.pinned import page_locked
+from pipeline.feed.ring import Ring
+from pipeline.feed.sampler import TrainSampler
 from tests.helpers import results
 from tests.helpers.batches import on_device
 

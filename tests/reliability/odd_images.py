@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from pipeline import decode
+from pipeline.data import decode
 from tests.helpers.drawings import draw_image
 
 # The region decoder's error. Pillow gives grey or wrong pixels instead.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline import decode
+from pipeline.data import decode
 from tests.pipeline.loaders import SIZE, crops
 from tests.reliability.odd_images import KINDS, drawn
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from conf.compose import from_overrides
-from pipeline import decode
+from pipeline.data import decode
 from scripts import doctor, prepare
 from scripts.doctor import Case, Row
 from tests.conftest import CLASSES

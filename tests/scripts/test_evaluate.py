@@ -21,9 +21,10 @@ from conf.errors import UserError
 from engine import checkpoint
 from engine.compute import set_up_kernels
 from engine.distributed import join_world
-from pipeline.batch import Field, ImageFormat, image_field
-from pipeline.class_names import imagenet_names
-from pipeline.dataset import FolderDataset
+from pipeline.data.class_names import imagenet_names
+from pipeline.data.dataset import FolderDataset
+from pipeline.data.field import Field, image_field
+from pipeline.feed.batch import ImageFormat
 from scripts import evaluate
 from scripts.evaluate import Evaluated, outputs_of, with_config
 from scripts.lib.trained import Trained, build_val, open_trained

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import models
 from conf.errors import RunError, UserError
 from models.vit import PatchEmbed, VisionTransformer
-from pipeline import decode
-from pipeline.augment import TRANSFORMS, Compose, build_by_name
+from pipeline.data import decode
+from pipeline.data.augment import TRANSFORMS, Compose, build_by_name
 from scripts import export
 from scripts.export import CPU, Job
 from scripts.lib.published import published

@@ -19,10 +19,10 @@ import torch
 import models
 import train
 from conf.errors import UserError
-from pipeline import build
-from pipeline.batch import Field
-from pipeline.dataset import FolderDataset
-from pipeline.decode import Picture
+from pipeline.data import build
+from pipeline.data.dataset import FolderDataset
+from pipeline.data.decode import Picture
+from pipeline.data.field import Field
 from scripts import predict
 from scripts.lib.progress import in_threads
 from scripts.lib.trained import build_val, open_trained, run_main

@@ -22,8 +22,8 @@ from PIL import Image
 
 from conf import cli
 from conf.errors import UserError
-from pipeline import decode
-from pipeline.index import load_index
+from pipeline.data import decode
+from pipeline.data.index import load_index
 from scripts import prepare
 from scripts.lib.sources import imagenet
 from scripts.lib.sources.files import Place, inflated

@@ -10,7 +10,7 @@ import torch
 
 import models
 from conf.errors import UserError
-from pipeline.build import build_image_transforms
+from pipeline.data.build import build_image_transforms
 from scripts.lib.published import NOTHING, published
 from scripts.lib.trained import open_trained
 

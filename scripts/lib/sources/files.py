@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from conf.errors import UserError
-from pipeline import listing
-from pipeline.listing import LeftOut, is_hidden, tar_members, why_left_out
+from pipeline.data import listing
+from pipeline.data.listing import LeftOut, is_hidden, tar_members, why_left_out
 
 WHOLE = -1
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from conf.errors import UserError
-from pipeline.listing import SPLITS, LeftOut, describe_left_out, first_word, walk, why_left_out
+from pipeline.data.listing import SPLITS, LeftOut, describe_left_out, first_word, walk, why_left_out
 from scripts.lib.sources.cifar import cifar_samples, ppm
 from scripts.lib.sources.files import Place, Row, Sample, Tree, is_image, read_place, tree_of_tar
 from scripts.lib.sources.imagenet import TRAIN_TAR, VAL_NAME, VAL_TAR, WNID, val_samples

@@ -17,8 +17,9 @@ from engine.log.plan import setup_notes
 from engine.log.runlog import train_row
 from engine.meter import Meter
 from engine.metrics import Metrics
-from pipeline.build import build_datasets
-from pipeline.clock import StepClock, StepTimes
+from pipeline.data.build import build_datasets
+from pipeline.feed.clock import StepClock
+from pipeline.feed.step_times import StepTimes
 from tests.engine.log.test_tracker import train_row as logged_row
 from tests.engine.log.test_tracker import val_row
 from tests.engine.plans import ALONE, WAITED, schedule

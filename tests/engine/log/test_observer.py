@@ -12,7 +12,7 @@ import pytest
 from conf.errors import UserError
 from engine.log.observer import ObservedRun, Observer
 from engine.log.verdict import Verdict
-from pipeline.batch import Batch
+from pipeline.feed.batch import Batch
 from tests.helpers.results import rows
 from tests.helpers.small_run import run
 

@@ -13,8 +13,8 @@ from conf.compose import from_overrides
 from conf.schema import NAMES
 from engine.distributed import World
 from engine.log.verdict import REMEDIES, Verdict, judge, remedy_for, verdict
-from pipeline.clock import StepTimes
-from pipeline.feed import Feed
+from pipeline.feed.feed import Feed
+from pipeline.feed.step_times import StepTimes
 from tests.engine.plans import ALONE, WAITED
 from tests.pipeline.loaders import opened
 

@@ -6,8 +6,8 @@ from random import Random
 from typing import Any
 
 from engine.tune import MARGIN, Rule
-from pipeline.clock import StepTimes
-from pipeline.feed import Feed
+from pipeline.feed.feed import Feed
+from pipeline.feed.step_times import StepTimes
 
 ROWS, STEPS, BATCH = 60, 50, 256
 LOST_BY_A_CORE = 0.1  # share of the step's rate that a missing core takes

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.tune import MARGIN, Rule
-from pipeline.clock import StepTimes
+from pipeline.feed.step_times import StepTimes
 from tests.engine.tune.hosts import ROWS, Host, Simulation
 
 BEGIN = 2  # row from which the rule has to be near the best

@@ -8,7 +8,7 @@ import pytest
 
 from engine.distributed import World
 from engine.tune import Rule, Tuner
-from pipeline.clock import StepTimes
+from pipeline.feed.step_times import StepTimes
 from tests.engine.plans import ALONE
 from tests.engine.tune.hosts import Host, Simulation
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from engine import tune
-from pipeline import feed, machine
-from pipeline.clock import StepTimes
+from pipeline.feed import feed, machine
+from pipeline.feed.step_times import StepTimes
 
 Patch = Callable[[object, str, Any], None]  # `setattr`, or that of a monkeypatch
 CORES = 2  # of which the training process keeps one; there are buffers for two workers

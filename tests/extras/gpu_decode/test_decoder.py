@@ -10,12 +10,12 @@ from PIL import Image
 from extras.gpu_decode import JpegEngineDataset, geometry
 from extras.gpu_decode.decoder import GpuDecoder
 from extras.gpu_decode.geometry import engines_support, write_geometry
-from pipeline import augment, decode
-from pipeline.augment import Compose, sample_rng
-from pipeline.batch import ImageFormat
-from pipeline.dataset import FolderDataset
-from pipeline.index import load_index
-from pipeline.prefetcher import Prefetcher
+from pipeline.data import augment, decode
+from pipeline.data.augment import Compose, sample_rng
+from pipeline.data.dataset import FolderDataset
+from pipeline.data.index import load_index
+from pipeline.feed.batch import ImageFormat
+from pipeline.feed.prefetcher import Prefetcher
 from tests.helpers.drawings import draw_image
 from tests.pipeline.loaders import open_loader
 from tests.reliability.odd_images import encoded

@@ -18,9 +18,9 @@ from extras.gpu_decode import GEOMETRY, MIN_ROOM, ROOM, JpegEngineDataset, engin
 from extras.gpu_decode import geometry as g
 from extras.gpu_decode.decoder import JpegEngineError
 from extras.gpu_decode.geometry import engines_support
-from pipeline import decode
-from pipeline.augment import TRANSFORMS, Compose, build_by_name, sample_rng
-from pipeline.dataset import FakeDataset, FolderDataset
+from pipeline.data import decode
+from pipeline.data.augment import TRANSFORMS, Compose, build_by_name, sample_rng
+from pipeline.data.dataset import FakeDataset, FolderDataset
 from tests.engine.tune.tuning import measure_on_cpu
 from tests.helpers import small_run
 from tests.pipeline.loaders import (

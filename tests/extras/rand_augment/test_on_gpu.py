@@ -32,10 +32,10 @@ from extras.rand_augment.on_gpu import (
     has_kernels,
     kernel_row,
 )
-from pipeline.augment import Compose, HorizontalFlip
-from pipeline.batch import Field
-from pipeline.dataset import FakeDataset, FolderDataset
-from pipeline.decode import Picture
+from pipeline.data.augment import Compose, HorizontalFlip
+from pipeline.data.dataset import FakeDataset, FolderDataset
+from pipeline.data.decode import Picture
+from pipeline.data.field import Field
 from tests.helpers.batches import without_waiting
 from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, opened, training
 

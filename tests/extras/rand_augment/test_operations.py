@@ -21,8 +21,8 @@ from extras.rand_augment import (
     apply,
     number_of,
 )
-from pipeline.augment import Compose, build_by_name, transform_target
-from pipeline.decode import INTERPOLATIONS, Picture
+from pipeline.data.augment import Compose, build_by_name, transform_target
+from pipeline.data.decode import INTERPOLATIONS, Picture
 from tests.helpers.drawings import draw_image
 
 THEIRS = {name: name.title().replace("_", "") for name in ("identity", *MATRICES, *NAMES)}

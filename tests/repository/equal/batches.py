@@ -10,8 +10,8 @@ import numpy as np
 
 from conf.compose import from_overrides
 from conf.schema import group_names
-from pipeline.build import build_datasets
-from pipeline.feed import open_feed
+from pipeline.data.build import build_datasets
+from pipeline.feed.feed import open_feed
 from tests.engine.plans import ALONE
 from tests.helpers.drawings import TEXTURES, draw_image
 from tests.reliability.odd_images import exif

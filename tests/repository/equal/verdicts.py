@@ -6,7 +6,7 @@ from typing import Any
 def cause_of(ranks: list[dict[str, Any]]) -> str:
     """Adapter: the cause that the verdict names, such as "input-bound by storage"."""
     from engine.log.verdict import verdict
-    from pipeline.clock import StepTimes
+    from pipeline.feed.step_times import StepTimes
 
     measured = []
     for rank in ranks:

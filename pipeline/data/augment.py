@@ -1,0 +1,378 @@
+"""Transforms of one image, written as an ordered list in the config.
+
+Journey of a batch, 3: picture -> picture, in a worker. The generator `rng` of a sample is a pure
+function of (seed, epoch, index), whatever worker or restart calls a transform.
+
+To add a transform, write a function of (image, rng) that returns an image of the same type, uint8
+[H, W, C], and name it as module:function in the config; parameters are its other arguments. Or
+write a class with such a `__call__`: `build_by_name` checks the `parameter`s of a dataclass.
+The transforms of this file that masks can follow are `Geometry`: functions of a Picture.
+"""
+
+import inspect
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
+
+from conf.errors import UserError, did_you_mean
+from conf.named import create_object, import_object, is_object_name, split_entry
+from conf.schema import FRACTION, Check, each, number, one_of, span, whole
+from pipeline.data.decode import INTERPOLATIONS, Box, CropResize, Picture, crop, size_of
+
+LARGEST = 4096  # side of an image after a transform, in pixels
+PIXELS = whole(1, LARGEST)
+NUMPY_GENERATOR = np.random.MT19937(0)  # of `seeded`
+UNCHECKED = Check(lambda value: True, "any value")
+# The transforms of torchvision's v2 that need only one image and own draws and keep size and uint8.
+V2_NAMES = tuple(
+    "AugMix AutoAugment ElasticTransform RandAugment RandomAffine RandomPerspective RandomRotation "
+    "RandomVerticalFlip TrivialAugmentWide ColorJitter GaussianBlur RandomAdjustSharpness "
+    "RandomAutocontrast RandomChannelPermutation RandomEqualize RandomErasing RandomGrayscale "
+    "RandomInvert RandomPhotometricDistort RandomPosterize RandomSolarize".split()
+)
+
+
+def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
+    """Return the generator of one sample's augmentation."""
+    # No overlap: epoch < 2**32 (the position in the stream if classes are sampled), index < 2**48.
+    return random.Random((seed << 80) | (epoch << 48) | index)
+
+
+class Geometry(ABC):
+    """A transform that only crops, resizes or flips: it decodes nothing, and masks follow it."""
+
+    @abstractmethod
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture: ...
+
+
+# Of an image [H, W, C] that it may overwrite; returns one of the same dtype.
+ImageFunction = Callable[[np.ndarray, random.Random], np.ndarray]
+Transform = Geometry | ImageFunction
+
+
+@dataclass(eq=False)
+class Compose:
+    transforms: Sequence[Transform]  # the result of `build_by_name`
+    image_size: int = 0  # side of the resulting square images in pixels; 0 if it is not known
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        for transform in self.transforms:
+            if isinstance(transform, Geometry):
+                picture = transform(picture, rng)
+            else:
+                picture = picture.changed(_apply(transform, picture.pixels(), rng))
+        return picture
+
+
+def _apply(transform: ImageFunction, pixels: np.ndarray, rng: random.Random) -> np.ndarray:
+    """Apply a transform to a copy of the pixels. Raises TypeError if it returns no such image."""
+    image = transform(pixels.copy(), rng)
+    if isinstance(image, np.ndarray) and image.dtype == pixels.dtype and image.ndim == pixels.ndim:
+        return image
+    found = type(image).__name__
+    if isinstance(image, np.ndarray):
+        found = f"{image.dtype} {list(image.shape)}"
+    raise TypeError(f"{name_of(transform)} returned {found}; return {pixels.dtype} [H, W, C]")
+
+
+def name_of(transform: Transform) -> str:
+    """Return the name of a transform's class or function."""
+    function = transform.func if isinstance(transform, partial) else transform
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def parameter(check: Check, default: Any = MISSING) -> Any:
+    """A transform's parameter, which `build_by_name` checks; and its default if it has one."""
+    return field(default=default, metadata={"check": check})
+
+
+def draw_interpolation(choice: str, rng: random.Random) -> str:
+    """Return bilinear or bicubic for `random`, else the choice itself."""
+    if choice != "random":
+        return choice
+    return "bicubic" if rng.random() < 0.5 else "bilinear"
+
+
+@dataclass(kw_only=True)
+class RandomResizedCrop(Geometry):
+    """Scale a region of random area and aspect ratio to a square (Inception, arXiv 1409.4842)."""
+
+    size: int = parameter(PIXELS)  # side of the result in pixels
+    # range of the region's area as a fraction of the image's area
+    scale: Sequence[float] = parameter(span(1), (0.08, 1.0))
+    ratio: Sequence[float] = parameter(span(1000), (3 / 4, 4 / 3))  # range of width / height
+    # random: each image draws one, as in timm's RandomResizedCropAndInterpolation
+    interpolation: str = parameter(one_of(*INTERPOLATIONS, "random"), "bilinear")
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        box = self.box(*picture.size, rng)
+        interpolation = draw_interpolation(self.interpolation, rng)
+        return picture.resized((self.size, self.size), box, interpolation=interpolation, quick=True)
+
+    def box(self, width: int, height: int, rng: random.Random) -> Box:
+        """Draw a region as torchvision does: ten tries, then the largest centred valid region."""
+        narrowest, widest = self.ratio
+        low, high = math.log(narrowest), math.log(widest)
+        for _ in range(10):
+            area = width * height * rng.uniform(*self.scale)
+            aspect = math.exp(rng.uniform(low, high))
+            w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < w <= width and 0 < h <= height:
+                left = int(rng.random() * (width - w + 1))
+                top = int(rng.random() * (height - h + 1))
+                return left, top, left + w, top + h
+        aspect = min(max(width / height, narrowest), widest)
+        w = min(width, max(1, round(height * aspect)))
+        h = min(height, max(1, round(width / aspect)))
+        left, top = (width - w) // 2, (height - h) // 2
+        return left, top, left + w, top + h
+
+
+@dataclass(kw_only=True)
+class Resize(Geometry):
+    """Scale the image so that its shorter side is `size / crop_ratio` pixels.
+
+    [height, width] as the size scales both sides, whatever the image's aspect ratio.
+    """
+
+    # side of the following crop in pixels; with the default ratio, the shorter side itself
+    size: int | Sequence[int] = parameter(PIXELS | each(PIXELS, 2, 2))
+    # 0.875 is usual for ImageNet: 256 px before a crop of 224 px
+    crop_ratio: float = parameter(number(0.01, 1), 1.0)
+    interpolation: str = parameter(one_of(*INTERPOLATIONS), "bilinear")  # with antialiasing
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        if isinstance(self.size, int):
+            width, height = picture.size
+            side = round(self.size / self.crop_ratio)
+            short = min(width, height)
+            new_width, new_height = int(side * width / short), int(side * height / short)
+        else:
+            height, width = self.size
+            new_width, new_height = round(width / self.crop_ratio), round(height / self.crop_ratio)
+        return picture.resized((new_width, new_height), interpolation=self.interpolation)
+
+
+@dataclass(kw_only=True)
+class CenterCrop(Geometry):
+    """Crop the centre to size x size pixels; pad a smaller image with black."""
+
+    size: int = parameter(PIXELS)
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        width, height = picture.size
+        left, top = round((width - self.size) / 2), round((height - self.size) / 2)
+        return picture.cropped((left, top, left + self.size, top + self.size))
+
+
+@dataclass(kw_only=True)
+class RandomCrop(Geometry):
+    """Crop a random region of size x size pixels."""
+
+    size: int = parameter(PIXELS)
+    # width of the border that is added on every side first, in pixels
+    padding: int = parameter(whole(0, LARGEST), 0)
+    # what the border shows: constant is black, reflect the image, mirrored at its edge
+    padding_mode: str = parameter(one_of("constant", "reflect"), "constant")
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        width, height = picture.size
+        spare_width = width + 2 * self.padding - self.size
+        spare_height = height + 2 * self.padding - self.size
+        if min(spare_width, spare_height) < 0:
+            padded = f"{width}x{height} with padding {self.padding}"
+            raise ValueError(f"random_crop: {padded} is smaller than size {self.size}")
+        left = int(rng.random() * (spare_width + 1)) - self.padding
+        top = int(rng.random() * (spare_height + 1)) - self.padding
+        fill = None if self.padding_mode == "reflect" else 0
+        return picture.cropped((left, top, left + self.size, top + self.size), fill=fill)
+
+
+@dataclass(kw_only=True)
+class HorizontalFlip(Geometry):
+    """Flip left to right with probability p."""
+
+    p: float = parameter(FRACTION, 0.5)
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        return picture.mirrored() if rng.random() < self.p else picture
+
+
+class TorchvisionTransform:
+    """Apply a v2 transform to one image; it draws from torch's generator, seeded from the sample's.
+
+    torchvision takes a second to import, so it is imported only if a config names one of them: in
+    the training process to check the parameters, and in a worker at its first image. `name` is one
+    of V2_NAMES, `parameters` are the arguments of its constructor.
+    """
+
+    def __init__(self, name: str, **parameters: Any) -> None:
+        self.name = name
+        self.parameters = parameters
+        _v2_transform(self)  # refuses wrong parameters now
+
+    def __call__(self, image: np.ndarray, rng: random.Random) -> np.ndarray:
+        pixels = torch.from_numpy(image).permute(2, 0, 1).contiguous()  # [C, H, W]
+        with seeded_torch(rng):
+            pixels = _v2_transform(self)(pixels).permute(1, 2, 0)
+        return pixels.numpy()
+
+
+@contextmanager
+def seeded_torch(rng: random.Random) -> Iterator[None]:
+    """Let torch's random numbers of the CPU, as torchvision draws them, depend on `rng` only."""
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would also seed the GPUs' generators.
+        torch.default_generator.manual_seed(rng.getrandbits(63))
+        yield
+
+
+@cache  # not an attribute: to unpickle it, each worker would import torchvision at its start
+def _v2_transform(made: TorchvisionTransform) -> Any:
+    from torchvision.transforms import v2
+
+    return getattr(v2, made.name)(**made.parameters)
+
+
+@contextmanager
+def seeded(rng: random.Random) -> Iterator[None]:
+    """Let all global generators, of torch, NumPy and Python, depend on `rng` only."""
+    seed = rng.getrandbits(32)
+    of_python = random.getstate()
+    of_numpy = get_bit_generator()  # numpy's get_state and set_state take 300 us
+    random.seed(seed)
+    set_bit_generator(NUMPY_GENERATOR)
+    np.random.seed(seed)
+    try:
+        with seeded_torch(rng):
+            yield
+    finally:
+        random.setstate(of_python)
+        set_bit_generator(of_numpy)
+
+
+def transform_target(target: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
+    """Crop, resize and flip a mask or points as their image was; decodes nothing.
+
+    Raises ValueError for a mask of another size than the file, and after any other transform.
+
+    Args:
+        target: a mask or a map, [H, W] or [H, W, C] of the size of the image's file, whose result
+            is that of the nearest pixels; or points, float [N, 2] of (x, y) in pixels from the
+            upper left corner of the file, and then of the result, perhaps outside of it.
+        picture: what the transforms made of the image.
+        fill: value of the pixels from outside the mask.
+    """
+    if picture.untracked:
+        raise ValueError(
+            "a mask follows crops, resizes and flips only; leave out other transforms, and turn "
+            "photos with an EXIF orientation once (exiftran -ai), or data.exif_orientation=false"
+        )
+    if target.dtype.kind == "f" and target.shape[1:] == (2,):
+        for step in picture.geometry:
+            target = _transform_points(target, step)
+        return target
+    size = size_of(target)
+    if size != picture.full_size:
+        text = f"the mask's (width, height) is {size}, its image's {picture.full_size}"
+        raise ValueError(f"{text}; return points as float [N, 2]")
+    for step in picture.geometry:
+        target = _transform_mask(target, step, fill)
+    return target
+
+
+def _transform_points(points: np.ndarray, step: CropResize) -> np.ndarray:
+    left, top, right, bottom = step.box
+    points = (points - (left, top)) * step.size / (right - left, bottom - top)
+    if step.mirrored:
+        points = points * (-1, 1) + (step.size[0], 0)
+    return points
+
+
+def _transform_mask(mask: np.ndarray, step: CropResize, fill: int) -> np.ndarray:
+    mask = crop(mask, step.box, None if step.fill is None else fill)
+    height, width = mask.shape[:2]
+    new_width, new_height = step.size
+    rows = (2 * np.arange(new_height) + 1) * height // (2 * new_height)
+    columns = (2 * np.arange(new_width) + 1) * width // (2 * new_width)
+    if step.mirrored:
+        columns = columns[::-1]
+    return mask[rows][:, columns]
+
+
+TRANSFORMS: dict[str, Callable[..., Transform]] = {
+    "random_resized_crop": RandomResizedCrop,
+    "resize": Resize,
+    "center_crop": CenterCrop,
+    "random_crop": RandomCrop,
+    "horizontal_flip": HorizontalFlip,
+    **{f"v2.{name}": partial(TorchvisionTransform, name) for name in V2_NAMES},
+}
+
+
+def build_by_name(entries: Sequence[Any], table: dict[str, Any], *, key: str) -> list[Any]:
+    """Return the transforms that a config list names; they are not tried on an image.
+
+    Raises UserError if a name or parameter is unknown, or the transform refuses a value.
+
+    Args:
+        entries: each `name` or `{name: {parameter: value}}`; a name may be `module:name`.
+        table: the allowed names: TRANSFORMS here, BATCH_TRANSFORMS for whole batches.
+    """
+    transforms = []
+    for entry in entries:
+        name, parameters = split_entry(entry, key)
+        if is_object_name(name):
+            transform = _own_transform(name, parameters, key)
+        else:
+            transform = _from_table(name, parameters, table, key)
+        _check_parameters(transform, f"{key}: {name}")
+        transforms.append(transform)
+    return transforms
+
+
+def _own_transform(name: str, parameters: dict[str, Any], key: str) -> Any:
+    """Return an object of a class module:name, or a function with some arguments fixed."""
+    named = import_object(name, key)
+    if isinstance(named, type):
+        return create_object(name, key, Callable, **parameters)
+    try:
+        inspect.signature(named).bind_partial(**parameters)
+    except TypeError as error:
+        raise UserError(f"{key}: {name}", str(error), "see docs/fork.md") from None
+    return partial(named, **parameters)
+
+
+def _from_table(name: str, parameters: dict[str, Any], table: dict[str, Any], key: str) -> Any:
+    if name not in table:
+        choices = f"choose from {', '.join(table)}"
+        nearest = did_you_mean(name.split(".")[-1], table)
+        raise UserError(key, f"there is no transform {name}", choices + nearest)
+    make = table[name]
+    try:
+        return make(**parameters)
+    except (TypeError, ValueError, IndexError) as error:
+        text = str(error).rpartition("__init__() ")[2]  # without the name of the class
+        if isinstance(make, type):
+            text += f"; it takes {', '.join(inspect.signature(make).parameters)}"
+        raise UserError(f"{key}: {name}", text) from None
+
+
+def _check_parameters(transform: Any, origin: str) -> None:
+    """Raise UserError if a `parameter` of a dataclass has a value that its check refuses."""
+    if not is_dataclass(transform):
+        return
+    for one in fields(transform):
+        check = one.metadata.get("check", UNCHECKED)
+        value = getattr(transform, one.name)
+        if not check.allows(value):
+            raise UserError(origin, f"{one.name}={value}: give {check.says}")

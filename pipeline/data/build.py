@@ -1,0 +1,195 @@
+"""Config in, datasets out: the table of datasets, and the transforms of both splits."""
+
+import inspect
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from conf.errors import UserError, describe, did_you_mean
+from conf.named import create_object, import_object, object_names_in, split_entry
+from conf.schema import Config, DataConfig
+from pipeline.data.augment import TRANSFORMS, Compose, build_by_name
+from pipeline.data.dataset import Dataset, DatasetWrapper, FakeDataset, FolderDataset
+from pipeline.data.decode import DECODERS, Picture
+from pipeline.data.field import IMAGE, LABEL
+from pipeline.data.splits import held_out, load_splits, other_classes
+from pipeline.data.torch_dataset import MapDataset, classes_of
+
+# Shapes of images to which each list of transforms is applied before the training starts
+TRIALS = ((400, 300, 3), (300, 400, 3)) * 4
+
+
+@dataclass(frozen=True)
+class Datasets:
+    train: Dataset
+    val: Dataset
+    classes: tuple[str, ...]  # names of the classes; a label is a position in it
+    # Modes of the training split to compare; training begins with the first one
+    decode_modes: tuple[str, ...] = ("cpu",)
+
+
+def build_datasets(
+    config: Config, device: torch.device | None = None, stored_decode_mode: str | None = None
+) -> Datasets:
+    """Build the transforms and the sample tables of both splits; write only the index cache.
+
+    Args:
+        device: of the training, for data.on_device; None leaves everything to the workers.
+        stored_decode_mode: that of the checkpoint to resume; None without a checkpoint.
+
+    Raises UserError if a transform, a folder or its content is wrong.
+    """
+    data = config.data
+    train_transform = build_image_transforms(config.augment.train, "augment.train")
+    val_transform = build_image_transforms(config.augment.val, "augment.val")
+    train, val, classes = build_splits(config, data, train_transform, val_transform)
+    if isinstance(train, FolderDataset) and isinstance(val, FolderDataset):
+        if train.index.classes != val.index.classes:
+            raise other_classes(train.index, val.index)
+    if len(classes) < 2 and train.fields.get("label") == LABEL:
+        cure = f"give two, or data.root={data.root}/{classes[0]} if its folders are the classes"
+        raise UserError(f"data.root={data.root}", f"all images have the class {classes[0]}", cure)
+    formats = {(field.highest, field.shape[-1]) for field in val.fields.values() if field.image}
+    if len(formats) > 1:
+        raise UserError("data.mean: fields with image=True differ in dtype or number of channels")
+    check_channels(data, val.fields[IMAGE].shape[-1])
+    modes: tuple[str, ...] = ("cpu",)
+    if device is not None:
+        for entry in data.on_device:
+            name, parameters = split_entry(entry, "data.on_device")
+            kind = Dataset | DatasetWrapper
+            train = create_object(name, "data.on_device", kind, train, config, device, **parameters)
+        modes = choose_decode_modes(config, train, stored_decode_mode)
+    return Datasets(train, val, classes, decode_modes=modes)
+
+
+def choose_decode_modes(config: Config, dataset: Dataset, stored: str | None) -> tuple[str, ...]:
+    """Resolve loader.decoder to modes of a dataset, the first one to begin with.
+
+    `stored`: that of the checkpoint to resume, which loader.decoder=auto keeps; None without a
+    checkpoint. Raises UserError if there is no such decoder.
+    """
+    name = config.loader.decoder
+    modes = tuple(dataset.decode_modes)
+    choices = ("auto", *DECODERS, *modes)
+    if name not in choices:
+        cure = f"give one of {', '.join(choices)}{did_you_mean(name, choices)}"
+        raise UserError(f"loader.decoder={name}", "there is no such decoder on this device", cure)
+    if name == "auto":
+        if stored is None:
+            return modes
+        name = stored  # if it is gone, the identity check refuses that
+    if name in modes:
+        return (name,)
+    return modes[:1]  # a name in DECODERS is for the mode cpu
+
+
+def check_channels(data: DataConfig, channels: int) -> None:
+    """Refuse data.mean or data.std for another number of channels; one value is for all."""
+    for key, values in {"mean": data.mean, "std": data.std}.items():
+        if len(values) not in (1, channels):
+            wrong = f"has {len(values)} values, the images have {channels} channels"
+            raise UserError(f"data.{key}", wrong, "give one value per channel")
+
+
+def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
+    """Build the list of a config key, and apply it to a few images: some lists fail only then.
+
+    Returns the transforms, with the side of the images that they make. Raises UserError if a
+    transform is wrong, or the images that they make have several sizes.
+    """
+    transforms = build_by_name(entries, TRANSFORMS, key=key)
+    rng = np.random.default_rng(0)
+    sizes = set()
+    for seed, shape in enumerate(TRIALS):
+        picture = Picture(rng.integers(0, 256, shape, np.uint8))
+        try:
+            width, height = Compose(transforms)(picture, random.Random(seed)).size
+        except Exception as error:  # torchvision raises many kinds
+            if object_names_in(list(entries)):  # the traceback of own code helps
+                error.add_note(f"{key}: a transform gets (image, rng) and returns an image")
+                raise
+            raise UserError(key, f"fails on an image: {describe(error)}") from None
+        sizes.add((width, height))
+    if sizes != {(width, width)}:
+        wrong = f"does not end in images of one size, but makes some of {width}x{height} px"
+        cure = "end it with random_resized_crop or center_crop, with the `size` that it makes"
+        raise UserError(key, wrong, cure)
+    return Compose(transforms, width)
+
+
+Splits = tuple[Dataset, Dataset, tuple[str, ...]]  # training, validation, names of the classes
+Options = dict[str, Any]  # arguments of FolderDataset
+
+
+def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:
+    """Call a function of DATASETS, or the one that data.source names."""
+    build: Any = DATASETS.get(data.source) or import_object(data.source, "data.source")
+    held = held_out(data)
+    if held and data.source not in DATASETS and not hasattr(build, "holds_out"):
+        wrong = f"data.source={data.source} does not read it"
+        cure = "for images in class folders write data=folder, or omit it"
+        raise UserError(held.origin, wrong, cure)
+    options: Options = {
+        "decoder": config.loader.decoder,
+        "seed": config.train.seed,
+        "exif_orientation": data.exif_orientation,
+    }
+    arguments: tuple[Any, ...] = data, train, val, options
+    if callable(build) and len(inspect.signature(build).parameters) == 1:
+        arguments = (data,)
+    if data.source in DATASETS:
+        return build(*arguments)
+    found = create_object(data.source, "data.source", tuple | list, *arguments)
+    return name_splits(found, train, val, config)
+
+
+def name_splits(found: Sequence[Any], train: Compose, val: Compose, config: Config) -> Splits:
+    """Return both splits, map-style datasets of PyTorch as `MapDataset`, and the classes.
+
+    `found`: what the function in data.source returned, (train, val) or (train, val, classes).
+    """
+    key = f"data.source={config.data.source}"
+    if len(found) not in (2, 3):
+        wrong = f"returns {len(found)} objects"
+        raise UserError(key, wrong, "return (train, val) or (train, val, classes)")
+    first, other, *rest = found
+    classes = tuple(map(str, rest[0])) if rest else classes_of(first)
+    if not classes:
+        cure = "return (train, val, classes), or give the dataset an attribute `classes`"
+        raise UserError(key, "the classes are not known", cure)
+    train_split = as_dataset(first, train, len(classes), config.train.seed, key)
+    return train_split, as_dataset(other, val, len(classes), config.train.seed, key), classes
+
+
+def as_dataset(split: Any, transform: Compose, classes: int, seed: int, key: str) -> Dataset:
+    """Return a dataset of this program as it is, and any other one as a `MapDataset`."""
+    if isinstance(split, Dataset):
+        split.seed = seed
+        return split
+    return MapDataset(split, transform, num_classes=classes, seed=seed, key=key)
+
+
+def folder(
+    data: DataConfig, train: Compose, val: Compose, options: Options, dataset: Any = FolderDataset
+) -> Splits:
+    train_index, val_index = load_splits(data)
+    train_split = dataset(train_index, train, **options)
+    return train_split, dataset(val_index, val, **options), train_index.classes
+
+
+def fake(data: DataConfig, train: Compose, val: Compose, options: Options) -> Splits:
+    images, classes = data.fake_images, data.fake_classes
+    names = tuple(f"fake{i:04d}" for i in range(classes))
+    train_split = FakeDataset(images, classes, train.image_size)
+    return train_split, FakeDataset(images // 10, classes, val.image_size), names
+
+
+# data.source -> function of (data, training and validation transform, options). It may also name
+# one as module:name, with an attribute `holds_out` if it reads data.val_fraction; a function of
+# (data) alone returns map-style datasets.
+DATASETS = {"folder": folder, "fake": fake}

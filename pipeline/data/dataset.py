@@ -1,0 +1,306 @@
+"""One sample: number in, named arrays out.
+
+Journey of a batch, 2: (epoch, index) -> file bytes -> {"image": uint8 [S, S, 3], "label": 7}, in a
+worker. The buffers, the copy to the device and the batch of the training step have the same names.
+
+To add a dataset, write a function that returns a map-style dataset of PyTorch for each split, and
+name it in conf/data/NAME.yaml as `source: module:function` (pipeline/data/torch_dataset.py).
+For image files with a number instead of a class, override `fields` and `targets` of
+`FolderDataset`; a subclass of `Dataset` can do more (pipeline/data/build.py has examples).
+"""
+
+import hashlib
+import math
+import random
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from conf.errors import UnreadableError, describe
+from pipeline.data import decode
+from pipeline.data.augment import Compose, sample_rng
+from pipeline.data.decode import Picture
+from pipeline.data.field import IMAGE, LABEL, Field, image_field
+from pipeline.data.index import Index
+from pipeline.data.listing import THREADS
+from pipeline.feed.batch import DeviceSlot
+
+T = TypeVar("T")
+
+READ_AHEAD = 16  # files of a worker that are read at a time, if it waits for storage
+READERS = ThreadPoolExecutor(READ_AHEAD)  # starts its threads when it is first used
+SAMPLED = 256  # files of a split whose sizes are part of its fingerprint
+NOTED = 32  # files at which `notes` looks
+
+
+class RefusedError(RuntimeError):
+    """The device cannot make a batch from what the workers wrote; the CPU has to make all of it."""
+
+
+class Dataset(ABC):
+    """One split; also a map-style dataset for torch's own DataLoader.
+
+    A subclass defines `fields`, `__len__`, `load`, `name` and `fingerprint`; the other methods and
+    attributes are for what it can do beyond that.
+    """
+
+    @property
+    @abstractmethod
+    def fields(self) -> Mapping[str, Field]:
+        """The arrays of a sample by name, IMAGE among them; all that crosses to the device."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
+        """Return a sample: an array or a number for each of `fields`.
+
+        `rng`: of this sample in this epoch. All that is random comes from it.
+        """
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Return the name of a sample for messages, such as its path."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Identify the samples, wherever they are stored; a run resumes only if it is the same."""
+
+    seed: int = 0  # train.seed, of `sample_rng`
+    epoch = 0  # epoch of `dataset[index]`: set it before each epoch of torch's DataLoader
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self.load(index, sample_rng(self.seed, self.epoch, index))
+
+    # Ways to make a sample: `cpu`, the default, and values of loader.decoder that are no CPU
+    # decoder. loader.workers=auto compares the first two.
+    decode_modes: Sequence[str] = ("cpu",)
+    decoder = "none"  # decoder of the workers, if they decode images in the present mode
+
+    def set_decode_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
+        """Make later samples in one of `decode_modes`, in all processes.
+
+        Args:
+            workers: number of processes that make samples.
+            demand: images/s that are needed of them together.
+        """
+        assert mode in self.decode_modes
+
+    def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:  # noqa: B027
+        """Take note, in a worker, of the rows of a batch for which it loads samples next.
+
+        `fields`: memory of the whole batch, for a dataset that writes into it directly.
+        """
+
+    def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
+        """Make the tensors of a training step from the fields of a batch on the host.
+
+        Runs in the training process; on a GPU, in a thread and on a stream of its own. Raises
+        RefusedError to get the batch again with fields that the CPU makes completely.
+        """
+        tensors = {}
+        for name, rows in fields.items():
+            move = slot.normalise if self.fields[name].image else slot.copy
+            tensors[name] = move(name, rows)
+        return tensors
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        """Class numbers of all samples, int64 [len]; None if there are none without loading."""
+        return None
+
+    def replacements(self, index: int) -> Iterator[int]:
+        """Yield the samples to try in place of an unreadable one (data.on_error=skip), in order.
+
+        The others of its class: those behind it, then those from the first. They do not depend on
+        what other workers have tried, so the result does not depend on the number of workers.
+        """
+        labels = np.zeros(len(self)) if self.labels is None else self.labels
+        same = np.flatnonzero(labels == labels[index])
+        position = int(np.searchsorted(same, index))
+        yield from map(int, chain(same[position + 1 :], same[:position]))  # few are asked for
+
+    def read_ahead(self, indices: Sequence[int]) -> None:  # noqa: B027 - few datasets have files
+        """Begin to read these samples: where each file has to be waited for, several at a time."""
+
+    def mean_bytes(self) -> float:
+        """Return the mean file size in bytes; 0 if there are no files."""
+        return 0.0
+
+    def notes(self) -> list[str]:
+        """Return what a user should know about the files before the training."""
+        return []
+
+
+class DatasetWrapper:
+    """A dataset that does some things in another way than `dataset`, such as on a GPU."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by pickle, before there is a dataset
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+@dataclass(eq=False)
+class FolderDataset(Dataset):
+    """Image files of folders, tar files or lists. Raises UserError without the named decoder."""
+
+    index: Index
+    transform: Compose
+    _: KW_ONLY
+    decoder: str = "pillow"  # a value of loader.decoder; one of the CPU is chosen for others
+    seed: int = 0
+    exif_orientation: bool = False  # turn the images upright
+
+    def __post_init__(self) -> None:
+        self.decoder = decode.resolve(self.decoder)
+        self._ahead: dict[int, Future[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        return {IMAGE: image_field(self.transform.image_size), "label": LABEL}
+
+    def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
+        """Read, decode and augment a sample.
+
+        Raises UnreadableError, with the name of the sample, if the file cannot be read or decoded;
+        not for an error of a transform.
+        """
+        try:
+            picture, others = self.load_undecoded(index, rng)
+            return {**self.image_fields(picture), **others}
+        except UnreadableError as error:
+            raise UnreadableError(f"{self.name(index)}: {error}") from error
+
+    def load_undecoded(self, index: int, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
+        """Read a sample's file, and return its picture before it is decoded, and other fields.
+
+        A wrapper that leaves transforms to the device overrides it, with further fields.
+        """
+        picture = self.transform(self.open(index), rng)
+        return picture, self.targets(index, picture)
+
+    def image_fields(self, picture: Picture) -> dict[str, Any]:
+        """Return the fields of a sample that are made of its picture."""
+        return {IMAGE: picture.pixels()}
+
+    def open(self, index: int) -> Picture:
+        """Read the header of a file; a subclass may make the picture in another way.
+
+        Raises UnreadableError if it cannot be read.
+        """
+        content = self.read(index)
+        return decode.open_picture(content, self.decoder, exif_orientation=self.exif_orientation)
+
+    def targets(self, index: int, picture: Picture) -> dict[str, Any]:
+        """Return the fields of a sample other than its image, which may be decoded later.
+
+        `picture`: what `transform` made of the image, so that a mask can follow; see
+        `augment.transform_target`. Raises UnreadableError if a file cannot be read.
+        """
+        return {"label": self.index.labels.array[index]}
+
+    def read(self, index: int) -> bytes:
+        """Return the content of a file. Raises UnreadableError if it cannot be read."""
+        begun = self._ahead.pop(index, None)
+        try:
+            return self.index.read(index) if begun is None else begun.result()
+        except OSError as error:
+            raise UnreadableError(describe(error)) from error
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        earlier = self._ahead
+        self._ahead = {}
+        for index in indices:
+            self._ahead[index] = earlier.get(index) or READERS.submit(self.index.read, index)
+
+    def name(self, index: int) -> str:
+        return self.index.path(index)
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        return self.index.labels.array if self.fields.get("label") == LABEL else None
+
+    def mean_bytes(self) -> float:
+        """Estimate the mean file size in bytes from a sample of the files."""
+        return float(np.mean(self._sizes))
+
+    def notes(self) -> list[str]:
+        lost = self._sample_files(NOTED, decode.lost_in_rgb)
+        counts = Counter(chain.from_iterable(lost))
+        seen = f"of {len(lost)} images looked at"
+        return [f"{count} {seen} have {what}" for what, count in counts.items()]
+
+    def fingerprint(self) -> str:
+        """Hash all names and labels, and some sizes: smaller copies may have the same names."""
+        table = f"{self.index.digest} {self._sizes}"
+        return f"{len(self):,} images, SHA-256 {hashlib.sha256(table.encode()).hexdigest()[:16]}"
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """Size in bytes of up to SAMPLED files; 0 if one cannot be read."""
+        return self._sample_files(SAMPLED, len)
+
+    def _sample_files(self, number: int, look: Callable[[bytes], T]) -> list[T]:
+        """Call a function with the content of up to `number` files, or b"" for unreadable ones."""
+
+        def look_at(row: int) -> T:
+            with suppress(OSError):
+                return look(self.index.read(row))
+            return look(b"")
+
+        rows = np.linspace(0, len(self) - 1, min(len(self), number)).astype(int).tolist()
+        with ThreadPoolExecutor(THREADS) as pool:  # network storage takes milliseconds for each
+            return list(pool.map(look_at, rows))
+
+
+class FakeDataset(Dataset):
+    """Synthetic samples that cost nearly nothing, to measure everything but reading and decoding.
+
+    The label of a sample is its index modulo `num_classes`. `size`: side of the images in pixels.
+    """
+
+    def __init__(self, num_samples: int, num_classes: int, size: int) -> None:
+        self.num_samples = num_samples
+        self.num_classes = num_classes
+        # A few different images, so that a matrix product is not timed on constants.
+        self._pixels = np.random.default_rng(0).integers(0, 256, (8, size, size, 3), np.uint8)
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        return {IMAGE: image_field(self._pixels.shape[1]), "label": LABEL}
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
+        return {IMAGE: self._pixels[index % len(self._pixels)], "label": index % self.num_classes}
+
+    def name(self, index: int) -> str:
+        return f"fake sample {index}"
+
+    @property
+    def labels(self) -> np.ndarray:
+        return np.arange(self.num_samples) % self.num_classes
+
+    def fingerprint(self) -> str:
+        return f"{len(self)} fake images"

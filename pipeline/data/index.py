@@ -1,0 +1,350 @@
+"""The sample table of a split: the images of a folder, tar files or a list, packed into arrays.
+
+Journey of a batch, 2: a sample's number is a row of this table. A scan is cached on disk. A sample
+in a tar file is one `pread` from an open file: a network file system then opens a few large files
+instead of 1.28 million small ones.
+
+A list of 1.28 million Python strings would be copied page by page into every worker: reading a
+Python object writes its reference count (pytorch#13246). All paths are one array in shared memory.
+"""
+
+import errno
+import hashlib
+import logging
+import os
+import resource
+import stat
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from conf.errors import UserError, did_you_mean, with_advice
+from conf.named import import_object, require_call, split_entry
+from conf.start import default_cache_dir
+from pipeline.data import listing
+from pipeline.data.shared import SharedArray
+
+logger = logging.getLogger(__name__)
+
+CACHE_FORMAT = 15  # format of a scan, in the name of its file
+# A scan so soon after a change of a folder is not cached: another change could have the same mtime.
+SETTLED_SECONDS = 2.0
+# Errors of a network file system or a disk that may be over a moment later, and the seconds before
+# each further attempt. Python itself repeats a read that a signal interrupted (EINTR).
+TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+PAUSES = (0.1, 0.5, 2.0)
+
+
+class Storage(ABC):
+    """What holds images. It is pickled for the workers."""
+
+    path: str  # for messages
+
+    def where(self, name: str) -> str:
+        """Return the path of an image, for messages."""
+        return f"{self.path}: {name}"
+
+    @abstractmethod
+    def read(self, name: str, start: int, length: int) -> bytes:
+        """Return the content of an image file. Raises OSError if it cannot be read.
+
+        `start`, `length`: its offset and length in bytes in a file that holds many, else 0.
+        """
+
+
+@dataclass(frozen=True)
+class ImageFolder(Storage):
+    path: str
+
+    def where(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def read(self, name: str, start: int, length: int) -> bytes:
+        with _open_regular(self.where(name)) as file:
+            return file.read()
+
+
+@dataclass(frozen=True)
+class TarFile(Storage):
+    path: str
+    stamp: tuple[int, int]  # mtime (ns) and size (bytes) when the members were listed
+
+    def read(self, name: str, start: int, length: int) -> bytes:
+        file = _opened(self)
+        try:
+            data = os.pread(file.fileno(), length, start)
+        except OSError:
+            _opened.cache_clear()  # a stale handle (ESTALE) stays stale: the next call opens again
+            raise
+        if self.stamp_of(file.fileno()) != self.stamp:  # the bytes may be of other images
+            raise OSError(f"{self.path} has changed since the start; start again")
+        if len(data) != length:
+            raise OSError(f"{self.path} ends {length - len(data)} bytes too early")
+        return data
+
+    @staticmethod
+    def stamp_of(path: str | bytes | int) -> tuple[int, int]:
+        """Return what changes with a file or folder: mtime (ns) and size (bytes)."""
+        info = os.stat(path)
+        return info.st_mtime_ns, info.st_size
+
+    members = staticmethod(listing.tar_members)
+
+
+def _open_regular(path: str) -> BinaryIO:
+    """Open a regular file; a pipe would block the process, and a device may have no end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError("not a regular file, but a folder, pipe, socket or device")
+    return open(descriptor, "rb", buffering=0)
+
+
+@lru_cache(2048)  # some systems allow 4,096 open files
+def _opened(tar: TarFile) -> BinaryIO:
+    """Open a tar file, and keep it open; threads and forks share it: `pread` uses no position."""
+    # Set in each process: workers have the limit of the forkserver. macOS allows at most 10,240.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_240)), hard))
+    return _open_regular(tar.path)  # open until others take its place
+
+
+@dataclass(frozen=True)
+class Index:
+    """The sample table of one split: by class, then by path, wherever the images are stored."""
+
+    root: str  # the split's folder or file, for messages
+    classes: tuple[str, ...]  # class names, sorted; a label is a position in it
+    sources: Sequence[Storage]
+    left_out: str  # what else is in the split and not read, in one line; or ""
+    paths: SharedArray  # bytes [samples]: path below the source
+    labels: SharedArray  # int64 [samples]
+    # int64 [samples, 3]: number of the source; offset and length in bytes in a tar file, or 0
+    places: SharedArray
+
+    @classmethod
+    def of_files(cls, source: Storage, files: Mapping[str, Sequence[bytes]]) -> "Index":
+        """Make the table of `files`: class name -> paths below the source, both sorted."""
+        arrays = map(SharedArray.copy_of, _table(files.values(), {}))
+        return cls(source.path, tuple(files), (source,), "", *arrays)
+
+    def __len__(self) -> int:
+        return len(self.labels.array)
+
+    def rows(self, rows: np.ndarray) -> "Index":
+        """Return the table of some of the samples; `rows`: int64 [n], their numbers."""
+        arrays = [column.array[rows] for column in (self.paths, self.labels, self.places)]
+        copies = map(SharedArray.copy_of, arrays)
+        return Index(self.root, self.classes, self.sources, self.left_out, *copies)
+
+    def name(self, i: int) -> str:
+        """Return the path of an image below its source, `class/name.jpg`."""
+        return os.fsdecode(self.paths.array[i])
+
+    def path(self, i: int) -> str:
+        """Return the path of a file; of an image in a tar file, for messages, `tar: name`."""
+        return self.sources[self.places.array[i, 0]].where(self.name(i))
+
+    def read(self, i: int) -> bytes:
+        """Return the content of a file; after a transient error of the storage, try again."""
+        source, start, length = self.places.array[i].tolist()
+        read = partial(self.sources[source].read, self.name(i), start, length)
+        for pause in PAUSES:
+            try:
+                return read()
+            except OSError as error:
+                if error.errno not in TRANSIENT:
+                    raise
+            time.sleep(pause)
+        return read()
+
+    @cached_property  # a start asks several times; ImageNet's table has tens of megabytes
+    def digest(self) -> str:
+        """The SHA-256 of class names, relative paths and labels, but not of the storage."""
+        paths = self.paths.array.tolist()
+        starts = np.cumsum([0, *map(len, paths)])
+        digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogateescape"))
+        digest.update(b"".join(paths))
+        digest.update(starts.tobytes())
+        digest.update(self.labels.array.tobytes())
+        return digest.hexdigest()
+
+
+class Scan(NamedTuple):
+    """What is in a split, as arrays that numpy stores. Names and paths are bytes."""
+
+    classes: np.ndarray  # names, sorted
+    listed: np.ndarray  # paths of the files and folders that were listed
+    stamps: np.ndarray  # int64 [n, 2], what changes with each of `listed`: mtime in ns, size
+    folder: np.ndarray  # what the paths are relative to, if the images are no members of tar files
+    left_out: np.ndarray  # what is not read, in one line
+    paths: np.ndarray  # as in Index
+    labels: np.ndarray
+    places: np.ndarray
+
+
+def find_storage(place: str | os.PathLike[str]) -> list[str]:
+    """Return the folder or the files that hold a split; an empty list if there is no such split.
+
+    `place` is a folder of class folders or tar files, a .tar or .csv file, or one without ending.
+    """
+    path = os.path.abspath(place)
+    if os.path.isdir(path):
+        top = next(listing.walk(os.fsencode(path), {}))
+        names = map(os.fsdecode, top.files)
+        tars = [os.path.join(path, name) for name in names if name.endswith(".tar")]
+        if tars and not top.folders:
+            return tars
+        return [path]
+    for file in (path, f"{path}.tar", f"{path}.csv"):
+        if file.endswith((".tar", ".csv")) and os.path.isfile(file):
+            return [file]
+    return []
+
+
+def find_split(place: str, storage: Any = None) -> Callable[[str], Index] | None:
+    """Return a function of the config key that loads the table of a split; None without a split.
+
+    `storage`: data.storage, which is asked before the folders and files of this machine.
+    """
+    if storage is not None:
+        name, parameters = split_entry(storage, "data.storage")
+        find = import_object(name, "data.storage")
+        require_call(find, f"data.storage: {name}", place, **parameters)
+        found = find(place, **parameters)
+        if found is not None:
+            return found
+    files = find_storage(place)
+    if not files:
+        return None
+    return partial(load_files, files, os.path.commonpath(files))
+
+
+def load_index(place: str | os.PathLike[str], *, key: str, storage: Any = None) -> Index:
+    """Return the table of a split, and warn of files that are left out; `key`: its config key.
+
+    Raises UserError if it is missing, damaged or cannot be read, or a class holds no images.
+    """
+    load = find_split(os.fspath(place), storage)
+    if load is None:
+        path = Path(os.path.abspath(place))
+        names = sorted(other.name for other in path.parent.glob("[!.]*"))
+        wrong = "there is no such folder, .tar or .csv file"
+        cure = "give the splits with data.train and data.val, or hold out data.val_fraction=0.2"
+        raise UserError(f"{key}={place}", wrong, cure + did_you_mean(path.name, names))
+    index = load(key)
+    if index.left_out:
+        logger.warning("%s=%s: %s", key, index.root, index.left_out)
+    return index
+
+
+def load_files(files: Sequence[str], root: str, key: str, tar_kind: Any = TarFile) -> Index:
+    """Scan a split, or read its cached scan if nothing in it has changed since.
+
+    `root`, `key`: for messages; `tar_kind`: a class with the methods of TarFile.
+    """
+    origin = f"{key}={root}"
+    try:
+        scan = _cached_scan(files, origin, tar_kind)
+    except OSError as error:
+        raise UserError(origin, with_advice(error)) from None
+    sources: Sequence[Storage] = [ImageFolder(os.fsdecode(scan.folder.item()))]
+    if scan.places.any():  # offsets in tar files
+        stamps = map(tuple, scan.stamps.tolist())
+        sources = list(map(tar_kind, files, stamps))
+    classes = tuple(map(os.fsdecode, scan.classes.tolist()))
+    arrays = map(SharedArray.copy_of, (scan.paths, scan.labels, scan.places))
+    return Index(root, classes, sources, os.fsdecode(scan.left_out.item()), *arrays)
+
+
+def _cached_scan(files: Sequence[str], origin: str, tar_kind: Any) -> Scan:
+    """Read the cached scan of a split, or scan it; `origin`: key=value, for messages."""
+    digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
+    file = default_cache_dir() / f"{digest[:24]}-{CACHE_FORMAT}.npz"
+    scan = _read_cache(file, tar_kind)
+    if scan is None:
+        started = time.time()
+        left_out: listing.LeftOut = {}
+        scan = _scan(files, origin, tar_kind, left_out)
+        last_change = scan.stamps[:, 0].max() / 1e9
+        is_settled = last_change < started - SETTLED_SECONDS
+        # A link whose file appears later does not change its folder.
+        if is_settled and listing.IRREGULAR not in left_out.values():
+            _write_cache(file, scan)
+    return scan
+
+
+def _scan(files: Sequence[str], origin: str, tar_kind: Any, left_out: listing.LeftOut) -> Scan:
+    """List the images of a split, and add the rest to `left_out`; `origin`: for messages."""
+    places: listing.Places = {}
+    folder = files[0]
+    if os.path.isdir(folder):
+        classes, listed = listing.list_folder(os.fsencode(folder), origin, left_out)
+        stamps = _stamps(listed, tar_kind)
+    else:
+        folder = os.path.dirname(files[0])
+        listed = list(map(os.fsencode, files))
+        stamps = _stamps(listed, tar_kind)  # first: a file that changes meanwhile is read again
+        if files[0].endswith(".tar"):
+            logger.info("%s: listing the images; the list is cached", origin)
+            classes, places = listing.list_tars(files, origin, left_out, tar_kind.members)
+        else:
+            classes = listing.read_list(files[0], origin)
+    description = listing.describe_left_out(left_out)
+    return Scan(
+        np.array(list(classes)),
+        np.array(listed),
+        stamps,
+        np.array(os.fsencode(folder)),
+        np.array(os.fsencode(description)),
+        *_table(classes.values(), places),
+    )
+
+
+def _table(
+    files: Collection[Sequence[bytes]], places: listing.Places
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the paths, labels and places of the files of each class; without `places`, whole."""
+    paths = list(chain.from_iterable(files))
+    counts = list(map(len, files))
+    labels = np.repeat(np.arange(len(files)), counts)
+    rows = np.zeros((len(paths), 3), np.int64)
+    if places:
+        rows[:] = list(map(places.__getitem__, paths))
+    return np.array(paths), labels, rows
+
+
+def _stamps(files: Sequence[bytes], tar_kind: Any) -> np.ndarray:
+    with ThreadPoolExecutor(listing.THREADS) as pool:
+        return np.array(list(pool.map(tar_kind.stamp_of, files)), np.int64)
+
+
+def _read_cache(file: Path, tar_kind: Any) -> Scan | None:
+    """Return the cached scan; None if there is none, or a file or folder of it has changed."""
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            scan = Scan(**stored)
+        unchanged = np.array_equal(_stamps(scan.listed.tolist(), tar_kind), scan.stamps)
+    except Exception:  # numpy raises almost anything on a damaged file; or a folder is gone
+        return None
+    return scan if unchanged else None
+
+
+def _write_cache(file: Path, scan: Scan) -> None:
+    """Try to cache a scan; without the cache, the next start scans again."""
+    try:
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            written = Path(folder, file.name)
+            np.savez(written, **scan._asdict())
+            written.replace(file)
+    except OSError as error:
+        logger.warning("cache %s cannot be written (%s); the next start scans again", file, error)

@@ -1,0 +1,135 @@
+"""Which images are the training and the validation split: data.root to data.val_fold."""
+
+import os
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from conf.errors import UserError
+from conf.schema import DataConfig
+from pipeline.data.index import Index, find_split, find_storage, load_index
+
+
+class HeldOut(NamedTuple):
+    """The images of each class that are the validation split, in the order of their hashes."""
+
+    origin: str  # key=value, for messages
+    start: float  # first image, as a fraction of those of the class; so is `stop`
+    stop: float  # if `start` is 0, at least one image and at most all but one are taken
+    fewest: int  # number of images that a class needs
+
+
+def held_out(data: DataConfig) -> HeldOut | None:
+    """Return which images to hold out for validation; None if there is a validation split."""
+    if data.val_fold:
+        fold, folds = map(int, data.val_fold.split("/"))
+        start, stop = (fold - 1) / folds, fold / folds
+        return HeldOut(f"data.val_fold={fold}/{folds}", start, stop, fewest=folds)
+    if data.val_fraction:
+        origin = f"data.val_fraction={data.val_fraction:g}"
+        return HeldOut(origin, start=0, stop=data.val_fraction, fewest=2)
+    return None
+
+
+def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str) -> None:
+    """Refuse an output folder inside a split: the next scan would take its folders for classes.
+
+    The folder need not exist. `origin`: what the user gave, for the message.
+    """
+    if data.root is None:
+        return
+    root = Path(data.root)
+    splits = [root / data.train, root / data.val]
+    if held_out(data) and not find_storage(splits[0]):
+        splits.append(root)  # it holds the class folders itself
+    inner = Path(output).resolve()
+    for split in splits:
+        folder = split.resolve()
+        if inner.is_relative_to(folder):
+            wrong = f"is inside {folder}, where every folder is a class of images"
+            raise UserError(origin, wrong, "give a folder outside it")
+
+
+def load_splits(data: DataConfig) -> tuple[Index, Index]:
+    """Find and scan the images of both splits. Raises UserError for wrong content."""
+    assert data.root is not None, "conf/cli.py refuses it"
+    root = data.root
+    held = held_out(data)
+    if held is not None:
+        index = _load_undivided(root, data, held)
+        train_rows, val_rows = split_rows(index, held)
+        return index.rows(train_rows), index.rows(val_rows)
+    # First data.val: evaluate.py gives it for both splits, and the error names this key.
+    val = load_index(os.path.join(root, data.val), key="data.val", storage=data.storage)
+    train = load_index(os.path.join(root, data.train), key="data.train", storage=data.storage)
+    has_list = train.root.endswith(".csv") or val.root.endswith(".csv")
+    if has_list and train.root != val.root:
+        refuse_shared_images(train, val)
+    return train, val
+
+
+def refuse_shared_images(train: Index, val: Index) -> None:
+    """Raise UserError if splits have images in common, however their paths are written."""
+    shared = _real_paths(train) & _real_paths(val)
+    if shared:
+        wrong = f"{len(shared):,} of its images are also in {train.root}, such as {min(shared)}"
+        raise UserError(f"data.val={val.root}", wrong, "remove them from one of the splits")
+
+
+def _real_paths(index: Index) -> set[str]:
+    real = cache(os.path.realpath)  # of the folders: for each image, it would take too long
+    found = set()
+    for row in range(len(index)):
+        folder, name = os.path.split(index.path(row))
+        found.add(os.path.join(real(folder), name))
+    return found
+
+
+def other_classes(train: Index, val: Index) -> UserError:
+    """Return the error for splits of other classes: a label would mean two classes."""
+    only_here = sorted(set(val.classes) - set(train.classes))[:5]
+    only_there = sorted(set(train.classes) - set(val.classes))[:5]
+    differences = f"only there: {only_there}; only here: {only_here}"
+    wrong = f"its classes are not those of {train.root} ({differences})"
+    return UserError(f"data.val={val.root}", wrong, "give both the same classes")
+
+
+def _load_undivided(root: str, data: DataConfig, held: HeldOut) -> Index:
+    """Load the images of which a part is held out: of data.train, or of data.root without it."""
+    val_split = os.path.join(root, data.val)
+    if find_split(val_split, data.storage) or data.val != "val":
+        raise UserError(held.origin, f"excludes {val_split}", "leave the key out, or move that")
+    train_split = os.path.join(root, data.train)
+    if data.train == "train" and find_split(train_split, data.storage) is None:
+        return load_index(root, key="data.root", storage=data.storage)
+    return load_index(train_split, key="data.train", storage=data.storage)
+
+
+def split_rows(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of the training and the validation samples, the same part of each class.
+
+    Which images are held out depends on a hash of their paths only, so it is the same for every
+    seed and storage, and stays nearly the same when images are added. Returns two int64 [n],
+    sorted, which together are all samples.
+    """
+    labels = index.labels.array
+    paths: Any = index.paths.array  # bytes [n]
+    counts = np.bincount(labels, minlength=len(index.classes))
+    by_class = np.split(labels.argsort(kind="stable"), counts.cumsum()[:-1])
+    is_val = np.zeros(len(labels), bool)
+    for name, rows in zip(index.classes, by_class, strict=True):
+        images = np.unique(paths[rows])  # a list may repeat some
+        count = len(images)
+        if count < held.fewest:
+            wrong = f"class {name} has {count} of the {held.fewest} images that it needs"
+            raise UserError(held.origin, wrong, "add images, or remove the class")
+        low = round(held.start * count)
+        high = round(held.stop * count)
+        if low == 0:
+            high = min(max(1, high), count - 1)
+        by_hash = sorted(images, key=lambda path: blake2b(path, digest_size=8).digest())
+        is_val[rows] = np.isin(paths[rows], by_hash[low:high])
+    return np.flatnonzero(~is_val), np.flatnonzero(is_val)

@@ -1,0 +1,167 @@
+"""Batches on the device for training and validation: buffers, workers and prefetchers."""
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from conf.schema import Config
+from pipeline.data.build import Datasets
+from pipeline.data.field import IMAGE
+from pipeline.feed import machine
+from pipeline.feed.batch import ImageFormat
+from pipeline.feed.batch_augment import build_batch_transforms
+from pipeline.feed.loader import Loader, Pool, slots_needed
+from pipeline.feed.pinned import page_locked
+from pipeline.feed.prefetcher import Prefetcher
+from pipeline.feed.ring import REPLACE_OR_SKIP, Ring
+from pipeline.feed.sampler import TrainSampler, val_batches
+from pipeline.feed.step_times import StepTimes
+
+MEASURE_SECONDS = 0.6  # of batches that nothing uses
+
+
+@dataclass
+class RankInfo:
+    """This rank, and how many there are."""
+
+    rank: int
+    size: int
+    local_size: int  # ranks on this node
+    device: torch.device
+
+
+@dataclass
+class Feed:
+    """Batches on the device for both splits, which share one pool of workers."""
+
+    config: Config
+    datasets: Datasets
+    pool: Pool  # the workers
+    train: Prefetcher
+    val: Prefetcher
+    num_val_batches: int  # number of validation batches, the same on each rank
+    num_cores: int  # number of workers for which this rank has cores
+    max_workers: int  # number of workers for which the buffers are allocated
+    decode_mode: str = "cpu"  # mode of the training samples, one of `datasets.decode_modes`
+    step_rate: float = 0.0  # images/s of this rank's step without the loader; 0 if not measured
+
+    @property
+    def decoder_name(self) -> str:
+        """The CPU decoder, or the mode that decodes on the device."""
+        return self.datasets.train.decoder if self.decode_mode == "cpu" else self.decode_mode
+
+    def set_decode_mode(self, mode: str, *, demand: float = math.inf) -> None:
+        """Make the training samples of later iterations in a mode; `demand`: images/s."""
+        self.decode_mode = mode
+        self.datasets.train.set_decode_mode(mode, workers=max(1, self.pool.active), demand=demand)
+
+    def step_times(self, steps: int = sys.maxsize, *, skip: int = 0) -> StepTimes:
+        """Return `StepClock.step_times` of the training, with its rates and workers."""
+        loader = self.train.loader
+        times = self.train.clock.step_times(steps, skip=skip)
+        return times._replace(
+            rate=times.steps * loader.ring.local_batch_size / times.seconds,
+            step_rate=self.step_rate,
+            workers=self.pool.active,
+            decoder=self.datasets.train.decoder,
+            decode_mode=self.decode_mode,
+            **loader.ring.worker_ms(),
+        )
+
+    def most_workers(self, times: StepTimes) -> int:
+        """Return the number of workers for which there are cores; more if storage is slow.
+
+        `times`: of a worker. If it waits for storage a tenth as long as it computes, 30 % more
+        workers are useful: they wait at random, so that often several wait at a time.
+        """
+        waiting = times.storage_ms / max(times.cpu_ms, 1e-6)
+        return min(self.max_workers, round(self.num_cores * (1 + 3 * waiting)))
+
+    def measure(self, first_step: int) -> StepTimes:
+        """Make batches that nothing uses; return their images/s, and the times of a worker."""
+        loader = self.train.loader
+        batches = self.train.batches(first_step, sys.maxsize)
+        next(batches)  # not counted: all workers begin with it, and the device may compile
+        loader.ring.replies.clear()
+        images = 0
+        seconds = 0.0
+        began = time.perf_counter()
+        while seconds < MEASURE_SECONDS:
+            images += len(next(batches).samples)
+            seconds = time.perf_counter() - began
+        return StepTimes(rate=images / seconds, **loader.ring.worker_ms())
+
+    @contextmanager
+    def for_validation(self) -> Iterator[None]:
+        """Use all workers in the `with` block: the CPU decodes all validation images."""
+        before = self.pool.active
+        self.pool.activate(len(self.pool.workers))
+        yield
+        self.pool.activate(before)
+
+
+def is_measured(config: Config, device: torch.device) -> bool:
+    """Whether loader.workers=auto measures; if not, it starts as many as it has cores for."""
+    return config.loader.workers == "auto" and device.type == "cuda"
+
+
+@contextmanager
+def open_feed(
+    config: Config,
+    datasets: Datasets,
+    world: RankInfo,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
+) -> Iterator[Feed]:
+    """Allocate the batch buffers and start the workers; end them on exit.
+
+    The CPU decodes validation images in every mode, so that a checkpoint has one accuracy.
+    `dtype` and `channels_last`: of the images on the device.
+    """
+    data = config.data
+    num_cores = machine.cores_for_workers(world.local_size)
+    workers = config.loader.workers
+    if workers == "auto":
+        workers = num_cores  # all cores validate, even if few workers are enough for training
+    max_workers = workers
+    if is_measured(config, world.device):
+        max_workers = 2 * num_cores  # those that wait for storage need no core
+    batch_size = config.loader.batch_size
+    of_world = {"batch_size": batch_size, "rank": world.rank, "world_size": world.size}
+    labels = datasets.train.labels if config.train.class_weights == "sampled" else None
+    seed = config.train.seed
+    train_sampler = TrainSampler(
+        num_samples=len(datasets.train), seed=seed, repeats=data.repeats, labels=labels, **of_world
+    )
+    val_samples = val_batches(num_samples=len(datasets.val), **of_world)
+    highest = datasets.val.fields[IMAGE].highest  # in an evaluation, `train` is a stand-in
+    images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
+    local_batch_size = batch_size // world.size
+    # The batch of the step and 4 ready ones (8 were not faster), or 2 of more than 2,048 images.
+    in_use = 5 if local_batch_size <= 2048 else 3
+    needed = partial(slots_needed, batch_size=local_batch_size, workers=max_workers, in_use=in_use)
+    limit = data.max_bad_fraction if data.on_error == "skip" else None
+    slots = needed(datasets.train)
+    train_ring = Ring(datasets.train, local_batch_size, slots, limit, REPLACE_OR_SKIP)
+    val_ring = Ring(datasets.val, local_batch_size, needed(datasets.val))
+    pool = Pool((train_ring, val_ring), timeout_seconds=config.loader.timeout_seconds)
+    train_loader = Loader(pool, 0, train_sampler.samples, in_use)
+    val_loader = Loader(pool, 1, val_samples.__getitem__, in_use)
+    batch_transforms = build_batch_transforms(config, datasets, world.rank, world.size)
+    train = Prefetcher(train_loader, images, batch_transforms)
+    val = Prefetcher(val_loader, images)
+    feed = Feed(config, datasets, pool, train, val, len(val_samples), num_cores, max_workers)
+    locked: AbstractContextManager[Any] = nullcontext()
+    if train.cuda:
+        locked = page_locked([*train_ring.buffers, *val_ring.buffers])
+    with locked, pool, closing(train), closing(val):
+        pool.activate(workers)
+        feed.set_decode_mode(datasets.decode_modes[0])
+        yield feed

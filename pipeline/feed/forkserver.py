@@ -1,0 +1,60 @@
+"""The start of worker processes, with nothing but the standard library.
+
+train.py calls `start_forkserver` before it imports torch, so that both processes import it at once.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+from conf.errors import LoaderError, reached_limit
+
+# On macOS, the import of a library may start threads, and a process with threads must not fork.
+# Elsewhere, a worker that forks from a server with the imports done starts faster.
+START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
+# Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+def start_forkserver() -> None:
+    """Start the forkserver, if workers use one; its imports (2 s) continue in the background."""
+    if START_METHOD == "forkserver":
+        # If it cannot start, the first worker starts it again, and raises the error.
+        with suppress(LoaderError), starting_children():
+            forkserver.ensure_running()
+
+
+@contextmanager
+def starting_children() -> Iterator[None]:
+    """Block the signals that workers ignore while child processes start.
+
+    The forkserver and the resource tracker keep them blocked. The children do not import the main
+    script, and with it torchvision and Hydra. Raises a LoaderError if the system refuses.
+    """
+    multiprocessing.set_forkserver_preload(["pipeline.feed.worker"])  # once for all workers
+    main: Any = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    spec = getattr(main, "__spec__", None)
+    main.__file__ = None
+    main.__spec__ = None
+    # Python 3.11 does not tell the forkserver where the program's modules are.
+    given = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # the tracker unblocks some
+        yield
+    except (OSError, EOFError) as error:
+        reason = reached_limit(error) or f"{type(error).__name__}: {error}"
+        raise LoaderError(f"the loader cannot start a worker process: {reason}") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.environ["PYTHONPATH"] = given  # empty: as if it were not set
+        main.__file__ = file
+        main.__spec__ = spec

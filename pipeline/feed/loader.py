@@ -1,0 +1,311 @@
+"""The pool of worker processes, and the loaders that give it tasks.
+
+Journey of a batch, 4: the training process gives tasks to the workers, and a batch to the
+prefetcher when all its rows are complete; ring.py describes the buffers.
+"""
+
+import contextlib
+import logging
+import math
+import multiprocessing
+import selectors
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import numpy as np
+import torch
+
+from conf.errors import LoaderError
+from pipeline.data.dataset import Dataset
+from pipeline.data.field import IMAGE
+from pipeline.feed.batch import Batch
+from pipeline.feed.clock import HostEvent
+from pipeline.feed.forkserver import START_METHOD, starting_children
+from pipeline.feed.ring import CHECK, EMPTY_ROW, Reply, Ring, Task
+from pipeline.feed.worker import WORKER_NAME, run_task, worker_main
+
+logger = logging.getLogger(__name__)
+
+# Few enough to spread a batch over the workers, enough to make the cost of messages negligible:
+# at 17,000 images/s the training process handles 530 replies per second.
+TASK_ROWS = 32
+MAX_ROWS, MAX_BYTES = 128, 1 << 19  # of a task with small images, which pass at a higher rate
+TASKS_AHEAD = 3  # most unfinished tasks of a worker; measured on an H200
+MAX_NAMED = 10  # unreadable images on the console
+MAX_READING = 4  # images in the message about workers that hang
+STOP_SECONDS = 1.0
+CHECK_SECONDS = 1.0  # how often a wait for a stalled worker looks for a signal
+START_SECONDS = 60.0  # until the first reply, for the start of the workers on a busy machine
+POLL_SECONDS = 1e-3  # how late the end of a copy is noticed, while workers receive tasks
+
+
+class StalledError(LoaderError):
+    """All workers are stalled, as by storage that does not answer, and a signal asks to stop."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker process, and the tasks that it has received and not replied to, in their order."""
+
+    process: BaseProcess
+    pipe: connection.Connection
+    tasks: deque[Task] = field(default_factory=deque)
+
+    def death(self) -> str:
+        """Wait for the end of a dead process; return its cause."""
+        self.process.join(STOP_SECONDS)
+        code = self.process.exitcode
+        cause = f"exit status {code}"
+        if code == -signal.SIGKILL:
+            cause = "SIGKILL: is the host out of memory?"
+        return f"loader worker {self.process.pid} died ({cause})"
+
+
+@dataclass(eq=False)
+class Pool(contextlib.AbstractContextManager["Pool"]):
+    """Workers for the rings of training and validation, for the whole run.
+
+    It starts no thread: replies are handled when the main thread calls a method, so that nothing
+    competes with the training loop for the GIL. Until `activate` starts workers, tasks run in this
+    process. A worker is kept until the end of the `with` block, which kills all of them: an idle
+    one costs memory only, and ten new ones take seconds to start.
+    """
+
+    rings: Sequence[Ring]
+    _: KW_ONLY
+    timeout_seconds: float = 120.0  # `wait` fails if no worker replies for this long
+    start_method: str = START_METHOD
+
+    def __post_init__(self) -> None:
+        self.patience = START_SECONDS + self.timeout_seconds
+        self.stop_requested: Callable[[], bool] = lambda: False  # a StopSignal replaces it
+        self.waiting: deque[Task] = deque()
+        self.unreadable: set[int] = set()  # training samples that were replaced
+        self.workers: list[Worker] = []
+        self.selector = selectors.DefaultSelector()  # of all workers; to make one takes 0.1 ms
+        self.active = 0  # workers that receive tasks: the first ones
+
+    @property
+    def pids(self) -> list[Any]:
+        return [worker.process.pid for worker in self.workers]
+
+    def activate(self, workers: int) -> None:
+        """Send tasks to the first `workers` workers, and start those that are missing.
+
+        The others finish their tasks and are idle. At least one worker that has been started stays
+        active. Raises a LoaderError if the system refuses to start one.
+        """
+        self.active = max(workers, min(1, len(self.workers)))
+        context: Any = multiprocessing.get_context(self.start_method)
+        while len(self.workers) < self.active:
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                name=WORKER_NAME, target=worker_main, args=(theirs, self.rings), daemon=True
+            )
+            with starting_children():
+                process.start()
+            theirs.close()
+            self.workers.append(Worker(process, ours))
+            self.selector.register(ours, selectors.EVENT_READ, self.workers[-1])
+        self._dispatch()
+
+    def submit(self, task: Task) -> Task:
+        """Queue a task and return it. Tasks start in the order of the calls."""
+        self.waiting.append(task)
+        self._dispatch()
+        return task
+
+    def done(self, tasks: Sequence[Task]) -> bool:
+        """Whether all these tasks are done; receives pending replies and does not wait."""
+        if not _all_done(tasks):  # a call of `receive` takes 0.1 ms
+            self.receive(timeout=0)
+        return _all_done(tasks)
+
+    def wait(self, tasks: Sequence[Task]) -> None:
+        """Wait for tasks; LoaderError if one fails or all hang, StalledError after a signal."""
+        replied = time.monotonic()
+        while not _all_done(tasks):
+            if not self.workers:
+                self.run_in_process(self.waiting.popleft())
+            elif self.receive(min(CHECK_SECONDS, self.timeout_seconds)):
+                replied = time.monotonic()
+            elif self.stop_requested():
+                raise StalledError("stopped by a signal while all workers are stalled")
+            elif time.monotonic() - replied >= self.patience:
+                raise self._timeout()
+
+    def _timeout(self) -> LoaderError:
+        reading = []
+        for worker in self.workers:
+            if worker.tasks:
+                reading.append(f"{self._current(worker)} (worker {worker.process.pid})")
+        key = f"loader.timeout_seconds={self.timeout_seconds:g}"
+        still = f"still reading {', '.join(reading[:MAX_READING])}"
+        return LoaderError(f"{key}: no image for that long; {still}; check the storage")
+
+    def run_in_process(self, task: Task) -> None:
+        """Run a task in this process, in any thread. Raises LoaderError if it failed."""
+        self._finish(task, run_task(task, self.rings))
+
+    def __exit__(self, *_: object) -> None:
+        self.selector.close()
+        for worker in self.workers:
+            worker.pipe.close()
+            worker.process.kill()
+        # Wait once for all of them: a worker that reads from a stuck mount does not end.
+        deadline = time.monotonic() + STOP_SECONDS
+        for worker in self.workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+        self.workers = []
+
+    def _dispatch(self) -> None:
+        while self.waiting and self.workers:
+            worker = min(self.workers[: self.active], key=lambda worker: len(worker.tasks))
+            if len(worker.tasks) >= TASKS_AHEAD:
+                return
+            task = self.waiting.popleft()
+            worker.tasks.append(task)
+            with contextlib.suppress(OSError):  # it has died, which `receive` finds out
+                worker.pipe.send(task)
+
+    def receive(self, timeout: float = POLL_SECONDS) -> bool:
+        """Handle all replies that have arrived; wait up to `timeout` seconds for the first."""
+        ready = self.selector.select(timeout)
+        for key, _ in ready:
+            self._receive_from(key.data)
+        self._dispatch()
+        return bool(ready)
+
+    def _receive_from(self, worker: Worker) -> None:
+        """Handle all replies of a worker: the next call may be a step away."""
+        try:
+            while worker.pipe.poll():
+                reply = worker.pipe.recv()
+                self._finish(worker.tasks.popleft(), reply)
+        except (EOFError, OSError):
+            death = worker.death()
+            if worker.tasks:
+                death += f" while it made {self._current(worker)}"
+            advice = "the same command resumes; if memory is short, set fewer loader.workers"
+            raise LoaderError(f"{death}; {advice}") from None
+
+    def _finish(self, task: Task, reply: Reply) -> None:
+        """Record a reply, and the unreadable samples that the task replaced.
+
+        Raises LoaderError if they are too many or the task failed; logs a transform's traceback.
+        """
+        task.done = True
+        self.patience = self.timeout_seconds
+        ring = self.rings[task.ring]
+        ring.replies.append(reply)
+        if reply.trace:
+            logger.error("%s", reply.trace.rstrip())
+        if reply.error:
+            raise LoaderError(reply.error)
+        for index, message in reply.skipped:
+            self._skip(ring, index, message)
+
+    def _skip(self, ring: Ring, index: int, message: str) -> None:
+        """Record an unreadable sample. Raises LoaderError if they are too many."""
+        if index in self.unreadable:
+            return
+        self.unreadable.add(index)
+        count = len(self.unreadable)
+        if count <= MAX_NAMED:
+            logger.warning("skipped %s", message)
+        images = len(ring.dataset)
+        limit = ring.max_bad_fraction
+        assert limit is not None, "without a limit, the first one is an error"
+        if count > limit * images:
+            bad = f"{count:,} of {images:,} training images cannot be read, for example {message}"
+            advice = f"{CHECK} and replace the unreadable ones, or raise this limit"
+            raise LoaderError(f"data.max_bad_fraction={limit:g}: {bad}; {advice}")
+
+    def _current(self, worker: Worker) -> str:
+        """Return the name of the first sample of a worker's task that is not yet complete."""
+        task = worker.tasks[0]
+        ring = self.rings[task.ring]
+        rows = ring.samples.array[task.slot, task.row : task.row + len(task.samples)]
+        first = np.argmax(rows[:, 1] == EMPTY_ROW)
+        return ring.dataset.name(int(task.samples[first, 1]))
+
+
+def _all_done(tasks: Sequence[Task]) -> bool:
+    return all(task.done for task in tasks)
+
+
+@dataclass(eq=False)
+class Loader:
+    """Batches of one ring, in the sampler's order."""
+
+    pool: Pool
+    number: int  # position of the ring in the pool
+    samples: Callable[[int], np.ndarray]  # step -> int64 [n, 2] of (epoch, index), n <= B
+    in_use: int  # batches that the consumer may still read when it asks for another
+
+    def __post_init__(self) -> None:
+        self.ring = self.pool.rings[self.number]
+        self.dataset = self.ring.dataset
+        self.queue_size = self.ring.slots - self.in_use
+        self.task_rows = task_rows(self.dataset)
+        # The tasks of batches that have not been taken, and the end of the last copy of each slot.
+        self._queue: deque[list[Task]] = deque()
+        self._copied: list[Any] = [HostEvent()] * self.ring.slots
+
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        """Yield the batches of steps start ... stop - 1; workers load `queue_size` ahead."""
+        for tasks in self._queue:  # an iteration that ended early still has slots
+            self.pool.wait(tasks)
+        self._queue.clear()
+        for step in range(start, stop):
+            for later in range(step + len(self._queue), min(stop, step + self.queue_size)):
+                self._queue.append(self._submit(later))
+            self.pool.wait(self._queue.popleft())
+            slot = step % self.ring.slots
+            memory = self.ring.memory  # which the tensors share
+            fields = {name: torch.from_numpy(shared.array[slot]) for name, shared in memory.items()}
+            yield Batch(fields, torch.from_numpy(self.ring.samples.array[slot]), step)
+
+    def keep_until(self, copied: Any, batch: Batch) -> None:
+        """Let no worker write into a batch before the event of the copy out of it has completed."""
+        self._copied[batch.step % self.ring.slots] = copied
+
+    def ready(self) -> bool:
+        """Whether the next batch is complete, so that taking it would not wait."""
+        return bool(self._queue) and self.pool.done(self._queue[0])
+
+    def _submit(self, step: int) -> list[Task]:
+        slot = step % self.ring.slots
+        while not self._copied[slot].query():
+            self.pool.receive()  # keeps the host only a few batches ahead of the device
+        samples = self.samples(step)
+        self.ring.samples.array[slot] = EMPTY_ROW
+        tasks = []
+        for row in range(0, len(samples), self.task_rows):
+            task = Task(self.number, slot, row, samples[row : row + self.task_rows])
+            tasks.append(self.pool.submit(task))
+        return tasks
+
+    def load_in_process(self, batch: Batch) -> None:
+        """Load a batch again into its slot, in this process. Raises LoaderError."""
+        slot = batch.step % self.ring.slots
+        self.pool.run_in_process(Task(self.number, slot, 0, self.samples(batch.step)))
+
+
+def task_rows(dataset: Dataset) -> int:
+    """Return how many samples of a dataset are a task: more than TASK_ROWS if they are small."""
+    image = dataset.fields[IMAGE]
+    size = np.empty(image.shape, image.dtype).nbytes
+    return max(TASK_ROWS, min(MAX_ROWS, MAX_BYTES // size))
+
+
+def slots_needed(dataset: Dataset, batch_size: int, *, workers: int, in_use: int) -> int:
+    """Slots that keep every worker busy while `in_use` batches are being copied."""
+    ahead = workers * TASKS_AHEAD * min(task_rows(dataset), batch_size)
+    return max(1, math.ceil(ahead / batch_size)) + 1 + in_use

@@ -1,0 +1,99 @@
+"""The ring of batch buffers in shared memory, which workers write and the training process reads.
+
+Journey of a batch, 4: a batch is one slot of the ring. Workers write samples straight into its
+rows: no tensor per sample, no collate copy and no pin-memory thread. A batch is split into tasks of
+a few rows, so that all workers work on the batch that is needed next. A slot is reused only after
+the copy out of it has completed.
+
+class        process    thread   writes
+Loader       training   main     EMPTY_ROW into all rows of a slot, before it submits its tasks
+Pool         training   main     tasks into pipes; replies into Task.done and Ring.replies
+worker_main  worker     main     the samples of a task into the rows of its slot, then its reply
+Prefetcher   training   upload   copies of a slot on the device, and their event into Loader._copied
+Pool         training   upload   after a DeviceDecodeError, the slot again, like a reply
+
+There are no locks: a slot belongs to its tasks until they are done, then to the upload until the
+event of the copy. Without workers, the main thread runs the tasks; without a GPU, it uploads.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pipeline.data.dataset import Dataset
+from pipeline.data.shared import SharedArray
+from pipeline.feed.step_times import column
+
+EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
+CHECK = "run `python scripts/doctor.py --all` with the same overrides to check every file"
+REPLACE = f"replace or remove it; {CHECK}"
+REPLACE_OR_SKIP = f"{REPLACE}; data.on_error=skip skips such images, up to data.max_bad_fraction"
+MAX_TRIED = 100  # samples in place of an unreadable one
+
+SlotArrays = dict[str, np.ndarray]  # name of a field -> [B, *shape] of one batch
+Skipped = tuple[int, str]  # index and message of an unreadable sample
+
+
+@dataclass(eq=False)
+class Task:
+    """Rows of one slot to fill. They depend on the samples only, so any worker may fill them."""
+
+    ring: int  # position of the ring in the pool
+    slot: int
+    row: int  # the first row
+    samples: np.ndarray  # int64 [n, 2] of (epoch, index), one per row
+    done: bool = False
+
+
+class Reply(NamedTuple):
+    """The result of a task. A worker replies to its tasks in their order."""
+
+    rows: int = 0
+    cpu_seconds: float = 0.0
+    storage_seconds: float = 0.0  # neither computing nor waiting for a core
+    core_seconds: float = 0.0  # ready to run, but waiting for a core
+    skipped: Sequence[Skipped] = ()
+    error: str = ""  # why the task failed
+    trace: str = ""  # traceback of an error that is not about a file
+
+
+@dataclass(eq=False)
+class Ring:
+    dataset: Dataset
+    local_batch_size: int  # rows of this rank
+    slots: int
+    # Replace unreadable samples up to this fraction of all; None: the first one is an error.
+    max_bad_fraction: float | None = None
+    remedy: str = REPLACE  # what to do about an unreadable sample
+
+    def __post_init__(self) -> None:
+        rows = self.slots, self.local_batch_size
+        self.fields = dict(self.dataset.fields)
+        self.memory: dict[str, SharedArray] = {}  # name of a field -> [slots, B, *shape]
+        for name, field in self.fields.items():
+            self.memory[name] = SharedArray((*rows, *field.shape), field.dtype)
+        # int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from the
+        # task's if the sample was unreadable and another one replaced it.
+        self.samples = SharedArray((*rows, 2), np.int64)
+        self.buffers = [*self.memory.values(), self.samples]
+        self.replies: deque[Reply] = deque(maxlen=64)  # the newest replies
+
+    def worker_ms(self) -> dict[str, Any]:
+        """Average the newest tasks per image: the fields of `StepTimes` for a worker."""
+        replies = list(self.replies)  # the upload thread may add one meanwhile
+        scale = 1e3 / max(1, sum(column(replies, "rows")))
+        cpu = sum(column(replies, "cpu_seconds"))
+        core = sum(column(replies, "core_seconds"))
+        # The clocks of the thread and of the kernel differ slightly.
+        storage = max(0.0, sum(column(replies, "storage_seconds")))
+        return {"cpu_ms": cpu * scale, "storage_ms": storage * scale, "core_ms": core * scale}
+
+    def candidates(self, index: int) -> Iterable[int]:
+        """Return a sample and, if unreadable ones are skipped, those that may replace it."""
+        if self.max_bad_fraction is None:
+            return [index]
+        return chain([index], islice(self.dataset.replacements(index), MAX_TRIED))

@@ -1,0 +1,136 @@
+"""Samples of a folder for other loops, their identity, and errors of the storage."""
+
+import errno
+import hashlib
+import itertools
+import os
+from pathlib import Path
+from unittest.mock import DEFAULT, Mock
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from conf.errors import UnreadableError
+from pipeline.data import index as module
+from pipeline.data.augment import Compose
+from pipeline.data.class_names import imagenet_names, readable
+from pipeline.data.dataset import FolderDataset
+from pipeline.data.index import ImageFolder, load_index
+from tests.helpers.stored import as_tar
+from tests.pipeline.loaders import crops, loaded
+from tests.reliability.odd_images import DEEP, drawn, encoded
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root):
+    """A rank whose workers start with each epoch."""
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    dataset = crops(image_root / "train")
+    sampler = DistributedSampler(dataset, num_replicas=2, rank=1, seed=3)
+    workers = {"num_workers": 2, "multiprocessing_context": "fork"}
+    loader = DataLoader(dataset, 5, sampler=sampler, **workers)
+    seen = set()
+    for epoch in (0, 1, 7):
+        dataset.epoch = epoch
+        sampler.set_epoch(epoch)
+        batches = list(loader)
+        expected = loaded(dataset, np.array([(epoch, index) for index in sampler]))
+        for name in ("image", "label"):
+            assert torch.equal(torch.cat([batch[name] for batch in batches]), expected[name])
+        seen |= {image.numpy().tobytes() for image in expected["image"]}
+    assert len(seen) == 3 * 18  # never twice alike
+
+
+def test_fingerprint_depends_on_the_sizes(changeable):
+    """Not on the times of the files, and not on their storage (test_listing.py)."""
+    before = crops(changeable).fingerprint()
+    path = Path(crops(changeable).name(7))
+    good = path.read_bytes()
+    for changed in (good + b"0", good[:-1], b""):
+        path.write_bytes(changed)
+        assert crops(changeable).fingerprint() != before
+    path.unlink()
+    assert crops(changeable).fingerprint() != before
+    path.write_bytes(good)
+    os.utime(path, (10**9, 10**9))
+    assert crops(changeable).fingerprint() == before
+
+
+def test_fingerprint_is_that_of_earlier_versions(tmp_path):
+    """Otherwise no checkpoint could be resumed; also of some of the rows."""
+    for name in ("a/1.jpg", "a/2.jpg", "b/3.jpg", "b/é.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode() * 2000)
+    index = load_index(tmp_path, key="data").rows(np.arange(3))
+    assert FolderDataset(index, Compose([])).fingerprint() == "3 images, SHA-256 1e74bae3ba096f6a"
+
+
+def test_what_training_does_not_see_is_noted(tmp_path):
+    """By the kind of each image, not of all: a folder may mix scanners."""
+    grey = np.asarray(drawn("L")).astype(np.uint16)
+    clear = drawn("RGBA").copy()
+    clear.putalpha(254)
+    several = {"save_all": True, "append_images": [drawn("L").convert("RGB")]}
+    files = [
+        encoded(Image.fromarray(grey * 16), "PNG"),  # 12 bits
+        DEEP.read_bytes(),
+        encoded(Image.fromarray(grey * 16), "TIFF", compression="tiff_deflate"),
+        encoded(Image.fromarray(grey * 257), "PNG"),  # 8 bits
+        encoded(clear, "PNG"),
+        encoded(drawn("P"), "PNG", transparency=bytes(256)),
+        encoded(drawn("RGBA"), "PNG"),  # opaque
+        encoded(drawn(), "TIFF", **several),
+        encoded(drawn(), "WEBP", **several),
+        encoded(drawn(), "MPO", **several),  # a photo with a preview
+        b"",
+    ]
+    (tmp_path / "a").mkdir()
+    for number, content in enumerate(files):
+        (tmp_path / "a" / f"{number}.png").write_bytes(content)
+    dataset = FolderDataset(load_index(tmp_path, key="data"), Compose([]))
+    pages, clear_pixels, deep = sorted(dataset.notes())
+    assert pages.startswith("2 of 11 images looked at have several pages or frames")
+    assert clear_pixels.startswith("2 of 11 images looked at have transparent pixels")
+    assert deep.startswith("3 of 11 images looked at have 16-bit levels")
+
+
+def test_transient_read_errors_are_retried(image_root, monkeypatch):
+    monkeypatch.setattr(module, "PAUSES", (0.001, 0.001, 0.001))
+    dataset, read = crops(image_root / "train"), Mock()
+    monkeypatch.setattr(ImageFolder, "read", read)
+    for number in (errno.EIO, errno.ETIMEDOUT, errno.ESTALE):
+        error = OSError(number, os.strerror(number))
+        read.side_effect = [error, error, error, b"content"]
+        assert dataset.read(0) == b"content"
+    for number, tries in ((errno.EIO, 4), (errno.EACCES, 1)):
+        error = OSError(number, os.strerror(number))
+        read.side_effect = [*[error] * tries, b"content"]
+        with pytest.raises(UnreadableError, match=error.strerror):
+            dataset.read(0)
+
+
+def test_stale_container_is_opened_anew(image_root, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PAUSES", (0.001,))
+    as_tar(image_root / "train", tmp_path / "packed.tar")
+    dataset = crops(tmp_path / "packed")
+    good, stale = dataset.read(0), OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    effects = itertools.chain([stale], itertools.repeat(DEFAULT))  # DEFAULT: that of os.pread
+    monkeypatch.setattr(os, "pread", Mock(wraps=os.pread, side_effect=effects))
+    tar = dataset.index.sources[0]
+    first = module._opened(tar)
+    assert dataset.read(0) == good
+    assert module._opened(tar) is not first
+
+
+def test_table_of_imagenet():
+    """The IDs are those of ImageNet-1k, in the order of the labels of published weights."""
+    names = imagenet_names()
+    digest = hashlib.sha256(" ".join(names).encode()).hexdigest()
+    assert digest == "791ce0333040dd249d13133f90d28ef0263ffc01e5de0afd85b3e32048d7d456"
+    from torchvision.models import ResNet18_Weights
+
+    assert list(names.values()) == ResNet18_Weights.IMAGENET1K_V1.meta["categories"]
+    assert (readable("n02510455"), readable("n0144353")) == ("giant panda", "n0144353")

@@ -1,0 +1,108 @@
+"""Shared memory: one copy for all processes, freed with the last of them; page-locking."""
+
+import multiprocessing
+import os
+import resource
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from conf.errors import UserError
+from pipeline.data.shared import SharedArray
+from pipeline.feed.pinned import page_locked
+from tests.helpers.limits import file_size_limit, soft_limit
+from tests.helpers.processes import HANGS_SECONDS, needs_linux
+
+
+def descriptors() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+@pytest.mark.parametrize("memfd", [True, False])
+def test_child_reads_and_writes_the_same_memory(start_method, memfd, monkeypatch):
+    if not memfd:  # as on macOS
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+    shared = SharedArray.copy_of(np.arange(12, dtype=np.int64).reshape(3, 4))
+    code = "assert shared.array[2, 3] == 11; shared.array[1] *= 10"
+    context = multiprocessing.get_context(start_method)
+    # a target that every start method can pickle
+    process = context.Process(target=exec, args=(code, {"shared": shared}))
+    process.start()
+    process.join(HANGS_SECONDS)
+    process.kill()
+    assert process.exitcode == 0
+    assert shared.array.tolist() == [[0, 1, 2, 3], [40, 50, 60, 70], [8, 9, 10, 11]]
+
+
+def test_memory_has_no_name_and_ends_with_the_last_array():
+    needs_linux()
+    before = descriptors()
+    assert SharedArray((0, 3), np.float32).array.shape == (0, 3)
+    shared = SharedArray((1000, 1000), np.uint8)
+    # not in /dev/shm, which is small in a container
+    assert os.readlink(f"/proc/self/fd/{shared._fd}") == "/memfd:batches (deleted)"
+    values = shared.array[10:20]
+    del shared
+    values[:] = 9  # an array over it keeps the mapping
+    assert values.sum() == 9 * 10 * 1000
+    del values
+    assert descriptors() == before
+
+
+def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing():
+    before = descriptors()
+    with pytest.raises(UserError, match="cannot be allocated"):
+        SharedArray((2**46,), np.int64)  # larger than the address space
+    assert descriptors() == before
+    with file_size_limit(4096), pytest.raises(UserError, match="cannot be allocated"):
+        SharedArray((4097,), np.uint8)
+    assert descriptors() == before
+    message = r"cannot be allocated \(.*\); the limit of 0 open files is too low; raise ulimit"
+    with soft_limit(resource.RLIMIT_NOFILE, 0), pytest.raises(UserError, match=message):
+        SharedArray((1,), np.uint8)
+
+
+@pytest.mark.parametrize("most", [9, 1])
+def test_page_locked_buffers_are_unlocked_once(monkeypatch, caplog, most):
+    """A second time is an error that a later CUDA call would report."""
+    locked = []
+
+    def register(pointer, size, flags):
+        if len(locked) == most:
+            return 2
+        locked.append(pointer)
+        return 0
+
+    names = {"cudaHostRegister": register, "cudaHostUnregister": locked.remove}
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**names))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with page_locked([SharedArray((8, 9), np.uint8), SharedArray((7,), np.int64)]) as locking:
+        assert (locking.result(), len(locked)) == (locked, min(most, 2))
+    assert not locked
+    warning = "0.0 MiB cannot be page-locked (2), so batch buffers are "
+    assert caplog.text.count(warning) == (0 if most == 9 else 1)
+
+
+@pytest.mark.gpu
+def test_buffers_are_page_locked_on_a_gpu(caplog):
+    """Page-locking memory twice is an error, which no later kernel reports."""
+    arrays = [SharedArray((4, 8, 24, 24, 3), np.uint8), SharedArray((4, 8), np.int64)]
+    pixels, labels = (torch.from_numpy(shared.array) for shared in arrays)
+    with page_locked(arrays) as locking:
+        locking.result()
+        assert pixels[3].is_pinned()
+        assert labels.is_pinned()
+    assert not pixels.is_pinned()
+    cudart = torch.cuda.cudart()
+    assert int(cudart.cudaHostRegister(labels.data_ptr(), labels.nbytes, 0)) == 0
+    with page_locked(arrays[::-1]) as locking:
+        locking.result()
+        assert float(torch.ones(5, device="cuda").sum()) == 5
+        assert not pixels.is_pinned()
+        assert caplog.text.count("cannot be page-locked") == 1
+        assert torch.equal(pixels.to("cuda", non_blocking=True).cpu(), pixels)
+    assert int(cudart.cudaHostUnregister(labels.data_ptr())) == 0

@@ -1,0 +1,100 @@
+"""Which images are the splits: data.val_fraction and data.val_fold."""
+
+import shutil
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from conf.compose import from_overrides
+from conf.errors import UserError
+from conf.schema import DataConfig
+from pipeline.data.build import Splits, build_datasets, folder
+from pipeline.data.index import ImageFolder, Index, load_index
+from pipeline.data.splits import HeldOut, load_splits, split_rows
+from scripts.lib.trained import build_val
+from tests.helpers.small_run import SMALL
+from tests.helpers.stored import as_tar, samples
+
+
+def splits(root: object, **keys: object) -> tuple[Index, Index]:
+    return load_splits(DataConfig(root=str(root), **keys))
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.25, 0.99])
+def test_fraction_of_each_class(changeable, fraction):
+    train, val = splits(changeable, val_fraction=fraction)
+    count = min(max(round(12 * fraction), 1), 11)
+    assert Counter(val.labels.array.tolist()) == dict.fromkeys(range(3), count)
+    assert sorted(samples(train) + samples(val)) == samples(load_index(changeable, key="data.root"))
+    assert (samples(train), samples(val)) == (sorted(samples(train)), sorted(samples(val)))
+    names = sorted(f"cat/{i}é.jpg".encode() for i in range(500))  # a run resumes with the same
+    index = Index.of_files(ImageFolder("/none"), {"cat": names})
+    _, rows = split_rows(index, HeldOut("", 0, 0.01, 2))
+    assert {names[i] for i in rows} == {f"cat/{i}é.jpg".encode() for i in (279, 167, 416, 29, 148)}
+    index = Index.of_files(ImageFolder("/none"), {"cat": 9 * names[:1] + names})  # as a list may
+    for rows in split_rows(index, HeldOut("", 0.5, 1, 2)):
+        assert len(set(index.paths.array[rows])) == 250
+
+
+@pytest.mark.parametrize("folds", [2, 5, 12])
+def test_folds_are_disjoint_and_cover_all(changeable, folds):
+    held_out = []
+    for fold in range(1, folds + 1):
+        train, val = splits(changeable, val_fold=f"{fold}/{folds}")
+        counts = Counter(val.labels.array.tolist())
+        assert set(counts) == {0, 1, 2}
+        assert max(counts.values()) - 12 / folds < 1
+        assert len(train) + len(val) == 36
+        assert not set(samples(train)) & set(samples(val))
+        held_out += samples(val)
+    assert sorted(held_out) == samples(load_index(changeable, key="data.root"))
+    first = splits(changeable, val_fraction=1 / folds)[1]
+    assert first.digest == splits(changeable, val_fold=f"1/{folds}")[1].digest
+
+
+def test_the_same_images_are_held_out_of_every_storage(changeable, image_root, tmp_path):
+    found = [splits(changeable, val_fraction=0.25)]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "train").symlink_to(image_root / "train")
+    as_tar(image_root / "train", tmp_path / "b" / "Training.tar")
+    shutil.copy(tmp_path / "b" / "Training.tar", tmp_path / "images.tar")
+    as_tar(image_root / "train", tmp_path / "train.tar")  # next to the folder
+    for root in ("a", "b", "images.tar", "train"):
+        found.append(splits(tmp_path / root, val_fraction=0.25))
+    assert len({(train.digest, val.digest) for train, val in found}) == 1
+    words = [*SMALL, f"data.root={changeable}", "data.val_fraction=0.25"]
+    one = build_datasets(from_overrides([*words, "train.seed=1"]))
+    other = build_val(from_overrides([*words, "train.seed=2"]))
+    assert one.val.fingerprint() == other.val.fingerprint() != one.train.fingerprint()
+
+
+def test_fake_validation_images_are_a_tenth():
+    datasets = build_datasets(from_overrides(["data=fake", "data.fake_images=60"]))
+    assert (len(datasets.train), len(datasets.val)) == (60, 6)
+
+
+def other_order(data: DataConfig, *arguments: Any) -> Splits:
+    """A fork's source, which gives the second split other labels."""
+    train, val, classes = folder(data, *arguments)
+    val.index = replace(val.index, classes=classes[::-1])
+    return train, val, classes
+
+
+def test_a_source_whose_splits_have_other_classes_is_refused(image_root):
+    source = f"data.source={__name__}:other_order"
+    with pytest.raises(UserError, match=r"^data\.val=.*: its classes are not those of "):
+        build_datasets(from_overrides([f"data.root={image_root}", source]))
+
+
+@pytest.mark.parametrize("train", ["../train", "train"])
+def test_a_list_that_shares_images_is_refused(changeable, tmp_path, train):
+    image = next(changeable.glob("*/*"))
+    (tmp_path / "link").symlink_to(image.parent)
+    (tmp_path.parent / "train.csv").write_text(f"{tmp_path}/link/{image.name},a\n")
+    (tmp_path / "val.csv").write_text(f"3.jpg,a\n./{image.relative_to(tmp_path)},b\n")
+    with pytest.raises(UserError, match=f"val.csv: 1 of its .* also in .*, such as {image}; "):
+        splits(tmp_path, train=train)
+    assert len(splits(tmp_path, train="val")[0]) == 2  # as evaluate.py reads it

@@ -1,0 +1,185 @@
+"""Batch transforms: pixels and targets mix in proportion, drawn from (seed, step, rank)."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torchvision.transforms import RandomErasing
+
+from pipeline.data.augment import build_by_name
+from pipeline.feed.batch_augment import BATCH_TRANSFORMS, BLOCK, BatchShare, BatchTransforms
+from tests.helpers.results import same
+
+COUNT, SIDE = 64, 32
+
+
+def one(name: str, **parameters: Any) -> Any:
+    return build_by_name([{name: parameters}], BATCH_TRANSFORMS, key="augment.batch")[0]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Sample i has colour i + 1 and class i: its value identifies a pixel's source."""
+    images = torch.arange(1.0, COUNT + 1)[:, None, None, None].expand(COUNT, 3, SIDE, SIDE).clone()
+    return images, torch.eye(COUNT)
+
+
+def share(seed: int = 0, step: int = 0, *, total: int = COUNT) -> BatchShare:
+    return BatchTransforms([], COUNT, seed).share(step, total)
+
+
+def neighbours() -> np.ndarray:
+    rows = np.arange(COUNT)
+    return rows // BLOCK * BLOCK + (rows - 1) % BLOCK
+
+
+def is_box(inside: np.ndarray) -> bool:
+    """Return whether a mask [S, S] is one filled rectangle, or empty."""
+    return bool((inside == np.outer(inside.any(axis=1), inside.any(axis=0))).all())
+
+
+def test_draws_differ_between_seeds_and_steps():
+    assert len({share(*place).rng.random() for place in ((0, 0), (1, 0), (0, 1), (1, 0))}) == 3
+
+
+def test_mixup_blends_pixels_and_targets_alike():
+    images, targets = one("mixup", alpha=5.0)(*batch(), share())
+    own = targets[range(COUNT), range(COUNT)]
+    other = targets[range(COUNT), neighbours()]
+    torch.testing.assert_close(targets.sum(1), torch.ones(COUNT))
+    torch.testing.assert_close(own + other, torch.ones(COUNT))
+    values = torch.arange(1.0, COUNT + 1)
+    expected = own * values + other * values[neighbours()]
+    torch.testing.assert_close(images, expected[:, None, None, None].expand_as(images))
+    assert len(set(own.tolist())) > COUNT / 2  # a weight of its own for each image
+
+
+def test_cutmix_pastes_a_box_and_its_area_is_the_weight():
+    images, targets = one("cutmix", alpha=1.0)(*batch(), share())
+    torch.testing.assert_close(targets.sum(1), torch.ones(COUNT))
+    rows, others = torch.arange(COUNT), torch.from_numpy(neighbours())
+    pasted = images == others[:, None, None, None] + 1
+    assert torch.equal(images, torch.where(pasted[:, :1], images, batch()[0]))
+    assert torch.equal(pasted, pasted[:, :1].expand_as(pasted))  # the same in all channels
+    assert all(map(is_box, pasted[:, 0].numpy()))
+    areas = pasted[:, 0].float().mean((1, 2))
+    torch.testing.assert_close(targets[rows, others], areas)
+    torch.testing.assert_close(targets[rows, rows], 1 - areas)
+    assert len(areas.unique()) > COUNT / 2
+    assert areas.min() < 0.1
+    assert areas.max() > 0.5
+
+
+def test_erasing_clears_a_box_and_keeps_the_targets():
+    """Wherever it lies: the border does not cut it."""
+    erasing = one("random_erasing", p=0.25, scale=[0.1, 0.2], ratio=[0.5, 2.0])
+    erased = []
+    for step in range(20):
+        images, targets = erasing(*batch(), share(0, step))
+        assert torch.equal(targets, torch.eye(COUNT))
+        cleared = images[:, :1] == 0  # [B, 1, S, S]
+        assert torch.equal(images, batch()[0].masked_fill(cleared, 0))
+        erased += [mask[0].numpy() for mask in cleared if mask.any()]
+    assert 0.2 < len(erased) / (20 * COUNT) < 0.3
+    for mask in erased:
+        assert is_box(mask)
+        assert 0.08 < mask.mean() < 0.23
+        assert 0.4 < mask.any(0).sum() / mask.any(1).sum() < 2.5
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0, 3.3])
+def test_erased_boxes_are_as_high_and_as_wide_as_torchvisions(ratio):
+    options = {"scale": (0.1, 0.1), "ratio": (ratio, ratio)}
+    images, _ = one("random_erasing", p=1.0, **options)(*batch(), share())
+    erased = images[:, 0] == 0
+    height, width = RandomErasing.get_params(images[0], **options)[2:4]
+    assert (erased.any(2).sum(1) == height).all()
+    assert (erased.any(1).sum(1) == width).all()
+
+
+def drawn(step: int, count: int, size: int) -> tuple[np.ndarray, ...]:
+    """Whether cutmix, weights and (x, y) centres that mixup_or_cutmix draws by default."""
+    rng = share(0, step).rng
+    rng.random(count)
+    cut = rng.random(count) < 0.5
+    alpha = np.where(cut, 1.0, 0.2)
+    return cut, rng.beta(alpha, alpha), np.floor(rng.random((2, count)) * size).astype(int)
+
+
+def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(monkeypatch):
+    """One choice, one weight and one box for the group, which is one block; 64 steps."""
+    from torchvision.transforms import v2
+
+    transform, images = one("mixup_or_cutmix"), torch.randn(BLOCK, 3, 33, 33)
+    labels = torch.arange(BLOCK)
+    kinds = []
+    for step in range(64):
+        (cut,), (weight,), centres = drawn(step, 1, 33)
+        theirs = (v2.CutMix if cut else v2.MixUp)(num_classes=BLOCK)
+        theirs._dist = SimpleNamespace(sample=lambda _, weight=weight: weight)
+        with monkeypatch.context() as patch:
+            places = iter(torch.from_numpy(centres))  # x, then y
+            patch.setattr(torch, "randint", lambda *_, places=places, **__: next(places))
+            expected = theirs(images, labels)
+        found = transform(images, torch.eye(BLOCK), share(0, step, total=BLOCK))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        kinds.append(cut)
+    assert 20 < sum(kinds) < 44
+
+
+@pytest.mark.parametrize(
+    ("group", "sizes"), [(1, [1] * 10), (4, [4, 4, 2]), (10, [10]), (99, [10])]
+)
+def test_a_group_shares_its_draws_and_the_last_may_be_smaller(group, sizes):
+    transform = one("mixup_or_cutmix", switch_p=0, group=group)
+    _, targets = transform(torch.zeros(10, 1, 1, 1), torch.eye(10), share(total=10))
+    assert targets.diagonal().unique_consecutive(return_counts=True)[1].tolist() == sizes
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        *(one(name, p=0.7) for name in BATCH_TRANSFORMS),
+        one("mixup_or_cutmix", p=0.7, group=1),
+        one("mixup_or_cutmix", p=0.7, group=6),
+    ],
+)
+def test_ranks_together_make_the_batch_of_one_process(transform):
+    total = 48
+    images, targets = torch.randn(total, 3, 8, 8), torch.eye(total)
+    whole = transform(images, targets, share(3, 5, total=total))
+    for ranks in (2, 4, 6):
+        parts = []
+        for rank in range(ranks):
+            mine = BatchTransforms([], total, 3, rank, ranks).share(5, total // ranks)
+            rows = slice(mine.first, mine.first + mine.count)
+            parts.append(transform(images[rows], targets[rows], mine))
+        found = [torch.cat(fields) for fields in zip(*parts, strict=True)]
+        assert same(found, [*whole])
+
+
+@pytest.mark.parametrize(("total", "ranks"), [(24, 2), (12, 2), (9, 3), (10, 2), (7, 1), (6, 3)])
+def test_every_image_of_a_small_share_gets_another_one(total, ranks):
+    for rank in range(ranks):
+        mine = BatchTransforms([], total, 0, rank, ranks).share(0, total // ranks)
+        rows = torch.arange(float(mine.count))
+        partners = mine.blend(rows, torch.zeros_like(rows))
+        assert sorted(partners.tolist()) == rows.tolist()
+        assert not (partners == rows).any()
+
+
+@pytest.mark.parametrize(("p", "low", "high"), [(0.0, 0.0, 0.0), (0.3, 0.25, 0.35)])
+@pytest.mark.parametrize("name", BATCH_TRANSFORMS)
+def test_p_is_the_fraction_of_changed_images_and_the_input_stays(name, p, low, high):
+    images, targets = batch()
+    changed = []
+    transform = one(name, p=p)
+    transform.group = 1  # of MixupOrCutmix
+    for step in range(40):
+        found, _ = transform(images, targets, share(0, step))
+        changed.append((found != images).flatten(1).any(1))
+    assert low <= torch.cat(changed).float().mean().item() <= high
+    assert torch.equal(images, batch()[0])
+    assert torch.equal(targets, torch.eye(COUNT))

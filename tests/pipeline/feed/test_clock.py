@@ -1,0 +1,115 @@
+"""The clock's CUDA path without a GPU: which figures are read, and when the host waits."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.feed.clock import BatchEvents, StepClock
+from pipeline.feed.step_times import StepTimes, mean_of
+
+
+class Gpu:
+    """A device that has a time of its own, in milliseconds, and finishes events only when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.finished = -1.0  # events recorded up to this time are finished
+        self.waits: list[float] = []
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    device = Gpu()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.time = -1.0
+
+        def record(self) -> None:
+            self.time = device.now
+
+        def query(self) -> bool:
+            return self.time <= device.finished
+
+        def synchronize(self) -> None:
+            device.waits.append(self.time)
+            device.finished = max(device.finished, self.time)
+
+        def elapsed_time(self, end: Any) -> float:
+            assert self.query()
+            assert end.query()
+            return float(end.time - self.time)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return device
+
+
+def run(clock: StepClock, gpu: Gpu, *, copied: float, begin: float, end: float) -> None:
+    """One batch, by the times at which its copy ends, its step begins and its step ends."""
+    events = BatchEvents(copy_begin=clock.now())
+    gpu.now = copied
+    events.copy_end = clock.now()
+    gpu.now = begin
+    clock.begin_step(events)
+    gpu.now = end
+    clock.end_step()
+
+
+def started(cuda: bool) -> StepClock:
+    clock = StepClock(cuda)
+    clock.start()
+    return clock
+
+
+def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu):
+    clock = started(cuda=True)
+    run(clock, gpu, copied=30, begin=40, end=100)
+    times = clock.step_times()
+    assert (times.steps, times.seconds, times.step_ms, times.copy_ms) == (1, 0.1, 60, 30)
+    assert (times.data_wait, times.late, times.compute) == pytest.approx((0.3, 0.1, 0.6))
+    assert times.copy == pytest.approx(0.3)
+
+
+def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu):
+    """Steps that compile are left out, but not the last one."""
+    clock = started(cuda=True)
+    for seconds in (60, 1, 2, 4):
+        run(clock, gpu, copied=gpu.now, begin=gpu.now, end=gpu.now + 1000 * seconds)
+        gpu.finished = 60_000  # the host is ahead, except before the second step
+    assert gpu.waits == []
+
+    def read(steps, **options):
+        times = clock.step_times(steps, **options)
+        return times.steps, times.seconds, times.drained
+
+    assert [read(2, skip=1), read(1, skip=9), read(9)] == [(1, 1, 1.0), (1, 2, 0.0), (1, 4, 0.0)]
+    assert gpu.waits == [61_000, 63_000, 67_000]
+
+
+def test_points_within_a_step_on_a_cpu(clock, monkeypatch):
+    waited = iter([0.0, 3.0])  # seconds for a core, at the beginning and when it is read
+    monkeypatch.setattr("pipeline.feed.clock.waited_for_core", lambda: next(waited))
+    found = started(cuda=False)
+    found.ranks_ready()  # outside of a step
+    for seconds in (11, 9, 9):
+        found.begin_step(BatchEvents(copy_begin=found.now(), copy_end=found.now()))
+        clock.now += 1  # waits for the batch of the other rank
+        found.ranks_ready()
+        clock.now += seconds
+        found.end_step()
+    times = found.step_times()
+    assert times.core_wait == pytest.approx(3 / 32)
+    assert times.ranks_wait == pytest.approx(3 / 32)
+    assert (times.compute, times.step_worst_ms) == pytest.approx((29 / 32, 11_000))
+
+
+def test_mean_of_rows():
+    """Seconds weigh the numbers; what is no average is that of the last row."""
+    rows = [
+        StepTimes(steps=10, seconds=1.0, rate=100.0, workers=3, decoder="pillow"),
+        StepTimes(steps=30, seconds=3.0, rate=200.0, workers=4, decoder="region"),
+    ]
+    mean = StepTimes(steps=40, seconds=4.0, rate=175.0, workers=4, decoder="region")
+    assert (mean_of(rows), mean_of(rows[1:])) == (mean, rows[1])

@@ -1,0 +1,83 @@
+"""open_feed: the pixels of each split, and the number of workers that make them."""
+
+import pytest
+
+from conf.compose import from_overrides
+from conf.schema import Config
+from pipeline.data.build import build_datasets, choose_decode_modes
+from pipeline.data.dataset import FolderDataset
+from pipeline.feed import feed, machine
+from pipeline.feed.feed import open_feed
+from pipeline.feed.step_times import StepTimes
+from tests.engine.plans import ALONE
+from tests.pipeline.loaders import Files, assert_equal, opened, training
+
+
+def small(*overrides: str) -> Config:
+    return from_overrides(["data=fake", "data.image_size=24", "loader.batch_size=8", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("workers", "modes", "measured", "counts"),
+    [
+        # active workers, the most workers, slots
+        ("auto", ("cpu", "gpu"), True, (3, 6, 24)),
+        ("auto", ("gpu",), False, (3, 3, 15)),
+        ("1", ("cpu", "gpu"), False, (1, 1, 9)),
+        ("0", ("cpu",), False, (0, 0, 4 + 1 + 2)),
+    ],
+)
+def test_workers(image_root, monkeypatch, workers, modes, measured, counts):
+    monkeypatch.setattr(machine, "cores_for_workers", lambda local_size: 3)
+    monkeypatch.setattr(feed, "is_measured", lambda *_: measured)
+    monkeypatch.setattr(FolderDataset, "decode_modes", ("cpu", "gpu"))
+    with opened(image_root, f"loader.workers={workers}", modes=modes) as found:
+        slots = found.train.loader.ring.slots
+        assert (found.pool.active, found.max_workers, slots) == counts
+        assert len(found.pool.workers) == found.pool.active
+
+
+def test_each_split_has_slots_for_its_images():
+    """In an evaluation, those of training have 1 px."""
+    config = small("data.val_size=128", "loader.batch_size=128", "loader.workers=2")
+    with open_feed(config, build_datasets(config), ALONE) as found:
+        assert [split.loader.ring.slots for split in (found.train, found.val)] == [12, 8]
+
+
+@pytest.mark.parametrize(("storage", "workers"), [(0.0, 3), (0.1, 4), (1.0, 6), (9.0, 6)])
+def test_workers_that_wait_for_storage_need_no_core(image_root, storage, workers):
+    with opened(image_root, workers=0) as found:
+        found.num_cores, found.max_workers = 3, 6
+        assert found.most_workers(StepTimes(cpu_ms=1.0, storage_ms=storage)) == workers
+
+
+def test_batches_that_nothing_uses(image_root):
+    """Their images/s, with the times of a worker; the training gets the same batches later."""
+    with opened(image_root) as found:
+        expected = training(found)
+        measured = found.measure(0)
+        assert measured.rate > 0
+        assert measured.cpu_ms > 0
+        assert_equal(training(found), expected)
+
+
+def test_decoder_and_modes():
+    plain, moded = Files(9), Files(9)
+    moded.decode_modes = ("cpu", "gpu", "hybrid")
+    assert choose_decode_modes(small(), moded, None) == moded.decode_modes
+    for stored in moded.decode_modes:  # a resumed run keeps its pixels
+        assert choose_decode_modes(small(), moded, stored) == (stored,)
+    assert choose_decode_modes(small("loader.decoder=pillow"), moded, "gpu") == ("cpu",)
+    assert choose_decode_modes(small("loader.decoder=gpu"), moded, "cpu") == ("gpu",)
+    assert choose_decode_modes(small(), plain, "gpu") == ("cpu",)
+
+
+def test_validation_uses_all_workers(image_root):
+    """No process is started or ended for it. The modes of a dataset: tests/extras/gpu_decode."""
+    with opened(image_root, workers=2) as feed:
+        pool = feed.pool
+        pool.activate(1)
+        pids = pool.pids
+        with feed.for_validation():
+            assert (pool.active, len(pids)) == (2, 2)
+        assert (pool.active, pool.pids) == (1, pids)

@@ -1,0 +1,364 @@
+"""Batches from workers equal their samples; otherwise an error says why."""
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from subprocess import PIPE
+from threading import Timer
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+from conf.errors import UnreadableError
+from pipeline.data.augment import Compose
+from pipeline.data.dataset import FakeDataset, FolderDataset
+from pipeline.data.index import ImageFolder
+from pipeline.feed.batch import Batch
+from pipeline.feed.loader import EMPTY_ROW, Loader, LoaderError, Pool, Task, task_rows
+from pipeline.feed.ring import Ring
+from tests.helpers.processes import (
+    ROOT,
+    Started,
+    descendants,
+    is_running,
+    needs_linux,
+    run_command,
+    run_python,
+    wait_for,
+)
+from tests.pipeline.loaders import SIZE, Stuck, crops, loaded, open_loader
+
+START_METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+
+
+def check(batch: Batch, dataset: FolderDataset, samples: np.ndarray) -> None:
+    """Compare a batch with its samples, loaded here one by one."""
+    for name, rows in loaded(dataset, samples).items():
+        torch.testing.assert_close(batch.fields[name][: len(samples)], rows, rtol=0, atol=0)
+    assert (batch.samples[len(samples) :] == EMPTY_ROW).all()
+
+
+def begun(loader: Loader) -> list[Task]:
+    """The tasks of all batches that have not been taken."""
+    return [task for tasks in loader._queue for task in tasks]
+
+
+def test_the_forkserver_imports_torch_before_the_program_does_and_in_any_folder(tmp_path):
+    """Python 3.11 does not tell it where the modules of the program are.
+
+    A process that is no worker ends by SIGTERM.
+    """
+    needs_linux()
+    program = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from pipeline.feed.forkserver import start_forkserver
+start_forkserver()
+from multiprocessing import get_context
+imported = "print('torch' in __import__('sys').modules, flush=True)"
+exec(imported)
+with get_context("forkserver").Pool(1) as pool:
+    pool.apply(exec, [imported])
+other = get_context("forkserver").Process(target=time.sleep, args=[1000])
+other.start()
+other.terminate()  # as the end of a Pool may do
+other.join()
+"""
+    result = run_python("-c", program, ROOT, cwd=tmp_path)
+    assert result.stdout == "False\nTrue\n", result.stderr
+
+
+def test_a_forkserver_that_cannot_start_is_one_line(tmp_path):
+    limited = ["sh", "-c", 'ulimit -n 8; exec "$@"', "sh", sys.executable, ROOT / "train.py"]
+    result = run_command([*limited, "data=fake", "train.max_steps=1", f"run.dir={tmp_path}"])
+    assert result.stderr.splitlines()[-1].startswith("train.py: ")
+
+
+@pytest.mark.parametrize(
+    ("workers", "start_method"),
+    [(0, "fork"), (2, "forkserver"), pytest.param(2, "spawn", marks=pytest.mark.slow)],
+)
+def test_batches_are_equal_for_any_number_of_workers_and_start_method(
+    image_root, workers, start_method, monkeypatch
+):
+    """Also while the number changes; no process is left."""
+    monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)  # as if these samples were not small
+    dataset = crops(image_root / "train")
+    numbers = [3, 1, 4, 2, 0, 1] if workers else []  # after each batch; at least one works
+    options = {"workers": workers, "start_method": start_method}
+    # 80 images: tasks of 32, 32 and 16; a batch spans three epochs of 36
+    with open_loader(dataset, local_batch_size=80, slots=3, **options) as loader:
+        pool, steps = loader.pool, []
+        assert len(pool.workers) == workers
+        for batch in loader.batches(0, 6):
+            check(batch, dataset, loader.samples(batch.step))
+            steps.append(batch.step)
+            for number in numbers[batch.step : batch.step + 1]:
+                before = pool.pids
+                pool.activate(number)
+                assert (pool.active, pool.pids[: len(before)]) == (max(1, number), before)
+                assert len(pool.pids) == max(len(before), pool.active)
+        assert steps == [*range(6)]
+        assert len(seen := pool.pids) == (4 if workers else 0)
+        assert all(map(is_running, seen))
+    assert not any(map(is_running, seen))
+
+
+@pytest.mark.parametrize(("size", "rows"), [(8, 128), (64, 42), (224, 32)])
+def test_a_task_has_more_samples_if_they_are_small(size, rows):
+    assert task_rows(FakeDataset(num_samples=1, num_classes=1, size=size)) == rows
+
+
+def test_iteration_waits_for_tasks_of_the_one_before(image_root):
+    """A late worker would overwrite the next batch in its slot."""
+    dataset = crops(image_root / "train", Stuck)
+    with open_loader(dataset, slots=4) as loader:
+        dataset.stop_at(*loader.samples(1)[5])
+        next(loader.batches(0, 100))
+        wait_for("a worker stops in slot 1", dataset.stopped)
+        tasks = begun(loader)
+        Timer(0.3, dataset.go_on).start()  # an iteration that does not wait continues before
+        batch = next(loader.batches(5, 6))  # in slot 1 again
+        wait_for("the late worker", lambda: loader.pool.done(tasks))
+        check(batch, dataset, loader.samples(5))
+
+
+def test_workers_compute_in_one_thread_and_draw_different_numbers(monkeypatch):
+    """Forked workers start with the number of threads and the generator of the training process."""
+
+    class Threads(FakeDataset):
+        def load(self, index, rng):
+            image = np.full((SIZE, SIZE, 3), torch.get_num_threads())
+            return {"image": image, "label": int(torch.randint(2**40, ()))}
+
+    monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)  # as if these samples were not small
+    dataset = Threads(num_samples=64, num_classes=1, size=SIZE)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with open_loader(dataset, local_batch_size=64, workers=2) as loader:
+            batch = next(loader.batches(0, 1))
+            assert batch.fields["image"].unique().tolist() == [1]
+            assert len(batch.fields["label"].unique()) == 64
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_worker_that_waits_for_storage_reads_ahead(image_root, monkeypatch):
+    """From its second task on, also of the task after it; the images are the same."""
+
+    class Ahead(FolderDataset):
+        def targets(self, *_):
+            return {"label": len(self._ahead)}
+
+    monkeypatch.setattr("pipeline.feed.worker.WAIT_SECONDS", -1.0)  # every task waits longer
+    monkeypatch.setattr("pipeline.feed.worker.READ_AHEAD", 8)
+    plain = crops(image_root / "train")
+    plain.epoch = 5
+    ring = Ring(Ahead(plain.index, plain.transform, seed=7), local_batch_size=8, slots=3)
+    samples = np.array([(5, index) for index in range(24)])
+    with Pool([ring], start_method="fork") as pool:
+        pool.activate(1)
+        pool.wait([pool.submit(Task(0, n, 0, samples[8 * n : 8 * n + 8])) for n in range(3)])
+    ahead = ring.memory["label"].array.ravel().tolist()
+    assert ahead == 8 * [0] + 8 * [7] + [7, 6, 5, 4, 3, 2, 1, 0]
+    for index, image in enumerate(ring.memory["image"].array.reshape(24, SIZE, SIZE, 3)):
+        assert np.array_equal(image, plain[index]["image"])
+
+
+def test_what_is_read_ahead_is_read_once(changeable, monkeypatch):
+    dataset, read, places = crops(changeable), ImageFolder.read, []
+    contents = [dataset.read(index) for index in range(2)]
+    Path(dataset.name(2)).unlink()
+    monkeypatch.setattr(ImageFolder, "read", lambda *place: places.append(place) or read(*place))
+    dataset.read_ahead(range(3))
+    assert [dataset.read(index) for index in range(2)] == contents
+    with pytest.raises(UnreadableError, match=rf"^{dataset.name(2)}: FileNotFoundError: "):
+        dataset[2]
+    assert len(places) == 3
+
+
+@pytest.mark.parametrize(("workers", "in_use"), [(0, 1), (2, 3)])
+def test_slot_is_reused_only_after_the_copy_out_of_it(image_root, workers, in_use):
+    """The consumer reads each batch as late as allowed, after taking `in_use` others."""
+    dataset = crops(image_root / "train")
+    with open_loader(dataset, workers=workers, slots=5, in_use=in_use) as loader:
+        unread = []
+        events = []
+        places = set()
+        for batch in loader.batches(0, 20):
+            # Of all slots that have been filled again: each event was waited for, once.
+            begun_again = min(batch.step + 5 - in_use, 20) - 5
+            assert [each.query.call_count for each in events] == [
+                int(step < begun_again) for step in range(len(events))
+            ]
+            places.add(tuple(rows.data_ptr() for rows in batch.fields.values()))
+            unread.append(batch)
+            if len(unread) == in_use + 1:
+                # The workers are as far ahead as possible; without workers, nothing runs ahead.
+                wait_for("all tasks", lambda: not workers or loader.pool.done(begun(loader)))
+                check(unread[0], dataset, loader.samples(unread[0].step))
+                events.append(Mock(spec=["query"]))  # of the copy: it has ended
+                loader.keep_until(events[-1], unread.pop(0))
+        assert len(places) == 5
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_worker_that_died_or_hangs_is_named_with_its_sample(image_root, start_method, killed):
+    """As on a network file system that does not respond. None is left."""
+    dataset = crops(image_root / "train", Stuck)
+    with open_loader(dataset, workers=1, start_method=start_method) as loader:
+        sample, (pid,) = loader.samples(1)[5], loader.pool.pids
+        dataset.stop_at(*sample)
+        batches, path = loader.batches(0, 12), dataset.name(sample[1])
+        next(batches)
+        wait_for("the worker stops", dataset.stopped)
+        loader.pool.stop_requested = lambda: True
+        with pytest.raises(LoaderError, match=r"^stopped by a signal while all workers are"):
+            list(loader.batches(0, 12))
+        loader.pool.stop_requested = lambda: False
+        message = rf"^loader\.timeout_seconds=0\.5: no .* {path} \(worker {pid}\); check the"
+        if killed:
+            os.kill(pid, signal.SIGKILL)
+            message = rf"^loader worker {pid} died \(SIGKILL: .*made {path}; the same command"
+        else:
+            loader.pool.timeout_seconds = loader.pool.patience = 0.5
+        with pytest.raises(LoaderError, match=message):
+            list(batches)
+    assert not is_running(pid)
+
+
+# Signals by the hundred from before the first worker starts; then a worker that hangs.
+PROGRAM = """
+import os, signal, sys, threading, time
+import numpy as np
+from pathlib import Path
+from pipeline.feed.loader import Pool, Task
+from pipeline.feed.ring import Ring
+from tests.pipeline.loaders import Stuck, crops
+from tests.helpers.processes import descendants, is_running
+
+def send_all():
+    while not finished.is_set():
+        for number in numbers:
+            os.killpg(0, number)
+        finished.wait(0.001)
+
+received, finished = set(), threading.Event()
+numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
+for number in numbers:
+    signal.signal(number, lambda number, frame: received.add(number))
+dataset = crops(Path(sys.argv[1]), Stuck)
+dataset.stop_at(0, 0)
+ring = Ring(dataset, local_batch_size=32, slots=2)
+sender = threading.Thread(target=send_all, daemon=True)
+sender.start()
+pool = Pool([ring], start_method=sys.argv[2], timeout_seconds=1000)
+pool.activate(2)
+started = descendants(os.getpid())
+for step in range(20):
+    tasks = [Task(0, 0, row, np.ones((8, 2), np.int64)) for row in range(0, 32, 8)]
+    pool.wait([pool.submit(task) for task in tasks])
+finished.set()
+sender.join()
+assert received == set(numbers), received
+assert all(map(is_running, started))
+assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+blocked = pool.submit(Task(0, 1, 0, np.zeros((1, 2), np.int64)))
+while not dataset.stopped():
+    time.sleep(0.01)
+print("stopped", flush=True)
+pool.wait([blocked])
+"""
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_workers_survive_signals_to_the_group_and_end_with_the_training_process(
+    image_root, start_method
+):
+    """After SIGKILL to the training process, they end even during a read that never returns."""
+    needs_linux()
+    command = [sys.executable, "-c", PROGRAM, image_root / "train", start_method]
+    with Started(command, stdout=PIPE) as process:
+        assert process.stdout.readline() == "stopped\n", "it ended early"
+        family = descendants(process.pid)
+        assert len(family) >= 3  # with two workers
+        process.kill()
+        process.wait()
+        wait_for("its workers end", lambda: not any(is_running(pid) for pid in family))
+
+
+def test_a_class_of_unreadable_files_ends_the_run(changeable):
+    """An image of another class would have another label."""
+    dataset = crops(changeable)
+    for index in range(12, 24):
+        path = Path(dataset.name(index))
+        path.write_bytes(path.read_bytes()[:-500])
+    reason = "none of its 11 replacements can be read either"
+    with (
+        open_loader(dataset, max_bad_fraction=1.0) as loader,
+        pytest.raises(LoaderError, match=rf"^{path.parent}/\S+: OSError: .*truncated.*; {reason}"),
+    ):
+        list(loader.batches(0, 9))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_file_is_skipped_and_counted(changeable, caplog, workers):
+    """Each counts once; more than the limit are an error."""
+    dataset = crops(changeable)
+    bad = {20, 21, 35}  # two neighbours, and the last one of its class and of all
+    for index in bad:
+        Path(dataset.name(index)).write_bytes(b"<html>404</html>")
+    with open_loader(dataset, workers=workers, max_bad_fraction=3 / 36) as loader:
+        for batch in loader.batches(0, 9):  # two epochs
+            samples = loader.samples(batch.step)
+            replaced = [
+                (epoch, {20: 22, 21: 22, 35: 24}.get(index, index))
+                for epoch, index in samples.tolist()
+            ]
+            check(batch, dataset, np.array(replaced))
+            assert batch.samples.tolist() == [list(pair) for pair in replaced]
+        skipped = [each for reply in loader.ring.replies for each in reply.skipped]
+        assert loader.pool.unreadable == bad
+        assert len(skipped) == 2 * (2 + 1 + 1)  # 20 tries 21 before 22
+        assert {(n, s.split(":")[0]) for n, s in skipped} == {(n, dataset.name(n)) for n in bad}
+        named = [message.split(":")[0] for message in caplog.messages]
+        assert sorted(named) == sorted(f"skipped {dataset.name(n)}" for n in bad)  # each once
+        Path(dataset.name(3)).write_bytes(b"")
+        message = (
+            r"^data\.max_bad_fraction=0\.0833333: 4 of 36 training images cannot be read, for "
+            rf"example {dataset.name(3)}: empty, 0 bytes; run `python scripts/doctor.py --all` "
+            "with the same overrides to check every file and replace the unreadable ones, or "
+        )
+        with pytest.raises(LoaderError, match=message):
+            list(loader.batches(9, 18))
+
+
+def buggy(image: np.ndarray, rng: random.Random) -> np.ndarray:
+    if rng.random() < 0.5:
+        raise OSError("no table")
+    return image[:SIZE, :SIZE]
+
+
+@pytest.mark.parametrize("workers", [2, 0])
+def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
+    image_root, caplog, workers
+):
+    dataset = crops(image_root / "train")
+    dataset.transform = Compose([buggy], SIZE)
+    with (
+        open_loader(dataset, workers=workers, max_bad_fraction=1.0) as loader,
+        pytest.raises(LoaderError, match=rf"^{image_root}/\S+\.jpg: OSError.*traceback above$"),
+    ):
+        list(loader.batches(0, 4))
+    assert loader.pool.unreadable == set()
+    (trace,) = caplog.messages
+    assert trace.startswith("Traceback ")
+    assert trace.splitlines()[-1].startswith("OSError")
+    assert 'in buggy\n    raise OSError("no table")\n' in trace
