@@ -4,6 +4,7 @@ import inspect
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from pipeline.data.dataset import Dataset, DatasetWrapper, FakeDataset, FolderDa
 from pipeline.data.decode import DECODERS, Picture
 from pipeline.data.field import IMAGE, LABEL
 from pipeline.data.splits import held_out, load_splits, other_classes
-from pipeline.data.torch_dataset import MapDataset, classes_of
+from pipeline.data.torch_dataset import torch_splits
 
 # Shapes of images to which each list of transforms is applied before the training starts
 TRIALS = ((400, 300, 3), (300, 400, 3)) * 4
+NUM_ARGUMENTS = 4  # of the functions in DATASETS
 
 
 @dataclass(frozen=True)
@@ -128,50 +130,23 @@ Options = dict[str, Any]  # arguments of FolderDataset
 
 def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:
     """Call a function of DATASETS, or the one that data.source names."""
-    build: Any = DATASETS.get(data.source) or import_object(data.source, "data.source")
+    source = data.source
+    build: Any = DATASETS.get(source) or import_object(source, "data.source")
+    if callable(build) and len(inspect.signature(build).parameters) < NUM_ARGUMENTS:
+        found = create_object(source, "data.source", tuple | list, data)
+        return torch_splits(found, config, train, val)
     held = held_out(data)
-    if held and data.source not in DATASETS and not hasattr(build, "holds_out"):
-        wrong = f"data.source={data.source} does not read it"
-        cure = "for images in class folders write data=folder, or omit it"
-        raise UserError(held.origin, wrong, cure)
+    if held and source not in DATASETS and not hasattr(build, "holds_out"):
+        wrong = f"data.source={source} does not read it"
+        raise UserError(held.origin, wrong, "for images in class folders set data=folder")
     options: Options = {
         "decoder": config.loader.decoder,
         "seed": config.train.seed,
         "exif_orientation": data.exif_orientation,
     }
-    arguments: tuple[Any, ...] = data, train, val, options
-    if callable(build) and len(inspect.signature(build).parameters) == 1:
-        arguments = (data,)
-    if data.source in DATASETS:
-        return build(*arguments)
-    found = create_object(data.source, "data.source", tuple | list, *arguments)
-    return name_splits(found, train, val, config)
-
-
-def name_splits(found: Sequence[Any], train: Compose, val: Compose, config: Config) -> Splits:
-    """Return both splits, map-style datasets of PyTorch as `MapDataset`, and the classes.
-
-    `found`: what the function in data.source returned, (train, val) or (train, val, classes).
-    """
-    key = f"data.source={config.data.source}"
-    if len(found) not in (2, 3):
-        wrong = f"returns {len(found)} objects"
-        raise UserError(key, wrong, "return (train, val) or (train, val, classes)")
-    first, other, *rest = found
-    classes = tuple(map(str, rest[0])) if rest else classes_of(first)
-    if not classes:
-        cure = "return (train, val, classes), or give the dataset an attribute `classes`"
-        raise UserError(key, "the classes are not known", cure)
-    train_split = as_dataset(first, train, len(classes), config.train.seed, key)
-    return train_split, as_dataset(other, val, len(classes), config.train.seed, key), classes
-
-
-def as_dataset(split: Any, transform: Compose, classes: int, seed: int, key: str) -> Dataset:
-    """Return a dataset of this program as it is, and any other one as a `MapDataset`."""
-    if isinstance(split, Dataset):
-        split.seed = seed
-        return split
-    return MapDataset(split, transform, num_classes=classes, seed=seed, key=key)
+    if source not in DATASETS:
+        build = partial(create_object, source, "data.source", tuple)
+    return build(data, train, val, options)
 
 
 def folder(
@@ -190,6 +165,6 @@ def fake(data: DataConfig, train: Compose, val: Compose, options: Options) -> Sp
 
 
 # data.source -> function of (data, training and validation transform, options). It may also name
-# one as module:name, with an attribute `holds_out` if it reads data.val_fraction; a function of
-# (data) alone returns map-style datasets.
+# one as module:name, with an attribute `holds_out` if it reads data.val_fraction; or a function of
+# `data` alone, which returns map-style datasets of PyTorch.
 DATASETS = {"folder": folder, "fake": fake}

@@ -5,17 +5,23 @@ container's /dev/shm mount (64 MiB in Docker) does not limit it. macOS has no `m
 it is a temporary file whose name is removed at once.
 """
 
+import io
 import math
 import mmap
 import os
+import pickle
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
+import torch
 
 from conf.errors import UserError, reached_limit
+
+ALIGNMENT = 64  # bytes, of each array of a SharedObject
 
 
 class SharedArray:
@@ -49,6 +55,10 @@ class SharedArray:
         shared.array[...] = values
         return shared
 
+    def map_private(self) -> memoryview:
+        """Map the memory copy-on-write: other processes do not see what this one writes."""
+        return memoryview(mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedArray, (self.array.shape, self.array.dtype, reduction.DupFd(self._fd))
 
@@ -56,3 +66,79 @@ class SharedArray:
         # The mapping ends with the last array that uses it; the descriptor does not.
         if hasattr(self, "_fd"):
             close(self._fd)
+
+
+class SharedObject:
+    """A Python object whose NumPy arrays and CPU tensors are not copied to each worker.
+
+    When it is first pickled, they move to shared memory. Each process maps them copy-on-write, as
+    after a fork; memory-mapped files stay files. Raises UserError if the object cannot be pickled.
+
+    Attribute `value`: the object.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._pickled = b""
+        self._memory: SharedArray | None = None  # uint8 [bytes], all arrays one after another
+        self._slices: list[slice] = []  # of each array
+
+    def _share(self) -> None:
+        file = io.BytesIO()
+        buffers: list[pickle.PickleBuffer] = []
+        try:
+            ArrayPickler(file, protocol=5, buffer_callback=buffers.append).dump(self.value)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            cure = "define it at the top level of a module and open files in __getitem__"
+            wrong = f"a dataset cannot be sent to the workers: {error}"
+            raise UserError("data.source", wrong, f"{cure}, or set loader.workers=0") from None
+        stop = 0
+        for buffer in buffers:
+            start = -(-stop // ALIGNMENT) * ALIGNMENT
+            stop = start + buffer.raw().nbytes
+            self._slices.append(slice(start, stop))
+        self._memory = SharedArray((stop,), np.uint8)
+        for place, buffer in zip(self._slices, buffers, strict=True):
+            self._memory.array[place] = np.frombuffer(buffer.raw(), np.uint8)
+        self._pickled = file.getvalue()
+        self._load()  # this process gives up its own copy
+
+    def _load(self) -> None:
+        assert self._memory is not None
+        mapped = self._memory.map_private()
+        self.value = pickle.loads(self._pickled, buffers=[mapped[each] for each in self._slices])
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._memory is None:
+            self._share()
+        return {**vars(self), "value": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._load()
+
+
+class ArrayPickler(pickle.Pickler):
+    """Passes arrays and tensors out of band (PEP 574), and memory-mapped files by their names."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Tensor and value.device.type == "cpu" and not value.requires_grad:
+            with suppress(TypeError, RuntimeError):  # NumPy lacks bfloat16 and sparse tensors
+                return torch.from_numpy, (value.numpy(),)
+        if type(value) is np.memmap and value.flags.c_contiguous and value.filename is not None:
+            return _map_file, _place_in_file(value)
+        if type(value) is np.ndarray and value.dtype != object and not value.flags.c_contiguous:
+            return np.ascontiguousarray(value).__reduce_ex__(5)  # pickle would copy its bytes
+        return NotImplemented
+
+
+def _place_in_file(array: np.memmap) -> tuple[Any, ...]:
+    """Return the arguments of `_map_file` for a memory-mapped array, or a part of one."""
+    mapped = np.frombuffer(array._mmap, np.uint8)  # type: ignore[attr-defined]
+    begin = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+    offset = begin + array.ctypes.data - mapped.ctypes.data
+    return array.filename, array.dtype, offset, array.shape
+
+
+def _map_file(path: str, dtype: Any, offset: int, shape: tuple[int, ...]) -> np.memmap:
+    return np.memmap(path, dtype, "c", offset, shape)

@@ -1,6 +1,7 @@
 """Which images are the training and the validation split: data.root to data.val_fold."""
 
 import os
+from collections.abc import Sequence
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -109,19 +110,33 @@ def _load_undivided(root: str, data: DataConfig, held: HeldOut) -> Index:
 
 
 def split_rows(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the training and the validation samples, the same part of each class.
+    """Return the rows of the training and the validation images of a table; see `hold_out`."""
+    return hold_out(index.labels.array, index.paths.array, index.classes, held)
 
-    Which images are held out depends on a hash of their paths only, so it is the same for every
-    seed and storage, and stays nearly the same when images are added. Returns two int64 [n],
-    sorted, which together are all samples.
+
+def hold_out(
+    labels: np.ndarray, names: Any, classes: Sequence[str], held: HeldOut
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of the training and the validation samples, the same part of each class.
+
+    The samples to hold out depend on a hash of their names only, so they are the same for every
+    seed and storage, and stay nearly the same when samples are added.
+
+    Args:
+        labels: class indices, int64 [n].
+        names: of the samples, bytes [n], such as their paths.
+        classes: the class names.
+
+    Returns:
+        Two int64 [n], sorted, which together are all samples.
+
+    Raises UserError if a class has too few samples.
     """
-    labels = index.labels.array
-    paths: Any = index.paths.array  # bytes [n]
-    counts = np.bincount(labels, minlength=len(index.classes))
+    counts = np.bincount(labels, minlength=len(classes))
     by_class = np.split(labels.argsort(kind="stable"), counts.cumsum()[:-1])
     is_val = np.zeros(len(labels), bool)
-    for name, rows in zip(index.classes, by_class, strict=True):
-        images = np.unique(paths[rows])  # a list may repeat some
+    for name, rows in zip(classes, by_class, strict=True):
+        images = np.unique(names[rows])  # a list may repeat some
         count = len(images)
         if count < held.fewest:
             wrong = f"class {name} has {count} of the {held.fewest} images that it needs"
@@ -131,5 +146,5 @@ def split_rows(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
         if low == 0:
             high = min(max(1, high), count - 1)
         by_hash = sorted(images, key=lambda path: blake2b(path, digest_size=8).digest())
-        is_val[rows] = np.isin(paths[rows], by_hash[low:high])
+        is_val[rows] = np.isin(names[rows], by_hash[low:high])
     return np.flatnonzero(~is_val), np.flatnonzero(is_val)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from conf.errors import LoaderError, UnreadableError, describe
+from conf.errors import LoaderError, UnreadableError, UserError, describe
 from pipeline.data.augment import sample_rng
 from pipeline.data.dataset import READ_AHEAD
 from pipeline.feed.clock import waited_for_core
@@ -50,7 +50,9 @@ def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -
         except UnreadableError as error:
             return Reply(error=f"{error}; {ring.remedy}")
         except LoaderError as error:
-            trace = "".join(traceback.format_exception(error.__cause__))
+            trace = ""
+            if error.__cause__ is not None:
+                trace = "".join(traceback.format_exception(error.__cause__))
             return Reply(error=str(error), trace=trace)
         ring.samples.array[task.slot, row] = epoch, used  # last: the row is complete
     cpu = time.thread_time() - cpu_before
@@ -74,6 +76,8 @@ def _fill_row(
             _write(ring, batch, row, ring.dataset.load(candidate, rng))
         except UnreadableError as error:
             unreadable.append((candidate, str(error)))
+        except UserError as error:  # an invalid sample; the message names it
+            raise LoaderError(str(error)) from None
         except Exception as error:  # of a transform or the dataset, or out of memory
             failed = "the file was read; a transform or the dataset failed, see the traceback above"
             text = f"{ring.dataset.name(candidate)}: {describe(error)}: {failed}"

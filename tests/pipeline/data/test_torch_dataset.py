@@ -1,7 +1,6 @@
 """Map-style datasets of PyTorch as data.source."""
 
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,20 +9,21 @@ import torch
 from PIL import Image
 from torch.utils.data import Subset
 
+from conf.compose import from_overrides
 from conf.errors import UserError
 from pipeline.data.augment import CenterCrop, Compose, HorizontalFlip
-from pipeline.data.build import name_splits
 from pipeline.data.field import LABEL, Field
-from pipeline.data.torch_dataset import MapDataset
+from pipeline.data.shared import SharedObject
+from pipeline.data.torch_dataset import TorchDataset, torch_splits
 
 RGB = np.random.default_rng(0).integers(0, 256, (8, 10, 3), np.uint8)
+PLANES = RGB.transpose(2, 0, 1)
 CROP = Compose([CenterCrop(size=6)], 6)
-CONFIG: Any = SimpleNamespace(
-    data=SimpleNamespace(source="mine:rows"), train=SimpleNamespace(seed=0)
-)
 
 
 class Rows:
+    """A map-style dataset of given samples; a function returns a sample."""
+
     def __init__(self, *rows: Any, **attributes: Any) -> None:
         self.rows = rows
         vars(self).update(attributes)
@@ -36,104 +36,185 @@ class Rows:
         return row() if callable(row) else row
 
 
-def dataset(*rows: Any, transform: Compose = CROP) -> MapDataset:
-    return MapDataset(Rows(*rows), transform, num_classes=3)
+class RandomRows(Rows):
+    """Rows whose images come from their own, unseeded generator."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.random.default_rng().integers(0, 256, (8, 10, 3), np.uint8), 0
+
+
+def dataset(*rows: Any, transform: Compose = CROP, **options: Any) -> TorchDataset:
+    return TorchDataset(SharedObject((Rows(*rows),)), 0, transform, num_classes=3, **options)
+
+
+def splits(*found: Any, words: tuple[str, ...] = ()) -> Any:
+    config = from_overrides(["data.source=tests.helpers.own_data:rows", *words])
+    return torch_splits(found, config, CROP, CROP)
 
 
 @pytest.mark.parametrize(
-    "image", [Image.fromarray(RGB), RGB, torch.from_numpy(RGB).permute(2, 0, 1)]
+    "image",
+    [Image.fromarray(RGB), RGB, torch.from_numpy(RGB), torch.from_numpy(PLANES.copy()), PLANES],
+    ids=["pillow", "array", "tensor_hwc", "tensor", "array_chw"],
 )
-def test_an_image_may_be_pillows_an_array_or_a_tensor(image):
-    split = dataset((image, 2), {"image": image, "label": np.int32(1)})
+def test_image_types(image):
+    split = dataset((image, 2), {"image": image, "label": np.uint8(1)})
     assert split.fields == {"image": Field(np.dtype("u1"), (6, 6, 3), image=True), "label": LABEL}
     for index, label in enumerate((2, 1)):
         np.testing.assert_array_equal(split[index]["image"], RGB[1:7, 2:8])
         assert split[index]["label"] == label
 
 
-def test_floats_are_float32_and_may_be_any_number_of_channels():
-    split = dataset({"image": np.ones((8, 8, 5)), "number": 0.5, "point": np.zeros(2)})
+def test_image_channels_and_other_fields():
+    sample = {"image": np.ones((8, 8, 5)), "number": 0.5, "place": np.zeros(2), "id": 7}
+    split = dataset(sample, {**sample, "image": torch.ones(5, 9, 7)})
     assert split.fields["image"] == Field(np.dtype("f4"), (6, 6, 5), image=True)
-    assert split.fields["point"] == Field(np.dtype("f4"), (2,))
-    assert split.notes() == [] and split.labels is None
-    (note,) = dataset((np.full((8, 8, 3), -2.0), 0)).notes()
-    assert note.startswith("the first image is in -2 to -2, and")
+    assert split.fields["place"] == Field(np.dtype("f4"), (2,))
+    assert split.fields["number"] == Field(np.dtype("f4")) and split[0]["id"] == 7
+    assert split[1]["image"].shape == (6, 6, 5)
+    assert split.labels is None
+    grey = dataset((RGB[..., 0], 1))
+    np.testing.assert_array_equal(grey[0]["image"], RGB[1:7, 2:8, :1])
 
 
-def test_a_mask_follows_its_image():
+def test_masks_points_and_images_follow_the_first_image():
     transform = Compose([HorizontalFlip(p=0.5), CenterCrop(size=6)], 6)
-    split = dataset({"image": RGB, "mask": RGB[..., 0]}, transform=transform)
+    mask = Image.fromarray(RGB[..., 0])
+    sample = {"image": RGB, "image_left": RGB, "mask_left": mask, "points": [[0.5, 1]]}
+    split = dataset(sample, transform=transform)
+    assert split.fields["image_left"].image and split.fields["mask_left"].shape == (6, 6)
+    places = set()
     for split.epoch in range(8):
-        np.testing.assert_array_equal(split[0]["mask"], split[0]["image"][..., 0])
+        found = split[0]
+        np.testing.assert_array_equal(found["image_left"], found["image"])
+        np.testing.assert_array_equal(found["mask_left"], found["image"][..., 0])
+        places.add(tuple(found["points"][0].tolist()))
+    assert places == {(-1.5, 0), (7.5, 0)}
     split.transform = Compose([CenterCrop(size=6), lambda image, rng: image[::-1]], 6)
     with pytest.raises(ValueError, match=r"^a mask follows crops, resizes and flips only"):
         split[0]
 
 
-def test_global_generators_repeat_for_seed_epoch_and_index_and_stay_as_they_were():
+def test_global_generators_depend_on_seed_epoch_and_index():
     def row() -> Any:
         drawn = [torch.rand(()).item(), np.random.rand(), random.random()]
         return {"image": RGB, "drawn": np.array(drawn)}
 
-    split, before = dataset(row, row), random.getstate()
+    split = dataset(row, row)
+    before = random.getstate()
     first, second = split[0]["drawn"], split[1]["drawn"]
     assert random.getstate() == before
     assert split[0]["drawn"].tolist() == first.tolist()
     split.epoch = 1
     assert len({*first, *second, *split[0]["drawn"]}) == 9
+    split.epoch, split.seed = 0, 1
+    assert not {*first} & {*split[0]["drawn"]}
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([(RGB, 1, 2)], "a sample must be .image, label., or a dict"),
-        ([(RGB, "cat")], "label is str: give an array, a tensor or a number"),
-        ([(RGB[..., 0], 1)], r"image is uint8 \[8, 10\]: give uint8 or float, \[H, W, C\]"),
-        ([], "Rows has no samples"),
+        ([(RGB, 1, 2)], r"Rows\[0\]: expected a sample \(image, label\) or a dict, got tuple"),
+        ([{"img": RGB, "label": 0}], "a sample has img, label; rename one of them to image"),
+        ([(RGB, "cat")], "label is str; expected an array, a tensor or a number"),
+        ([(RGB[0, 0], 1)], r"image is uint8 \[3\]; expected uint8 or float, \[H, W, C\] or"),
+        ([(RGB.astype(int), 1)], r"image is int64 \[8, 10, 3\]; expected uint8 or float"),
+        ([(RGB / 255 * 4 - 2, 1)], r"values from -2 to 2, expected \[0, 1\]; remove Normalize"),
+        ([(RGB / 1, 1)], r"image has values from 0 to 25\d, expected \[0, 1\]; .* data.std=\[1\]"),
+        ([(RGB / np.nan, 1)], r"image has values from nan to nan"),
+        ([], "data.source=tests.helpers.own_data:rows: Rows has no samples"),
+        ([(RGB, -1)], r"Rows\[0\]: label -1 is not in \[0, 2\)"),
     ],
 )
-def test_a_first_sample_that_does_not_fit_is_refused(rows, message):
+def test_invalid_first_sample(rows, message):
     with pytest.raises(UserError, match=message):
-        dataset(*rows)
+        splits(Rows(*rows), Rows(*rows), "ab")
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ((RGB, 3), "label is 3, there are 3 classes"),
-        ((RGB, 0.5), r"label is float32 \[\], in the first sample int64 \[\]"),
-        ((RGB, [1, 2]), r"label is int64 \[2\]"),
-        ((RGB / 256, 1), r"image is float32 \[8, 10, 3\]"),
-        ({"image": RGB}, "the first sample has .'image', 'label'"),
+        ((RGB, 3), r"label 3 is not in \[0, 3\)"),
+        ((RGB, 0.5), r"label is float32 \[\]; the first sample has int64 \[\]"),
+        ((RGB, [1, 2]), r"label is int64 \[2\]; the first"),
+        ((RGB / 256, 1), r"image is float32 \[8, 10, 3\]; the first sample has uint8"),
+        ((RGB[..., :1], 1), r"image is uint8 \[8, 10, 1\]"),
+        ({"image": RGB}, "has the fields image; expected image, label"),
+        (None, "expected a sample .image, label. or a dict, got NoneType"),
     ],
 )
-def test_each_sample_is_compared_with_the_first(row, message):
-    with pytest.raises(ValueError, match=message):
+def test_invalid_later_sample(row, message):
+    with pytest.raises(UserError, match=rf"^Rows\[1\]: {message}"):
         dataset((RGB, 1), row)[1]
 
 
-def test_classes_and_labels_are_those_of_torchvisions_attributes():
-    rows = Rows((RGB, 0), (RGB, 2), (RGB, 1), targets=[0, 2, 1])
-    train, _, classes = name_splits([Subset(rows, [2, 1]), rows], CROP, CROP, CONFIG)
+def test_normalized_images_need_mean_0_and_std_1():
+    rows = Rows((RGB / 255 - 0.5, 1))
+    train, _, _ = splits(rows, rows, "ab", words=("data.mean=[0]", "data.std=[1]"))
+    assert train[0]["image"].min() < -0.1
+
+
+def test_classes_and_labels_from_attributes():
+    rows = Rows((RGB, 0), (RGB, 2), (RGB, 1), targets=torch.tensor([0, 2, 1]))
+    train, _, classes = splits(Subset(rows, [2, 1]), rows)
     assert classes == ("0", "1", "2")
     assert train.labels is not None and train.labels.tolist() == [1, 2]
-    assert train.name(1) == "Subset[1]"
-    rows.classes = ["a", "b", "c"]
-    assert name_splits([Subset(rows, [2, 1]), rows], CROP, CROP, CONFIG)[2] == ("a", "b", "c")
-    with pytest.raises(UserError, match=r"^data.source=mine:rows: the classes are not known; "):
-        name_splits([Rows((RGB, 0)), rows], CROP, CROP, CONFIG)
-    with pytest.raises(UserError, match=r"^data.source=mine:rows: tuple_iterator has no"):
-        name_splits([iter(()), rows, "abc"], CROP, CROP, CONFIG)
+    assert train.name(1) == "Rows[1]"
+    rows.classes = ["a", ("b", "β"), "c"]
+    assert splits(Subset(rows, [2, 1]), rows)[2] == ("a", "b, β", "c")
+    files = [(RGB, 0), (RGB, 1)]
+    rows = Rows(*files, samples=[("a/1.jpg", 0), ("b/2.jpg", 1)])
+    train, _, classes = splits(rows, rows)
+    assert (classes, train.name(1)) == (("0", "1"), "b/2.jpg")
+    changed = Rows((RGB, 1), (RGB, 0), targets=[0, 1])  # by a target_transform
+    assert splits(changed, rows)[0].labels is None
 
 
-def test_a_fingerprint_depends_on_labels_and_pixels():
-    found = [
-        MapDataset(Rows(*rows, targets=targets), CROP, num_classes=3).fingerprint()
-        for rows, targets in (
-            ([(RGB, 0)] * 2, [0, 0]),
-            ([(RGB, 0)] * 2, [0, 1]),
-            ([(RGB, 0), (RGB + 1, 0)], [0, 0]),
-            ([(RGB, 0)] * 2, [0, 0]),
-        )
-    ]
-    assert found[0] == found[3] and len(set(found)) == 3
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ((Rows((RGB, 0)), Rows((RGB, 0))), "the classes are unknown; return .train, val, classes."),
+        ((iter(()), Rows((RGB, 0)), "abc"), "tuple_iterator has no __getitem__ or no __len__"),
+        ((Rows((RGB, 0)),), "returns 1 objects; return .train, val. or .train, val, classes."),
+        ((Rows((RGB, 0)), None, "ab"), "returns no validation split; return two datasets, or set"),
+    ],
+)
+def test_invalid_splits(found, message):
+    with pytest.raises(UserError, match=rf"^data.source=tests.helpers.own_data:rows: {message}"):
+        splits(*found)
+
+
+@pytest.mark.parametrize("key", ["data.val_fraction=0.25", "data.val_fold=2/4"])
+def test_held_out_samples(key):
+    rows = Rows(*[(RGB, i % 2) for i in range(40)], targets=[i % 2 for i in range(40)])
+    train, val, _ = splits(rows, None, words=(key,))
+    assert np.bincount(train.labels).tolist() == [15, 15]
+    assert np.bincount(val.labels).tolist() == [5, 5]
+    names = {split.name(i) for split in (train, val) for i in range(len(split))}
+    assert len(names) == 40
+    del rows.targets
+    _, val, _ = splits(rows, None, "ab", words=(key,))
+    assert len(val) == 10
+    with pytest.raises(UserError, match=rf"^{key}: the function returns a validation split"):
+        splits(rows, rows, "ab", words=(key,))
+
+
+def test_fingerprint_depends_on_labels_and_pixels():
+    def fingerprint(rows: list[Any], targets: list[int]) -> str:
+        split = Rows(*rows, targets=targets)
+        return TorchDataset(SharedObject((split,)), 0, CROP, num_classes=3).fingerprint()
+
+    same = fingerprint([(RGB, 0)] * 2, [0, 0])
+    assert same == fingerprint([(RGB, 0)] * 2, [0, 0])
+    found = {same, fingerprint([(RGB, 0), (RGB + 1, 0)], [0, 0])}
+    found.add(fingerprint([(RGB, 0), (RGB, 1)], [0, 1]))
+    assert len(found) == 3
+
+
+def test_own_random_generator_is_reported_and_not_hashed():
+    split = TorchDataset(SharedObject((RandomRows(1, 2),)), 0, CROP, num_classes=1)
+    again = TorchDataset(SharedObject((RandomRows(1, 2),)), 0, CROP, num_classes=1)
+    assert split.fingerprint() == again.fingerprint()
+    (note,) = split.notes()
+    assert note.startswith("RandomRows draws image from its own random generator, so a resumed")
+    assert dataset((RGB, 1)).notes() == []

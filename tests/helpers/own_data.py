@@ -1,0 +1,120 @@
+"""Datasets as users of PyTorch write them, for data.source=tests.helpers.own_data:NAME."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+from torchvision.datasets import CIFAR10, FakeData, ImageFolder
+from torchvision.transforms import v2
+
+CLASSES = ["checks", "dots", "stripes"]
+
+
+class Squares(Dataset):
+    def __init__(self, count):
+        rng = np.random.default_rng(count)
+        self.targets = np.arange(count) % 3
+        self.images = rng.integers(0, 64, (count, 40, 48, 3), np.uint8)
+        self.images[np.arange(count), :, :, self.targets] += 99
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.images[index], self.targets[index]
+
+
+def squares(data):
+    return Squares(36), Squares(15)
+
+
+def undivided(data):
+    return Squares(51), None
+
+
+class Noisy(Squares):
+    """Float tensors [C, H, W], with numbers of all global generators."""
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        drawn = torch.rand(()).item() + np.random.rand() + random.random()
+        return torch.from_numpy(image).permute(2, 0, 1) / 255 * drawn / 3, label
+
+
+def noisy(data):
+    return Noisy(36), Noisy(15)
+
+
+class Masks(Squares):
+    """Two images, a mask and points that follow the first one, and a number."""
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return {
+            "image": Image.fromarray(image),
+            "image_left": image,
+            "mask": Image.fromarray(image[..., 0]),
+            "points": [[1.0, 2.0]],
+            "age": 0.5,
+            "label": label,
+        }
+
+
+def masks(data):
+    return Masks(36), Masks(15), CLASSES
+
+
+def fake(data):
+    train = FakeData(36, (3, 40, 48), 3)
+    return train, FakeData(15, (3, 40, 48), 3, random_offset=36), CLASSES
+
+
+def folders(data):
+    inside = v2.Compose([v2.RandomRotation(20), v2.ColorJitter(0.3)])
+    return ImageFolder(f"{data.root}/train", inside), ImageFolder(f"{data.root}/val")
+
+
+class Reencoded(CIFAR10):
+    """CIFAR-10 whose files have other MD5 sums."""
+
+    meta = CIFAR10.meta | {"md5": None}
+
+    def _check_integrity(self):
+        return True
+
+
+def cifar(data):
+    return Reencoded(data.root, train=True), Reencoded(data.root, train=False)
+
+
+class FlowersLike(Dataset):
+    """The attributes of torchvision's Flowers102: no targets, no classes."""
+
+    def __init__(self, root):
+        self._image_files = sorted(Path(root).glob("*/*.jpg"))
+        self._labels = [CLASSES.index(file.parent.name) for file in self._image_files]
+
+    def __len__(self):
+        return len(self._image_files)
+
+    def __getitem__(self, index):
+        return Image.open(self._image_files[index]).convert("RGB"), self._labels[index]
+
+
+def flowers(data):
+    return FlowersLike(f"{data.root}/train"), FlowersLike(f"{data.root}/val")
+
+
+def hugging_face(data):
+    import datasets
+
+    found = datasets.load_from_disk(data.root)
+    found.set_format("numpy")
+    return found["train"], found["val"]
+
+
+def lambdas(data):
+    return ImageFolder(f"{data.root}/train", lambda image: image), ImageFolder(f"{data.root}/val")

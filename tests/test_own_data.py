@@ -1,0 +1,109 @@
+"""Datasets of PyTorch as data.source: training, resuming to equal weights, and all scripts."""
+
+import json
+import os
+import pickle
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers import own_data, small_run
+from tests.helpers.processes import Started, run_python, wait_for
+from tests.helpers.results import logged_steps, summary_of
+
+
+def write_cifar(root: Path) -> Path:
+    """Write the files of torchvision's CIFAR10: 36 and 15 images."""
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir()
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": own_data.CLASSES}))
+    rng = np.random.default_rng(0)
+    counts = {"data_batch_1": 16, **{f"data_batch_{i}": 5 for i in range(2, 6)}, "test_batch": 15}
+    for name, count in counts.items():
+        labels = rng.integers(0, 3, count).tolist()
+        batch = {"data": rng.integers(0, 256, (count, 3072), np.uint8), "labels": labels}
+        (folder / name).write_bytes(pickle.dumps(batch))
+    return root
+
+
+def write_hugging_face(root: Path, images: Path) -> Path:
+    datasets = pytest.importorskip("datasets")
+    splits = {}
+    for split in ("train", "val"):
+        files = sorted((images / split).glob("*/*.jpg"))
+        labels = [own_data.CLASSES.index(file.parent.name) for file in files]
+        rows = {"image": list(map(str, files)), "label": labels}
+        label = datasets.ClassLabel(names=own_data.CLASSES)
+        features = datasets.Features({"image": datasets.Image(), "label": label})
+        splits[split] = datasets.Dataset.from_dict(rows, features)
+    datasets.DatasetDict(splits).save_to_disk(root)
+    return root
+
+
+def words_of(kind: str) -> list[str]:
+    words = [f"data.source=tests.helpers.own_data:{kind}"]
+    if kind == "undivided":
+        words.append("data.val_fraction=0.3")
+    return words
+
+
+@pytest.fixture
+def root_of(image_root: Path, tmp_path: Path) -> Any:
+    def root_of(kind: str) -> Path:
+        folder = tmp_path / "data"
+        folder.mkdir()
+        if kind == "cifar":
+            return write_cifar(folder)
+        if kind == "hugging_face":
+            return write_hugging_face(folder, image_root)
+        return image_root
+
+    return root_of
+
+
+KINDS = ("squares", "undivided", "noisy", "masks", "fake", "folders", "cifar", "flowers")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "hugging_face"])
+def test_torch_datasets_train_and_resume(kind, root_of, tmp_path, toy_runs):
+    """A run that stops after 4 steps and continues with another number of workers."""
+    root = root_of(kind)
+    words = words_of(kind)
+    whole = small_run.run(root, tmp_path / "whole", *words)
+    parts = tmp_path / "parts"
+    small_run.run(root, parts, *words, "train.max_steps=4", "loader.workers=0")
+    resumed = small_run.run(root, parts, *words, "loader.workers=2")
+    assert whole["status"] == resumed["status"] == "finished"
+    assert whole["params_sha256"] == resumed["params_sha256"]
+
+
+def test_killed_run_of_a_torch_dataset_resumes_and_is_used_by_all_scripts(image_root, tmp_path):
+    """In new processes, because each hashes strings differently."""
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    words = [*words_of("noisy"), "loader.workers=2", "checkpoint.every_steps=2", "train.epochs=50"]
+    start = small_run.overrides_of(image_root, folder, *words)
+    with Started([sys.executable, "train.py", *start]) as process:
+        wait_for("three steps", lambda: logged_steps(folder) >= 3, process)
+        os.kill(process.pid, signal.SIGKILL)
+    stop = logged_steps(folder) + 4
+    done = run_python("train.py", *start, f"train.max_steps={stop}")
+    assert done.returncode == 0, done.stderr
+    assert "resumed at step" in done.stderr
+    unkilled = small_run.run(image_root, whole, *words, f"train.max_steps={stop}")
+    assert summary_of(folder)["params_sha256"] == unkilled["params_sha256"]
+
+    photo = image_root / "val" / "dots" / "00.jpg"
+    done = run_python("scripts/predict.py", folder, photo, "--format", "jsonl")
+    assert len(json.loads(done.stdout)["predictions"]) == 3, done.stderr
+    assert "augment.val is applied, but no transform inside" in done.stderr
+    done = run_python("scripts/evaluate.py", folder)
+    (evaluation,) = folder.glob("evaluation/**/evaluation.json")
+    top1 = json.loads(evaluation.read_text())["top1"]
+    assert top1 == pytest.approx(summary_of(folder)["top1"]), done.stderr
+    for script, *options in (["report.py"], ["export.py", "--to", "pt2", "--preprocessing"]):
+        done = run_python(f"scripts/{script}", folder, *options)
+        assert done.returncode == 0, done.stderr
