@@ -9,14 +9,19 @@ import pytest
 from tests.helpers.processes import HANGS_SECONDS, ROOT, run_python
 from tests.helpers.small_run import SMALL_RUN
 
-LEFT_OUT = shutil.ignore_patterns("extras", ".[!c]*", "runs", "data", "__pycache__")
+LEFT_OUT = shutil.ignore_patterns("extras", ".[!c]*", "runs", "__pycache__")
+
+
+def left_out(folder: str, names: list[str]) -> set[str]:
+    """Return what is not copied: images are in ROOT / "data", and code in other folders `data`."""
+    images = {"data"} if Path(folder) == ROOT else set()
+    return LEFT_OUT(folder, names) | images
 
 
 @pytest.fixture
 def core(tmp_path: Path) -> Path:
     """A copy of the checkout without extras, tests/extras and the names of conf/config.yaml."""
-    copy = Path(shutil.copytree(ROOT, tmp_path / "core", ignore=LEFT_OUT))
-    shutil.copytree(ROOT / "conf" / "data", copy / "conf" / "data")  # LEFT_OUT is of any folder
+    copy = Path(shutil.copytree(ROOT, tmp_path / "core", ignore=left_out))
     config = copy / "conf" / "config.yaml"
     config.write_text(re.sub(r"extras\.[\w.]+:\w+,? ?", "", config.read_text()))
     return copy

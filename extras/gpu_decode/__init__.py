@@ -23,8 +23,9 @@ from extras.gpu_decode import geometry as g
 from extras.gpu_decode.decoder import GpuDecoder, JpegEngineError, why_no_engines
 from extras.gpu_decode.geometry import engines_support, write_geometry
 from pipeline.data.augment import Compose, name_of, sample_rng
-from pipeline.data.dataset import Dataset, DatasetWrapper, FolderDataset, RefusedError
+from pipeline.data.dataset import FolderDataset, calls_stage
 from pipeline.data.decode import JpegFile, Picture
+from pipeline.data.device_stage import DeviceDecodeError, DeviceStage
 from pipeline.data.field import IMAGE, Field, image_field
 from pipeline.data.shared import SharedArray
 from pipeline.feed.batch import DeviceSlot, channels_first
@@ -41,10 +42,11 @@ MAX_SHARE = 1 - 1 / 256  # workers decode a few images, to time them
 AVERAGED = 500  # images, of a worker's time for each
 MODE, SHARE = range(2)  # shared by all processes: which of MODES, the engines' share of the images
 SENT, DECODED = range(2)  # kinds of images, of which workers measure the seconds for one
+NO_FILES = np.empty(0, np.uint8)
 
 
-def engines(dataset: Any, config: Config, device: torch.device) -> Any:
-    """Return a dataset that the engines can decode, or the same one: see data.on_device.
+def engines(dataset: Any, config: Config, device: torch.device) -> DeviceStage:
+    """Return a stage with the engines, or the dataset's present stage: see data.on_device.
 
     Raises UserError if loader.decoder asks for the engines and they cannot be used.
     """
@@ -54,28 +56,24 @@ def engines(dataset: Any, config: Config, device: torch.device) -> Any:
         cure = "use another decoder with train.deterministic=true"
         raise UserError("loader.decoder=hybrid", wrong, cure)
     if decoder not in ("auto", GPU, HYBRID):
-        return dataset
+        return dataset.stage
     reason = why_no_engines(device) or _needs_pixels(dataset)
     if decoder == "auto" and config.train.deterministic:
         reason = "train.deterministic=true excludes them"
     if not reason:
-        return JpegEngineDataset(dataset)
+        return JpegEngineStage(dataset)
     if decoder != "auto":
         wrong = f"the GPU's JPEG engines: {reason}"
         raise UserError(f"loader.decoder={decoder}", wrong, "use auto")
     if device.type == "cuda" and hasattr(dataset, "transform"):
         logger.info("loader.decoder=auto: the GPU's JPEG engines are not used: %s", reason)
-    return dataset
+    return dataset.stage
 
 
 def _needs_pixels(dataset: Any) -> str:
     """Why the engines could decode no image of this dataset; an empty string if they could."""
-    own = "the dataset makes the images itself"
-    for name in ("load", "image_fields"):
-        if getattr(type(dataset), name, None) is not getattr(FolderDataset, name):
-            return own
-    if dataset.fields[IMAGE] != image_field(dataset.transform.image_size):
-        return own
+    if not calls_stage(dataset):
+        return "the dataset makes the images itself"
     image = np.zeros((300, 400, 3), np.uint8)
     source = Picture(JpegFile(b"", (400, 300), lambda *_: image))
     row = np.zeros(g.COLUMNS)
@@ -88,8 +86,8 @@ def _needs_pixels(dataset: Any) -> str:
     return ""
 
 
-class JpegEngineDataset(DatasetWrapper):
-    """A FolderDataset whose samples may be files with the geometry of their crop.
+class JpegEngineStage(DeviceStage):
+    """Workers send some images as files with the geometry of their crop, for the engines.
 
     With hybrid, workers decode the largest share with which they and the engines make `demand`
     images/s, to leave most of the GPU to the step. If both are too slow, they finish together.
@@ -98,9 +96,15 @@ class JpegEngineDataset(DatasetWrapper):
     decode_modes = MODES
 
     def __init__(self, dataset: FolderDataset) -> None:
-        super().__init__(dataset)
+        self.following = dataset.stage  # gets the pixels of the engines and of the workers
         self.size = dataset.transform.image_size
         self.room = max(MIN_ROOM, int(ROOM * dataset.mean_bytes()))
+        self.fields = {
+            **self.following.fields,
+            IMAGE: image_field(self.size),  # pixels of the images that are not sent
+            FILE: Field(np.uint8, (self.room,)),
+            GEOMETRY: Field(np.float64, (g.COLUMNS,)),
+        }
         self.shared = SharedArray((2,), np.float64)
         self.seconds = SharedArray((2,), np.float64)
         self.counts = SharedArray((2,), np.float64)  # of how many images they are the mean
@@ -110,22 +114,13 @@ class JpegEngineDataset(DatasetWrapper):
         self._decodes_all = False  # this process makes pixels, whatever the mode
         # For the rows that a worker fills: the memory of the files, its free bytes, how many files
         # may follow, and when the worker began to make the next image.
-        self._files: np.ndarray | None = None
+        self._files = NO_FILES
         self._free = range(0)
         self._due = 0.0
         self._began = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "engine": None, "_files": None}
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        return {
-            **self.dataset.fields,
-            IMAGE: Field(np.uint8, (self.size, self.size, 3), image=True, partial=True),
-            FILE: Field(np.uint8, (self.room,), partial=True),
-            GEOMETRY: Field(np.float64, (g.COLUMNS,), partial=True),
-        }
+        return {**self.__dict__, "engine": None, "_files": NO_FILES}
 
     @property
     def decode_mode(self) -> str:
@@ -134,12 +129,13 @@ class JpegEngineDataset(DatasetWrapper):
     def set_decode_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
         self.workers = workers
         self.demand = demand
-        self.decoder = "none" if mode == GPU else self.dataset.decoder
+        self.device_decodes = mode == GPU
         self.shared.array[MODE] = MODES.index(mode)
         self.shared.array[SHARE] = {CPU: 0.0, GPU: 1.0, HYBRID: FIRST_SHARE}[mode]
         self._balance()
 
     def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:
+        self.following.begin_rows(fields, rows)
         self._files = fields[FILE].reshape(-1)
         self._free = range(rows.start * self.room, rows.stop * self.room)
         # The first rows; those with pixels are neighbours then, and few copies take them.
@@ -147,27 +143,30 @@ class JpegEngineDataset(DatasetWrapper):
         self._due = 0.0 if self._decodes_all else due
         self._began = time.perf_counter()
 
-    def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
-        sample = FolderDataset.load(self, index, rng)  # type: ignore[arg-type]
+    def draw(self, picture: Picture, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
+        return self.following.draw(picture, rng)
+
+    def image_fields(self, picture: Picture) -> dict[str, Any]:
+        fields = self._file_or_pixels(picture)
         seconds = self.seconds.array
         counts = self.counts.array
-        kind = DECODED if IMAGE in sample else SENT
+        kind = DECODED if IMAGE in fields else SENT
         counts[kind] = min(counts[kind] + 1, AVERAGED)
         taken = time.perf_counter() - self._began  # also to write the sample before, and to read
         seconds[kind] += (taken - seconds[kind]) / counts[kind]
         self._began += taken
-        return sample
+        return fields
 
-    def image_fields(self, picture: Picture) -> dict[str, Any]:
+    def _file_or_pixels(self, picture: Picture) -> dict[str, Any]:
         if self.decode_mode == CPU:
-            return self.dataset.image_fields(picture)
+            return self.following.image_fields(picture)
         row = np.zeros(g.COLUMNS)
         if self._due >= 1 and self._send(picture, row):
             return {GEOMETRY: row}
         # LENGTH is still 0: the row holds pixels, of the final size.
         row[[g.CLIP_RIGHT, g.CLIP_BOTTOM]] = self.size
         row[[g.SCALE_X, g.SCALE_Y]] = 1
-        return {**self.dataset.image_fields(picture), GEOMETRY: row}
+        return {**self.following.image_fields(picture), GEOMETRY: row}
 
     def _send(self, picture: Picture, row: np.ndarray) -> bool:
         """Write a file, and its geometry into the row, if the engines decode it."""
@@ -182,39 +181,34 @@ class JpegEngineDataset(DatasetWrapper):
         row[[g.LENGTH, g.OFFSET, g.WIDTH, g.HEIGHT]] = len(data), free.start, *source.size
         self._free = free[len(data) :]
         self._due -= 1
-        self._files[free.start : self._free.start] = np.frombuffer(data, np.uint8)  # type: ignore[index]
+        self._files[free.start : self._free.start] = np.frombuffer(data, np.uint8)
         return True
 
     def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
-        rest = dict(fields)
-        pixels = rest.pop(IMAGE)
-        files = rest.pop(FILE)
-        geometry = rest.pop(GEOMETRY)
         self._decodes_all = False
         if self.decode_mode == CPU:
-            return self.dataset.on_device({IMAGE: pixels, **rest}, slot)
+            return self.following.on_device(fields, slot)
         affine = slot.format.affine(3)
-        if type(self.dataset).on_device is not Dataset.on_device:  # it computes on levels
+        pixels = fields[IMAGE]
+        if type(self.following).on_device is not DeviceStage.on_device:  # it computes on levels
             levels = slot.memory(IMAGE, pixels.shape, torch.uint8)
-            self._decode(files, geometry, pixels, channels_first(levels), affine)
-            return self.dataset.on_device({IMAGE: levels, **rest}, slot)
+            self._decode(fields, channels_first(levels), affine)
+            return self.following.on_device({**fields, IMAGE: levels}, slot)
         out = slot.output(IMAGE, channels_first(pixels).shape)
-        self._decode(files, geometry, pixels, out, affine)
-        return {IMAGE: out, **self.dataset.on_device(rest, slot)}
+        self._decode(fields, out, affine)
+        return {IMAGE: out}
 
-    def _decode(
-        self, files: Tensor, geometry: Tensor, pixels: Tensor, out: Tensor, affine: Tensor
-    ) -> None:
+    def _decode(self, fields: Mapping[str, Tensor], out: Tensor, affine: Tensor) -> None:
         """Decode and crop a batch, and set the share of the engines in later ones."""
         try:
             if self.engine is None:
-                self.engine = GpuDecoder(out.device, len(pixels))
-            self.engine.make_batch(files, geometry, pixels, out, affine)
+                self.engine = GpuDecoder(out.device, len(out))
+            self.engine.make_batch(fields[FILE], fields[GEOMETRY], fields[IMAGE], out, affine)
             self.engine_seconds = self.engine.seconds_per_image
         except (JpegEngineError, torch.OutOfMemoryError) as error:
             logger.warning("%s: the CPU decodes this batch instead", error)
             self._decodes_all = True
-            raise RefusedError(str(error)) from error
+            raise DeviceDecodeError(str(error)) from error
         self._balance()
 
     def _balance(self) -> None:

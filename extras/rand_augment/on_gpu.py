@@ -7,6 +7,7 @@ once, and does not wait for the device.
 
 import logging
 import math
+import random
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -19,9 +20,10 @@ from conf.errors import describe
 from conf.schema import Config
 from extras.rand_augment import MATRICES, NAMES, Operation, RandAugment, TrivialAugment
 from pipeline.data.augment import Compose
-from pipeline.data.dataset import DatasetWrapper, FolderDataset
+from pipeline.data.dataset import calls_stage
 from pipeline.data.decode import Picture
-from pipeline.data.field import IMAGE, Field, image_field
+from pipeline.data.device_stage import DeviceStage
+from pipeline.data.field import IMAGE, Field
 from pipeline.feed.batch import DeviceSlot, channels_first
 
 logger = logging.getLogger(__name__)
@@ -35,55 +37,44 @@ COLUMNS = 8
 MOVED = len(NAMES)
 
 
-def on_gpu(dataset: Any, config: Config, device: torch.device) -> Any:
-    """Return a dataset whose operations a GPU applies, or the same one: see data.on_device."""
-    for name in ("load", "load_undecoded", "image_fields"):
-        if getattr(type(dataset), name, None) is not getattr(FolderDataset, name):
-            return dataset
-    if dataset.fields[IMAGE] != image_field(dataset.transform.image_size):
-        return dataset
+def on_gpu(dataset: Any, config: Config, device: torch.device) -> DeviceStage:
+    """Return a stage with the operations that end augment.train, or the dataset's present stage.
+
+    The dataset's transform loses these operations. See data.on_device.
+    """
+    present: DeviceStage = dataset.stage
+    if type(present) is not DeviceStage or not calls_stage(dataset):
+        return present
     transforms = dataset.transform.transforms
     if not transforms or type(transforms[-1]) not in (RandAugment, TrivialAugment):
-        return dataset
-    return DrawnOperations(dataset) if has_kernels(device) else dataset
+        return present
+    if not has_kernels(device):
+        return present
+    dataset.transform = Compose(transforms[:-1], dataset.transform.image_size)
+    return DrawnOperations(transforms[-1])
 
 
-class DrawnOperations(DatasetWrapper):
-    """A FolderDataset whose last transform is only drawn in the workers."""
+class DrawnOperations(DeviceStage):
+    """Workers draw the operations, and the device applies them."""
 
-    load = FolderDataset.load
-    image_fields = FolderDataset.image_fields
+    def __init__(self, operations: RandAugment) -> None:
+        self.operations = operations
+        self.fields = {OPERATIONS: Field(np.float64, (operations.count, COLUMNS))}
 
-    def __init__(self, dataset: FolderDataset) -> None:
-        super().__init__(dataset)
-        *others, last = dataset.transform.transforms
-        assert isinstance(last, RandAugment)
-        self.last = last
-        self.transform = Compose(others, dataset.transform.image_size)
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        drawn = Field(np.float64, (self.last.count, COLUMNS), partial=True)
-        return {**self.dataset.fields, OPERATIONS: drawn}
-
-    def load_undecoded(self, index: int, rng: Any) -> tuple[Picture, dict[str, Any]]:
-        picture = self.transform(self.dataset.open(index), rng)
-        operations = self.last.sample(picture.size, rng)
+    def draw(self, picture: Picture, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
+        operations = self.operations.sample(picture.size, rng)
         rows = [kernel_row(operation, picture.size) for operation in operations]
-        # No mask can follow.
-        picture = Picture(picture.source, picture.geometry, untracked=True)
-        return picture, {OPERATIONS: rows, **self.dataset.targets(index, picture)}
+        picture = Picture(picture.source, picture.geometry, untracked=True)  # no mask can follow
+        return picture, {OPERATIONS: rows}
 
     def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
-        rest = dict(fields)
-        levels = rest.pop(IMAGE)
-        drawn = rest.pop(OPERATIONS)
+        levels = fields[IMAGE]
         if not levels.is_cuda:
             levels = slot.copy(IMAGE, levels)
         images = channels_first(levels)
         out = slot.output(IMAGE, images.shape)
-        apply_operations(images, drawn, out, slot.format.affine(3))
-        return {IMAGE: out, **self.dataset.on_device(rest, slot)}
+        apply_operations(images, fields[OPERATIONS], out, slot.format.affine(3))
+        return {IMAGE: out}
 
 
 def apply_operations(images: Tensor, operations: Tensor, out: Tensor, affine: Tensor) -> None:

@@ -3,6 +3,7 @@
 import inspect
 import random
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +15,9 @@ from conf.errors import UserError, describe, did_you_mean
 from conf.named import create_object, import_object, object_names_in, split_entry
 from conf.schema import Config, DataConfig
 from pipeline.data.augment import TRANSFORMS, Compose, build_by_name
-from pipeline.data.dataset import Dataset, DatasetWrapper, FakeDataset, FolderDataset
+from pipeline.data.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.data.decode import DECODERS, Picture
+from pipeline.data.device_stage import DeviceStage
 from pipeline.data.field import IMAGE, LABEL
 from pipeline.data.splits import held_out, load_splits, other_classes
 from pipeline.data.torch_dataset import torch_splits
@@ -61,22 +63,23 @@ def build_datasets(
     check_channels(data, val.fields[IMAGE].shape[-1])
     modes: tuple[str, ...] = ("cpu",)
     if device is not None:
+        train = copy(train)  # `val` may be the same object, and keeps its stage
         for entry in data.on_device:
             name, parameters = split_entry(entry, "data.on_device")
-            kind = Dataset | DatasetWrapper
-            train = create_object(name, "data.on_device", kind, train, config, device, **parameters)
-        modes = choose_decode_modes(config, train, stored_decode_mode)
+            given = train, config, device
+            train.stage = create_object(name, "data.on_device", DeviceStage, *given, **parameters)
+        modes = choose_decode_modes(config, train.stage, stored_decode_mode)
     return Datasets(train, val, classes, decode_modes=modes)
 
 
-def choose_decode_modes(config: Config, dataset: Dataset, stored: str | None) -> tuple[str, ...]:
-    """Resolve loader.decoder to modes of a dataset, the first one to begin with.
+def choose_decode_modes(config: Config, stage: DeviceStage, stored: str | None) -> tuple[str, ...]:
+    """Resolve loader.decoder to modes of a stage, the first one to begin with.
 
     `stored`: that of the checkpoint to resume, which loader.decoder=auto keeps; None without a
     checkpoint. Raises UserError if there is no such decoder.
     """
     name = config.loader.decoder
-    modes = tuple(dataset.decode_modes)
+    modes = tuple(stage.decode_modes)
     choices = ("auto", *DECODERS, *modes)
     if name not in choices:
         cure = f"give one of {', '.join(choices)}{did_you_mean(name, choices)}"

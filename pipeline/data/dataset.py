@@ -10,7 +10,6 @@ For image files with a number instead of a class, override `fields` and `targets
 """
 
 import hashlib
-import math
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -23,16 +22,15 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
-from torch import Tensor
 
 from conf.errors import UnreadableError, describe
 from pipeline.data import decode
 from pipeline.data.augment import Compose, sample_rng
 from pipeline.data.decode import Picture
+from pipeline.data.device_stage import DeviceStage
 from pipeline.data.field import IMAGE, LABEL, Field, image_field
 from pipeline.data.index import Index
 from pipeline.data.listing import THREADS
-from pipeline.feed.batch import DeviceSlot
 
 T = TypeVar("T")
 
@@ -40,10 +38,6 @@ READ_AHEAD = 16  # files of a worker that are read at a time, if it waits for st
 READERS = ThreadPoolExecutor(READ_AHEAD)  # starts its threads when it is first used
 SAMPLED = 256  # files of a split whose sizes are part of its fingerprint
 NOTED = 32  # files at which `notes` looks
-
-
-class RefusedError(RuntimeError):
-    """The device cannot make a batch from what the workers wrote; the CPU has to make all of it."""
 
 
 class Dataset(ABC):
@@ -56,7 +50,7 @@ class Dataset(ABC):
     @property
     @abstractmethod
     def fields(self) -> Mapping[str, Field]:
-        """The arrays of a sample by name, IMAGE among them; all that crosses to the device."""
+        """The arrays of a sample by name, IMAGE among them, as the training step gets them."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -82,37 +76,8 @@ class Dataset(ABC):
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return self.load(index, sample_rng(self.seed, self.epoch, index))
 
-    # Ways to make a sample: `cpu`, the default, and values of loader.decoder that are no CPU
-    # decoder. loader.workers=auto compares the first two.
-    decode_modes: Sequence[str] = ("cpu",)
-    decoder = "none"  # decoder of the workers, if they decode images in the present mode
-
-    def set_decode_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
-        """Make later samples in one of `decode_modes`, in all processes.
-
-        Args:
-            workers: number of processes that make samples.
-            demand: images/s that are needed of them together.
-        """
-        assert mode in self.decode_modes
-
-    def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:  # noqa: B027
-        """Take note, in a worker, of the rows of a batch for which it loads samples next.
-
-        `fields`: memory of the whole batch, for a dataset that writes into it directly.
-        """
-
-    def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
-        """Make the tensors of a training step from the fields of a batch on the host.
-
-        Runs in the training process; on a GPU, in a thread and on a stream of its own. Raises
-        RefusedError to get the batch again with fields that the CPU makes completely.
-        """
-        tensors = {}
-        for name, rows in fields.items():
-            move = slot.normalise if self.fields[name].image else slot.copy
-            tensors[name] = move(name, rows)
-        return tensors
+    decoder = "none"  # CPU decoder of the workers
+    stage: DeviceStage = DeviceStage()  # data.on_device selects a different one for training
 
     @property
     def labels(self) -> np.ndarray | None:
@@ -140,21 +105,6 @@ class Dataset(ABC):
     def notes(self) -> list[str]:
         """Return what a user should know about the files before the training."""
         return []
-
-
-class DatasetWrapper:
-    """A dataset that does some things in another way than `dataset`, such as on a GPU."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for by pickle, before there is a dataset
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
 
 @dataclass(eq=False)
@@ -186,22 +136,12 @@ class FolderDataset(Dataset):
         not for an error of a transform.
         """
         try:
-            picture, others = self.load_undecoded(index, rng)
-            return {**self.image_fields(picture), **others}
+            picture = self.transform(self.open(index), rng)
+            picture, drawn = self.stage.draw(picture, rng)
+            targets = self.targets(index, picture)
+            return {**self.stage.image_fields(picture), **drawn, **targets}
         except UnreadableError as error:
             raise UnreadableError(f"{self.name(index)}: {error}") from error
-
-    def load_undecoded(self, index: int, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
-        """Read a sample's file, and return its picture before it is decoded, and other fields.
-
-        A wrapper that leaves transforms to the device overrides it, with further fields.
-        """
-        picture = self.transform(self.open(index), rng)
-        return picture, self.targets(index, picture)
-
-    def image_fields(self, picture: Picture) -> dict[str, Any]:
-        """Return the fields of a sample that are made of its picture."""
-        return {IMAGE: picture.pixels()}
 
     def open(self, index: int) -> Picture:
         """Read the header of a file; a subclass may make the picture in another way.
@@ -271,6 +211,13 @@ class FolderDataset(Dataset):
         rows = np.linspace(0, len(self) - 1, min(len(self), number)).astype(int).tolist()
         with ThreadPoolExecutor(THREADS) as pool:  # network storage takes milliseconds for each
             return list(pool.map(look_at, rows))
+
+
+def calls_stage(dataset: Any) -> bool:
+    """Whether a dataset leaves its RGB images to its stage, as `FolderDataset.load` does."""
+    if type(dataset).load is not FolderDataset.load:
+        return False
+    return dataset.fields[IMAGE] == image_field(dataset.transform.image_size)
 
 
 class FakeDataset(Dataset):

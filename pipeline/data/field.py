@@ -15,9 +15,6 @@ class Field:
     # Whether the field is normalised and goes through batch transforms. On the device, it is
     # float [B, ..., C, H, W]; other fields arrive as they are.
     image: bool = False
-    # Whether a sample may lack the field. Its row of a batch is then that of an earlier sample;
-    # `Dataset.on_device` knows what is valid.
-    partial: bool = False
 
     @property
     def highest(self) -> int:

@@ -37,8 +37,6 @@ class Batch:
         """Return samples of zeros, images in float32, to find out what a network makes of them."""
         tensors = {}
         for name, field in fields.items():
-            if field.partial and not field.image:
-                continue  # `Dataset.on_device` makes images of it
             rows = torch.from_numpy(np.zeros((samples, *field.shape), field.dtype)).to(device)
             tensors[name] = rows
             if field.image:
@@ -129,7 +127,7 @@ class DeviceSlot:
         return channels_first(memory)
 
     def output(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Return the tensor for images that `Dataset.on_device` returns."""
+        """Return the tensor for images that `DeviceStage.on_device` returns."""
         return self.images(name, shape)
 
     def mixed(self, fields: dict[str, Tensor], step: int) -> dict[str, Tensor]:

@@ -317,7 +317,7 @@ def find_mixed_field(
     """
     if all(isinstance(transform, RandomErasing) for transform in transforms):
         return None
-    others = [name for name, field in fields.items() if not field.image and not field.partial]
+    others = [name for name, field in fields.items() if not field.image]
     if len(others) == 1:
         field = fields[others[0]]
         if not field.shape or np.dtype(field.dtype).kind == "f":

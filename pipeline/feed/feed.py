@@ -60,17 +60,19 @@ class Feed:
     def set_decode_mode(self, mode: str, *, demand: float = math.inf) -> None:
         """Make the training samples of later iterations in a mode; `demand`: images/s."""
         self.decode_mode = mode
-        self.datasets.train.set_decode_mode(mode, workers=max(1, self.pool.active), demand=demand)
+        workers = max(1, self.pool.active)
+        self.datasets.train.stage.set_decode_mode(mode, workers=workers, demand=demand)
 
     def step_times(self, steps: int = sys.maxsize, *, skip: int = 0) -> StepTimes:
         """Return `StepClock.step_times` of the training, with its rates and workers."""
         loader = self.train.loader
         times = self.train.clock.step_times(steps, skip=skip)
+        train = self.datasets.train
         return times._replace(
             rate=times.steps * loader.ring.local_batch_size / times.seconds,
             step_rate=self.step_rate,
             workers=self.pool.active,
-            decoder=self.datasets.train.decoder,
+            decoder="none" if train.stage.device_decodes else train.decoder,
             decode_mode=self.decode_mode,
             **loader.ring.worker_ms(),
         )

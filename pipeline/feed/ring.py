@@ -72,9 +72,9 @@ class Ring:
 
     def __post_init__(self) -> None:
         rows = self.slots, self.local_batch_size
-        self.fields = dict(self.dataset.fields)
+        fields = {**self.dataset.fields, **self.dataset.stage.fields}
         self.memory: dict[str, SharedArray] = {}  # name of a field -> [slots, B, *shape]
-        for name, field in self.fields.items():
+        for name, field in fields.items():
             self.memory[name] = SharedArray((*rows, *field.shape), field.dtype)
         # int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from the
         # task's if the sample was unreadable and another one replaced it.

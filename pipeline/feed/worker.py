@@ -40,7 +40,7 @@ def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -
     core_before = waited_for_core()
     # The views of a batch are made once for a task: they take longer than a copy of an image.
     batch = {name: memory.array[task.slot] for name, memory in ring.memory.items()}
-    ring.dataset.begin_rows(batch, range(task.row, task.row + len(task.samples)))
+    ring.dataset.stage.begin_rows(batch, range(task.row, task.row + len(task.samples)))
     skipped: list[Skipped] = []
     for done, (epoch, index) in enumerate(task.samples.tolist()):
         ring.dataset.read_ahead(following[done : done + READ_AHEAD])
@@ -95,7 +95,7 @@ def _write(ring: Ring, batch: SlotArrays, row: int, sample: Mapping[str, Any]) -
     for name, rows in batch.items():
         if name in sample:
             rows[row] = _fitting(name, sample[name], rows)
-        elif not ring.fields[name].partial:
+        elif name not in ring.dataset.stage.fields:
             raise ValueError(f"the sample lacks {name} of the dataset's `fields`")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from extras.gpu_decode import JpegEngineDataset, geometry
+from extras.gpu_decode import JpegEngineStage, geometry
 from extras.gpu_decode.decoder import GpuDecoder
 from extras.gpu_decode.geometry import engines_support, write_geometry
 from pipeline.data import augment, decode
@@ -206,8 +206,9 @@ def test_batches_agree_with_the_cpu_path(tmp_path, entries, mode):
         (tmp_path / "train" / "a" / f"{i:02d}.jpg").write_bytes(data)
     index = load_index(tmp_path / "train", key="data.train")
     plain = FolderDataset(index, transform(entries), seed=3)
-    dataset = JpegEngineDataset(plain)
-    dataset.set_decode_mode(mode)
+    dataset = FolderDataset(index, transform(entries), seed=3)
+    dataset.stage = JpegEngineStage(dataset)
+    dataset.stage.set_decode_mode(mode)
     format = ImageFormat(torch.device("cuda", 0), mean=[0, 0, 0], std=[1 / 255] * 3)
     by_workers = 0
     options = {"start_method": "forkserver", "pinned": True, "in_use": 2}

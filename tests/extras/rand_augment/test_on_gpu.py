@@ -34,7 +34,6 @@ from extras.rand_augment.on_gpu import (
 )
 from pipeline.data.augment import Compose, HorizontalFlip
 from pipeline.data.dataset import FakeDataset, FolderDataset
-from pipeline.data.decode import Picture
 from pipeline.data.field import Field
 from tests.helpers.batches import without_waiting
 from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, opened, training
@@ -122,7 +121,7 @@ def test_rows_describe_the_operations_of_pillow(name, size):
         np.testing.assert_array_equal(by_row(image, row), applied(image, operation), str(operation))
 
 
-# Of the dataset that only draws the operations; without a GPU, Pillow stands in for the kernels.
+# Of the workers that only draw the operations; without a GPU, Pillow stands in for the kernels.
 CROP = "{random_resized_crop: {size: 48}}, horizontal_flip"
 RAND = rf"augment.train=[{CROP}, {{extras.rand_augment\:RandAugment: {{magnitude: 17}}}}]"
 TRIVIAL = f"augment.train=[{CROP}, extras.rand_augment:TrivialAugment]"
@@ -168,13 +167,14 @@ def test_operations_on_the_device_make_the_batches_of_the_workers(
     with opened(root, *overrides, **options) as feed:
         expected = training(feed)
     with opened(root, *overrides, ON_GPU, device=device, **options) as feed:
-        assert isinstance(feed.datasets.train, DrawnOperations)
+        assert isinstance(feed.datasets.train.stage, DrawnOperations)
         assert_equal(training(feed), expected)
 
 
 class Negative(FolderDataset):
-    def image_fields(self, picture: Picture) -> dict[str, Any]:
-        return {"image": 255 - picture.pixels()}
+    def load(self, index: int, rng: Any) -> dict[str, Any]:
+        sample = super().load(index, rng)
+        return {**sample, "image": 255 - sample["image"]}
 
 
 class Inverted(RandAugment):
@@ -201,9 +201,11 @@ def test_datasets_whose_operations_stay_in_the_workers(image_root):
         dataset = crops(image_root / "train", kind)
         dataset.transform = Compose(transforms, SIZE)
         found = on_gpu.on_gpu(dataset, from_overrides(["data=fake"]), CPU)
-        assert isinstance(found, DrawnOperations) == drawn and (drawn or found is dataset)
+        assert isinstance(found, DrawnOperations) == drawn
+        assert list(dataset.transform.transforms) == transforms[: len(transforms) - drawn]
+        assert drawn or found is dataset.stage
     fake = FakeDataset(num_samples=9, num_classes=2, size=SIZE)
-    assert on_gpu.on_gpu(fake, from_overrides(["data=fake"]), CPU) is fake
+    assert on_gpu.on_gpu(fake, from_overrides(["data=fake"]), CPU) is fake.stage
     assert not has_kernels(CPU)  # the function that was imported
 
 

@@ -5,12 +5,12 @@ import pytest
 from conf.compose import from_overrides
 from conf.schema import Config
 from pipeline.data.build import build_datasets, choose_decode_modes
-from pipeline.data.dataset import FolderDataset
+from pipeline.data.device_stage import DeviceStage
 from pipeline.feed import feed, machine
 from pipeline.feed.feed import open_feed
 from pipeline.feed.step_times import StepTimes
 from tests.engine.plans import ALONE
-from tests.pipeline.loaders import Files, assert_equal, opened, training
+from tests.pipeline.loaders import assert_equal, opened, training
 
 
 def small(*overrides: str) -> Config:
@@ -30,7 +30,7 @@ def small(*overrides: str) -> Config:
 def test_workers(image_root, monkeypatch, workers, modes, measured, counts):
     monkeypatch.setattr(machine, "cores_for_workers", lambda local_size: 3)
     monkeypatch.setattr(feed, "is_measured", lambda *_: measured)
-    monkeypatch.setattr(FolderDataset, "decode_modes", ("cpu", "gpu"))
+    monkeypatch.setattr(DeviceStage, "decode_modes", ("cpu", "gpu"))
     with opened(image_root, f"loader.workers={workers}", modes=modes) as found:
         slots = found.train.loader.ring.slots
         assert (found.pool.active, found.max_workers, slots) == counts
@@ -62,7 +62,7 @@ def test_batches_that_nothing_uses(image_root):
 
 
 def test_decoder_and_modes():
-    plain, moded = Files(9), Files(9)
+    plain, moded = DeviceStage(), DeviceStage()
     moded.decode_modes = ("cpu", "gpu", "hybrid")
     assert choose_decode_modes(small(), moded, None) == moded.decode_modes
     for stored in moded.decode_modes:  # a resumed run keeps its pixels
@@ -73,7 +73,7 @@ def test_decoder_and_modes():
 
 
 def test_validation_uses_all_workers(image_root):
-    """No process is started or ended for it. The modes of a dataset: tests/extras/gpu_decode."""
+    """No process is started or ended for it. The modes of a stage: tests/extras/gpu_decode."""
     with opened(image_root, workers=2) as feed:
         pool = feed.pool
         pool.activate(1)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from pipeline.data.augment import build_by_name
 from pipeline.data.dataset import Dataset, FakeDataset
+from pipeline.data.device_stage import DeviceStage
 from pipeline.data.field import Field
 from pipeline.feed.batch import Batch, DeviceSlot, ImageFormat, channels_first
 from pipeline.feed.batch_augment import BATCH_TRANSFORMS, BatchShare, BatchTransforms, Mixup
@@ -77,8 +77,7 @@ def test_levels_are_multiplied_and_added_in_float32(levels, dtype, device):
     field = Field(levels, (8, 8, 3), image=True)
     format = ImageFormat(device, MEAN, STD, dtype, channels_last=True, highest=field.highest)
     pixels = (np.random.default_rng(0).random((4, 8, 8, 3)) * field.highest).astype(levels)
-    dataset = SimpleNamespace(fields={"image": field})
-    found = Dataset.on_device(dataset, {"image": torch.from_numpy(pixels)}, DeviceSlot(format))
+    found = DeviceStage().on_device({"image": torch.from_numpy(pixels)}, DeviceSlot(format))
     means, stds = (np.array(each, np.float64) for each in (MEAN, STD))
     scale, shift = (x.astype(np.float32) for x in (1 / (field.highest * stds), -means / stds))
     expected = torch.from_numpy(pixels.astype(np.float32) * scale + shift).to(dtype)

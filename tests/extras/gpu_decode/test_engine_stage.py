@@ -1,6 +1,7 @@
-"""A dataset whose files the JPEG engines decode; without a GPU, Pillow stands in for them."""
+"""The stage whose files the JPEG engines decode; without a GPU, Pillow stands in for them."""
 
 import math
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from conf.compose import from_overrides
 from conf.errors import UserError
 from engine import checkpoint
 from extras import gpu_decode
-from extras.gpu_decode import GEOMETRY, MIN_ROOM, ROOM, JpegEngineDataset, engines
+from extras.gpu_decode import GEOMETRY, MIN_ROOM, ROOM, JpegEngineStage, engines
 from extras.gpu_decode import geometry as g
 from extras.gpu_decode.decoder import JpegEngineError
 from extras.gpu_decode.geometry import engines_support
@@ -71,13 +72,22 @@ def _crop(files: np.ndarray, row: np.ndarray, size: int) -> np.ndarray:
     return (cropped.mirrored() if row[g.MIRRORED] else cropped).pixels()
 
 
+def with_engines(split: Path, mode: str, share: float) -> FolderDataset:
+    """A dataset whose stage sends this share of the images to the engines."""
+    dataset = crops(split)
+    stage = dataset.stage = JpegEngineStage(dataset)
+    stage.set_decode_mode(mode)
+    stage.shared.array[gpu_decode.SHARE] = share
+    return dataset
+
+
 @pytest.fixture
 def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: None)
     monkeypatch.setattr(gpu_decode, "GpuDecoder", PillowEngines)
 
 
-def test_workers_decode_what_the_engines_cannot(changeable):
+def test_workers_decode_what_the_engines_cannot(changeable, monkeypatch):
     """Other kinds of files, large ones, and those to be turned; the engines get the next ones."""
     plain = crops(changeable)
     plain.exif_orientation = True
@@ -87,11 +97,11 @@ def test_workers_decode_what_the_engines_cannot(changeable):
     large = encoded(Image.effect_noise((600, 600), 100).convert("RGB"), quality=95)
     for path, data in zip(paths, [*contents, encoded(image, exif=exif(6)), large], strict=False):
         path.write_bytes(data)
-    dataset = JpegEngineDataset(plain)
-    assert dataset.room == max(MIN_ROOM, int(ROOM * plain.mean_bytes()))
-    dataset.room = 1 << 14  # that of all rows is not enough for the last one
-    dataset.set_decode_mode("hybrid")
-    dataset.shared.array[gpu_decode.SHARE] = 0.5
+    assert JpegEngineStage(plain).room == max(MIN_ROOM, int(ROOM * plain.mean_bytes()))
+    monkeypatch.setattr(gpu_decode, "MIN_ROOM", 1 << 14)  # that of all rows is not enough
+    monkeypatch.setattr(gpu_decode, "ROOM", 0)
+    dataset = with_engines(changeable, "hybrid", 0.5)
+    dataset.exif_orientation = True
     samples = np.array([(0, index) for index in range(8)])
     with open_loader(dataset, workers=1) as loader:
         loader.samples = lambda step: samples
@@ -113,27 +123,26 @@ def test_workers_decode_what_the_engines_cannot(changeable):
 )
 def test_engines_take_the_smallest_share_that_is_enough(image_root, sent, demand, share):
     """Two workers decode 1,000 images/s, the engines 3,000; a worker takes `sent` for a file."""
-    dataset = JpegEngineDataset(crops(image_root / "train"))
-    shared = dataset.shared.array
-    dataset.set_decode_mode("hybrid", workers=2, demand=demand)
+    stage = JpegEngineStage(crops(image_root / "train"))
+    shared = stage.shared.array
+    stage.set_decode_mode("hybrid", workers=2, demand=demand)
     assert shared[gpu_decode.SHARE] == gpu_decode.FIRST_SHARE  # until the rates are known
-    dataset.engine_seconds = 1 / 3000
-    dataset.seconds.array[:] = sent, 2e-3
+    stage.engine_seconds = 1 / 3000
+    stage.seconds.array[:] = sent, 2e-3
     for mode, expected in (("hybrid", share), ("gpu", 1), ("cpu", 0), ("hybrid", share)):
-        dataset.set_decode_mode(mode, workers=2, demand=demand)
+        stage.set_decode_mode(mode, workers=2, demand=demand)
         assert shared[gpu_decode.SHARE] == pytest.approx(expected)
 
 
 def test_a_share_that_splits_no_task_exactly(image_root):
     """31 of 32 files are 7.75 of eight: the engines get all in three of four tasks."""
-    dataset = JpegEngineDataset(crops(image_root / "train"))
-    dataset.set_decode_mode("hybrid")
-    dataset.shared.array[gpu_decode.SHARE] = 31 / 32
+    dataset = with_engines(image_root / "train", "hybrid", 31 / 32)
     with open_loader(dataset, workers=1) as loader:
         loader.samples = lambda step: np.array([(0, index) for index in range(8)])
         files = [(batch.fields[GEOMETRY][:, g.LENGTH] > 0).sum() for batch in loader.batches(0, 4)]
         assert files == [7, 8, 8, 8]
-    assert (dataset.seconds.array > 0).all()  # of both kinds
+    assert isinstance(dataset.stage, JpegEngineStage)
+    assert (dataset.stage.seconds.array > 0).all()  # of both kinds
 
 
 @pytest.mark.usefixtures("pillow")
@@ -142,24 +151,24 @@ def test_a_share_that_splits_no_task_exactly(image_root):
 def test_every_mode_makes_the_batches_of_the_cpu(image_root, workers, batch, monkeypatch):
     """Bit for bit, with every transform of a batch; the CPU decodes all validation images."""
     # The share of the engines would follow from what a busy machine measures.
-    monkeypatch.setattr(JpegEngineDataset, "_balance", lambda dataset: None)
+    monkeypatch.setattr(JpegEngineStage, "_balance", lambda stage: None)
     options = {"workers": workers, "dtype": torch.bfloat16}
     overrides = f"augment.batch={batch}", "data.image_size=48"
     with opened(image_root, *overrides, **options) as plain:
         expected, validated = training(plain), validation(plain)
     with opened(image_root, *overrides, *ENGINES, modes=("gpu",), **options) as feed:
-        dataset = feed.datasets.train
+        dataset: Any = feed.datasets.train
         taken = [pair for step in range(9) for pair in feed.train.loader.samples(step).tolist()]
         most = sum(engines_support(dataset.read(index)) for _, index in taken)
         for mode in ("gpu", "cpu", "hybrid", "gpu"):
             feed.set_decode_mode(mode)
             next(feed.train.batches(0, 9))
-            before = sum(dataset.engine.files)
+            before = sum(dataset.stage.engine.files)
             assert_equal(training(feed), expected)
-            files = sum(dataset.engine.files) - before
+            files = sum(dataset.stage.engine.files) - before
             assert {"gpu": files == most, "hybrid": 0 < files < most, "cpu": not files}[mode]
             assert_equal(validation(feed), validated)
-            assert sum(dataset.engine.files) == before + files
+            assert sum(dataset.stage.engine.files) == before + files
 
 
 CROP: Any = {"random_resized_crop": {"size": 24, "interpolation": "bicubic"}}
@@ -176,8 +185,9 @@ def listed(*entries: Any, kind: Any = Files) -> Any:
 class Edges(Files):
     """Makes the images itself."""
 
-    def image_fields(self, picture: Any) -> dict[str, Any]:
-        return {"image": 255 - picture.pixels()}
+    def load(self, index: int, rng: Any) -> dict[str, Any]:
+        sample = super().load(index, rng)
+        return {**sample, "image": 255 - sample["image"]}
 
 
 def extended(dataset: Any, *overrides: str, device: torch.device = CUDA) -> Any:
@@ -199,7 +209,7 @@ def extended(dataset: Any, *overrides: str, device: torch.device = CUDA) -> Any:
 )
 def test_datasets_that_leave_nothing_to_the_engines(caplog, dataset, reason):
     caplog.set_level("INFO")
-    assert isinstance(extended(dataset), JpegEngineDataset) == (not reason)
+    assert isinstance(extended(dataset), JpegEngineStage) == (not reason)
     if isinstance(dataset, FolderDataset):
         assert reason in caplog.text and bool(reason) == bool(caplog.text)
     for mode in ("gpu", "hybrid") if reason else ():
@@ -209,18 +219,20 @@ def test_datasets_that_leave_nothing_to_the_engines(caplog, dataset, reason):
 
 def test_machines_and_keys_that_exclude_the_engines(monkeypatch, caplog):
     caplog.set_level("INFO")
-    assert extended(plain := listed(CROP), device=CPU) is plain and not caplog.text
+    dataset = listed(CROP)
+    plain = dataset.stage
+    assert extended(dataset, device=CPU) is plain and not caplog.text
     monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: None)
-    assert extended(plain, "loader.decoder=pillow") is plain
-    assert extended(plain, "train.deterministic=true") is plain
+    assert extended(dataset, "loader.decoder=pillow") is plain
+    assert extended(dataset, "train.deterministic=true") is plain
     assert caplog.text.endswith("not used: train.deterministic=true excludes them\n")
     with pytest.raises(UserError, match=r"^loader.decoder=hybrid: splits each batch by measured"):
-        extended(listed(CROP), "train.deterministic=true", "loader.decoder=hybrid")
+        extended(dataset, "train.deterministic=true", "loader.decoder=hybrid")
     monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: "nvJPEG is not installed")
-    assert extended(plain) is plain
+    assert extended(dataset) is plain
     assert caplog.text.endswith("engines are not used: nvJPEG is not installed\n")
     with pytest.raises(UserError, match=r"^loader.decoder=gpu: .* nvJPEG is not installed; use au"):
-        extended(listed(CROP), "loader.decoder=gpu")
+        extended(dataset, "loader.decoder=gpu")
 
 
 @pytest.mark.gpu
@@ -237,11 +249,14 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root, mode):
         plain = training(feed)
     with opened(image_root, f"augment.train={rand}", *levels, *ENGINES, both, **options) as feed:
         dataset = feed.datasets.train
-        assert isinstance(dataset, JpegEngineDataset) and "operations" in dataset.fields
+        assert isinstance(dataset.stage, JpegEngineStage)
+        assert isinstance(dataset.stage.following, drawn.DrawnOperations)
+        dataset = copy(dataset)
+        dataset.stage = dataset.stage.following
         for batch, before in zip(training(feed), plain, strict=True):
             samples = batch.samples.tolist()
             seeded = [(i, sample_rng(dataset.seed, epoch, i)) for epoch, i in samples]
-            rows = [FolderDataset.load(dataset.dataset, *each)["operations"] for each in seeded]
+            rows = [dataset.load(*each)["operations"] for each in seeded]
             levels = before["image"].to(CUDA).round().to(torch.uint8)
             made, unused = torch.empty_like(levels), torch.empty(2, 3, device=CUDA)
             drawn.apply_operations(levels, torch.tensor(rows).double(), made, unused)
