@@ -219,7 +219,8 @@ class TorchDataset(Dataset):
                 self._check_range(index, name, value)
         if self.first.get("label") == LABEL and not 0 <= sample["label"] < self.num_classes:
             wrong = f"label {sample['label']} is not in [0, {self.num_classes})"
-            raise UserError(self.name(index), wrong, "number the classes from 0, or return all")
+            cure = "number the classes from 0, or return the names of all"
+            raise UserError(self.name(index), wrong, cure)
 
     def _check_range(self, index: int, name: str, image: np.ndarray) -> None:
         if image.dtype == np.uint8 or not self.is_unit:
@@ -303,8 +304,8 @@ def _array_of(name: str, value: Any) -> np.ndarray:
         return image_array(name, value)
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
-        found = type(value).__name__
-        raise TypeError(f"{name} is {found}; expected an array, a tensor or a number")
+        expected = "expected a number, an array or a tensor; remove or encode it"
+        raise TypeError(f"{name} is {type(value).__name__}; {expected}")
     if array.dtype.kind == "f":
         return array.astype(np.float32)
     return array.astype(np.int64) if array.ndim == 0 else array
