@@ -139,6 +139,19 @@ def test_the_tests_that_a_fork_keeps_are_collected(tree, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_dataset_of_the_page_trains(tree, tmp_path, ranks):
+    """The file in docs/fork.md, with the command below it; it is at most as long as it claims."""
+    root = shutil.copytree(tree, tmp_path / "tree", symlinks=True)
+    page = (ROOT / "docs" / "fork.md").read_text()
+    (source,) = re.findall(r"^```python\n# mine\.py.*?\n(.*?)^```$", page, re.M | re.S)
+    assert len([line for line in source.splitlines() if line]) <= 12
+    (root / "mine.py").write_text(source)
+    (command,) = re.findall(r"^python (train\.py .*data\.source=mine:.*)$", page, re.M)
+    words = [*command.split(), *ON_CPU, "train.max_steps=2", "log.trackers=[]"]
+    ranks.run([sys.executable, str(OTHER_TREE), *words], 1, cwd=root)
+    assert summary_of(root / "runs" / "squares")["step"] == 2
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_patch_trains_two_steps(name, tree, tmp_path, ranks):
     fork = Fork(tree, tmp_path / "tree", name)
