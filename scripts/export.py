@@ -14,8 +14,8 @@ The result computes in fp32. It is written only if it agrees with eager PyTorch 
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -67,10 +67,11 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+import train
 from models.weights import safetensors_metadata
 from pipeline.data.build import build_image_transforms
-from pipeline.data.field import Field
-from pipeline.feed.batch import ImageFormat
+from pipeline.data.field import IMAGE, Field, describe_fields
+from pipeline.feed.batch import Batch, ImageFormat
 from scripts.lib.trained import Trained, open_trained, run_main
 
 CPU = torch.device("cpu")
@@ -92,6 +93,26 @@ class WithPreprocessing(nn.Module):
         return self.network(planes * self.scale + self.shift)
 
 
+class WithFields(nn.Module):
+    """A model as `train.forward` calls it, with an input for each field."""
+
+    def __init__(self, network: nn.Module, format: ImageFormat, images: Sequence[str]) -> None:
+        super().__init__()
+        self.network = network
+        self.preprocess = WithPreprocessing(nn.Identity(), format)
+        self.images = images  # names of the fields to preprocess
+
+    def forward(self, **fields: Tensor) -> Tensor:
+        for name in self.images:
+            fields[name] = self.preprocess(fields[name])
+        return call(self.network, fields)
+
+
+def call(network: nn.Module, fields: Mapping[str, Tensor]) -> Tensor:
+    """Call a network as the training does."""
+    return train.forward(network, Batch(dict(fields), torch.zeros(0, 2), step=0))
+
+
 @dataclass(frozen=True)
 class Job:
     trained: Trained
@@ -105,11 +126,20 @@ class Job:
         highest = Field(self.trained.image_dtype).highest
         return ImageFormat(CPU, data.mean, data.std, highest=highest)
 
+    @cached_property
+    def fields(self) -> dict[str, Field]:
+        """The fields that the network reads."""
+        return self.trained.inputs(self.trained.on_meta(), self.size)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the inputs of a graph."""
+        return ["images"] if [*self.fields] == [IMAGE] else [*self.fields]
+
     @property
     def pixels(self) -> tuple[int, ...]:
         """The shape of an image before normalisation, (..., S, S, C)."""
-        *leading, channels, height, width = self.trained.shape_at(self.size)
-        return (*leading, height, width, channels)
+        return self.fields[IMAGE].shape
 
     @property
     def transforms(self) -> list[Any]:
@@ -120,18 +150,35 @@ class Job:
         """Return the input of the exported file for images, uint8 [B, S, S, C]."""
         return batch if self.inside else self.format.normalised(batch)
 
-    def example(self) -> Tensor:
-        """Return an input of the exported file, a batch of two black images."""
-        return self.input(torch.zeros(2, *self.pixels, dtype=torch.uint8))
+    def call(self, network: nn.Module, *inputs: Tensor) -> Tensor:
+        """Call a network as training does, with a tensor for each field."""
+        return call(network, dict(zip(self.fields, inputs, strict=True)))
+
+    @property
+    def images(self) -> list[str]:
+        """The names of the image fields."""
+        return [name for name, field in self.fields.items() if field.image]
+
+    def inputs(self, samples: dict[str, Tensor]) -> list[Tensor]:
+        """Return the inputs of the exported file for samples, images in [B, S, S, C]."""
+        images = {name: self.input(samples[name]) for name in self.images}
+        return list((samples | images).values())
+
+    def example(self) -> list[Tensor]:
+        """Return the inputs of the exported file for a batch of two black images."""
+        samples = {}
+        for name, field in self.fields.items():
+            samples[name] = torch.from_numpy(np.zeros((2, *field.shape), field.dtype))
+        return self.inputs(samples)
 
     def texts(self) -> dict[str, str]:
         """Return what the file states about itself; all values are JSON."""
         trained = self.trained
         config = trained.config
-        example = self.example()
+        example, *_ = self.example()
         channels = self.pixels[-1]
         stated_input = {
-            "name": "images",
+            "name": self.names[0],
             "dtype": str(example.dtype).removeprefix("torch."),
             "shape": ["batch", *example.shape[1:]],
             "channels": "RGB" if channels == 3 else channels,
@@ -145,6 +192,9 @@ class Job:
             "inside": self.inside,
             "input": stated_input,
         }
+        others = {name: field for name, field in self.fields.items() if name != IMAGE}
+        if others:
+            preprocessing["fields"] = describe_fields(others)
         model = {
             "name": config.model.name,
             "args": dict(config.model.args),
@@ -190,7 +240,7 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
             wrong = f"states a resize of the short side and a center_crop, not {transforms}"
             raise UserError("--to hub", wrong, "give safetensors, which states all transforms")
     stated = {
-        "input_size": job.example().shape[1:],
+        "input_size": job.example()[0].shape[1:],
         "mean": list(data.mean),
         "std": list(data.std),
         "interpolation": kernel,
@@ -240,21 +290,26 @@ def accuracy(trained: Trained) -> str:
 
 def write_graph(job: Job, model: nn.Module, path: Path) -> None:
     """Write a pt2 or an ONNX file, for batches of any size."""
+    example = job.example()
+    batch = {0: torch.export.Dim("batch")}
     graph = WithPreprocessing(model, job.format).eval() if job.inside else model
-    inputs = (job.example(),)
-    shapes = ({0: torch.export.Dim("batch")},)
+    inputs: dict[str, Any] = {"args": tuple(example), "dynamic_shapes": (batch,)}
+    if len(example) > 1:
+        graph = WithFields(model, job.format, job.images if job.inside else []).eval()
+        named = dict(zip(job.names, example, strict=True))
+        shapes = {"fields": dict.fromkeys(job.names, batch)}
+        inputs = {"args": (), "kwargs": named, "dynamic_shapes": shapes}
     if job.to == "pt2":
-        program = torch.export.export(graph, inputs, dynamic_shapes=shapes)
+        program = torch.export.export(graph, **inputs)
         buffer = io.BytesIO()  # with a path, torch aborts the process if the disk is full
         torch.export.save(program, buffer, extra_files=dict(job.texts()))
         path.write_bytes(buffer.getbuffer())
         return
     exported = torch.onnx.export(
         graph,
-        inputs,
-        input_names=["images"],
+        **inputs,
+        input_names=job.names,
         output_names=["logits"],
-        dynamic_shapes=shapes,
         dynamo=True,
         verbose=False,
     )
@@ -274,41 +329,60 @@ def save(job: Job, model: nn.Module, path: Path) -> None:
         write_graph(job, model, path)
 
 
-def open_exported(job: Job, path: Path) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+def open_exported(job: Job, path: Path) -> tuple[Callable[..., Tensor], dict[str, Any]]:
     """Open an exported file as another program would; return the model and the texts, parsed."""
-    predict: Callable[[Tensor], Tensor]
+    predict: Callable[..., Tensor]
     if job.to == "onnx":
         import onnxruntime
 
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         texts = session.get_modelmeta().custom_metadata_map
 
-        def predict(images: Tensor) -> Tensor:
-            return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+        def predict(*inputs: Tensor) -> Tensor:
+            arrays = [tensor.numpy() for tensor in inputs]
+            named = dict(zip(job.names, arrays, strict=True))
+            return torch.from_numpy(session.run(["logits"], named)[0])
 
     elif job.to == "pt2":
         texts = dict.fromkeys(job.texts(), "")
-        predict = torch.export.load(path, extra_files=texts).module()  # fills the texts in
+        program = torch.export.load(path, extra_files=texts).module()  # fills the texts in
+        predict = program
+        if len(job.names) > 1:
+
+            def predict(*inputs: Tensor) -> Tensor:
+                return program(**dict(zip(job.names, inputs, strict=True)))
+
     elif job.to == "hub":
         import timm
 
         texts = safetensors_metadata(path / "model.safetensors")
-        predict = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
+        model = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
+        predict = partial(job.call, model)
     else:
         texts = safetensors_metadata(path)
-        predict = open_trained(path).build(CPU)
+        predict = partial(job.call, open_trained(path).build(CPU))
     return predict, {name: json.loads(texts[name]) for name in job.texts()}
 
 
+def in_batches(tensors: Iterable[Tensor]) -> Iterable[tuple[Tensor, ...]]:
+    """Divide tensors of all samples into batches of several sizes."""
+    return zip(*(tensor.split(BATCHES) for tensor in tensors), strict=True)
+
+
 @torch.no_grad()
-def compare(job: Job, predict: Callable[[Tensor], Tensor], model: nn.Module) -> str:
-    """Return the largest difference from eager mode on random images; RunError above BOUND."""
-    levels = np.random.default_rng(0).random((sum(BATCHES), *job.pixels))
-    levels *= job.format.highest
-    images = torch.from_numpy(levels.astype(job.trained.image_dtype))
-    batches = images.split(BATCHES)
-    eager = torch.cat([model(job.format.normalised(batch)) for batch in batches])
-    exported = torch.cat([predict(job.input(batch)) for batch in batches])
+def compare(job: Job, predict: Callable[..., Tensor], model: nn.Module) -> str:
+    """Return the largest difference from eager mode on random samples; RunError above BOUND."""
+    rng = np.random.default_rng(0)
+    samples = {}
+    for name, field in job.fields.items():
+        # Integers are 0 and 1, because larger ones may be invalid indices.
+        levels = field.highest if field.image else 2
+        values = rng.random((sum(BATCHES), *field.shape)) * levels
+        samples[name] = torch.from_numpy(values.astype(field.dtype))
+    normalised = {name: job.format.normalised(samples[name]) for name in job.images}
+    plain = (samples | normalised).values()
+    eager = torch.cat([job.call(model, *batch) for batch in in_batches(plain)])
+    exported = torch.cat([predict(*batch) for batch in in_batches(job.inputs(samples))])
     difference = (exported - eager).abs().amax()  # NaN if there is one
     bound = BOUND * eager.abs().amax()
     result = f"largest difference {difference:.2g}, bound {bound:.2g}"
@@ -366,7 +440,7 @@ def export_model(options: argparse.Namespace) -> int:
     if options.to == "hub" and not name.startswith("timm/"):
         raise UserError("--to hub", f"is for models timm/NAME, not {name}", "give safetensors")
     size = build_image_transforms(trained.config.augment.val, "augment.val").image_size
-    trained.check_size(size)
+    trained.check(trained.fields_at(size))
     if options.preprocessing and trained.image_dtype != np.uint8:
         wrong = f"takes uint8, the model was trained on {trained.image_dtype}"
         raise UserError("--preprocessing", wrong, "omit it")

@@ -53,7 +53,8 @@ def test_files_of_other_projects(tmp_path, weights, kind):
     assert (found.num_classes, found.classes, found.stored) == (7, (), {})
     model = found.build(CPU)
     assert not model.training and same(model.state_dict(), weights)
-    assert found.check_size(48) > found.check_size(32) > 0
+    assert found.check(found.fields_at(48)) > found.check(found.fields_at(32)) > 0
+    assert [*found.inputs(model, 32)] == ["image"]
 
 
 def test_files_that_are_refused(tmp_path, weights):
