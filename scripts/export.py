@@ -96,21 +96,17 @@ class WithPreprocessing(nn.Module):
 class WithFields(nn.Module):
     """A model as `train.forward` calls it, with an input for each field."""
 
-    def __init__(self, network: nn.Module, format: ImageFormat, images: Sequence[str]) -> None:
+    def __init__(self, network: nn.Module, preprocessing: nn.Module) -> None:
         super().__init__()
         self.network = network
-        self.preprocess = WithPreprocessing(nn.Identity(), format)
-        self.images = images  # names of the fields to preprocess
+        self.preprocessing = preprocessing  # of the image
 
     def forward(self, **fields: Tensor) -> Tensor:
-        for name in self.images:
-            fields[name] = self.preprocess(fields[name])
-        return call(self.network, fields)
+        return call(self.network, fields | {IMAGE: self.preprocessing(fields[IMAGE])})
 
 
-def call(network: nn.Module, fields: Mapping[str, Tensor]) -> Tensor:
-    """Call a network as the training does."""
-    return train.forward(network, Batch(dict(fields), torch.zeros(0, 2), step=0))
+def call(network: nn.Module, fields: dict[str, Tensor]) -> Tensor:
+    return train.forward(network, Batch(fields, torch.zeros(0, 2), step=0))
 
 
 @dataclass(frozen=True)
@@ -134,7 +130,7 @@ class Job:
     @property
     def names(self) -> list[str]:
         """The names of the inputs of a graph."""
-        return ["images"] if [*self.fields] == [IMAGE] else [*self.fields]
+        return ["images"] if len(self.fields) == 1 else [*self.fields]
 
     @property
     def pixels(self) -> tuple[int, ...]:
@@ -150,35 +146,20 @@ class Job:
         """Return the input of the exported file for images, uint8 [B, S, S, C]."""
         return batch if self.inside else self.format.normalised(batch)
 
-    def call(self, network: nn.Module, *inputs: Tensor) -> Tensor:
-        """Call a network as training does, with a tensor for each field."""
-        return call(network, dict(zip(self.fields, inputs, strict=True)))
-
-    @property
-    def images(self) -> list[str]:
-        """The names of the image fields."""
-        return [name for name, field in self.fields.items() if field.image]
-
-    def inputs(self, samples: dict[str, Tensor]) -> list[Tensor]:
-        """Return the inputs of the exported file for samples, images in [B, S, S, C]."""
-        images = {name: self.input(samples[name]) for name in self.images}
-        return list((samples | images).values())
-
-    def example(self) -> list[Tensor]:
-        """Return the inputs of the exported file for a batch of two black images."""
-        samples = {}
-        for name, field in self.fields.items():
-            samples[name] = torch.from_numpy(np.zeros((2, *field.shape), field.dtype))
-        return self.inputs(samples)
+    def example(self) -> Tensor:
+        """Return an input of the exported file, a batch of two black images."""
+        return self.input(torch.zeros(2, *self.pixels, dtype=torch.uint8))
 
     def texts(self) -> dict[str, str]:
         """Return what the file states about itself; all values are JSON."""
         trained = self.trained
         config = trained.config
-        example, *_ = self.example()
+        example = self.example()
         channels = self.pixels[-1]
+        others = describe_fields(self.fields)
+        del others[IMAGE]
         stated_input = {
-            "name": self.names[0],
+            "name": "image" if others else "images",
             "dtype": str(example.dtype).removeprefix("torch."),
             "shape": ["batch", *example.shape[1:]],
             "channels": "RGB" if channels == 3 else channels,
@@ -191,10 +172,8 @@ class Job:
             "highest": self.format.highest,
             "inside": self.inside,
             "input": stated_input,
+            **({"fields": others} if others else {}),
         }
-        others = {name: field for name, field in self.fields.items() if name != IMAGE}
-        if others:
-            preprocessing["fields"] = describe_fields(others)
         model = {
             "name": config.model.name,
             "args": dict(config.model.args),
@@ -240,7 +219,7 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
             wrong = f"states a resize of the short side and a center_crop, not {transforms}"
             raise UserError("--to hub", wrong, "give safetensors, which states all transforms")
     stated = {
-        "input_size": job.example()[0].shape[1:],
+        "input_size": job.example().shape[1:],
         "mean": list(data.mean),
         "std": list(data.std),
         "interpolation": kernel,
@@ -290,13 +269,13 @@ def accuracy(trained: Trained) -> str:
 
 def write_graph(job: Job, model: nn.Module, path: Path) -> None:
     """Write a pt2 or an ONNX file, for batches of any size."""
-    example = job.example()
-    batch = {0: torch.export.Dim("batch")}
     graph = WithPreprocessing(model, job.format).eval() if job.inside else model
-    inputs: dict[str, Any] = {"args": tuple(example), "dynamic_shapes": (batch,)}
-    if len(example) > 1:
-        graph = WithFields(model, job.format, job.images if job.inside else []).eval()
-        named = dict(zip(job.names, example, strict=True))
+    batch = {0: torch.export.Dim("batch")}
+    inputs: dict[str, Any] = {"args": (job.example(),), "dynamic_shapes": (batch,)}
+    if len(job.names) > 1:
+        only_image = WithPreprocessing(nn.Identity(), job.format) if job.inside else nn.Identity()
+        graph = WithFields(model, only_image).eval()
+        named = Batch.zeros(job.fields, CPU, samples=2).fields | {IMAGE: job.example()}
         shapes = {"fields": dict.fromkeys(job.names, batch)}
         inputs = {"args": (), "kwargs": named, "dynamic_shapes": shapes}
     if job.to == "pt2":
@@ -339,50 +318,54 @@ def open_exported(job: Job, path: Path) -> tuple[Callable[..., Tensor], dict[str
         texts = session.get_modelmeta().custom_metadata_map
 
         def predict(*inputs: Tensor) -> Tensor:
-            arrays = [tensor.numpy() for tensor in inputs]
-            named = dict(zip(job.names, arrays, strict=True))
+            named = dict(zip(job.names, map(Tensor.numpy, inputs), strict=True))
             return torch.from_numpy(session.run(["logits"], named)[0])
 
     elif job.to == "pt2":
         texts = dict.fromkeys(job.texts(), "")
         program = torch.export.load(path, extra_files=texts).module()  # fills the texts in
-        predict = program
-        if len(job.names) > 1:
 
-            def predict(*inputs: Tensor) -> Tensor:
-                return program(**dict(zip(job.names, inputs, strict=True)))
+        def predict(*inputs: Tensor) -> Tensor:
+            if len(inputs) == 1:
+                return program(*inputs)
+            return program(**dict(zip(job.names, inputs, strict=True)))
 
     elif job.to == "hub":
         import timm
 
         texts = safetensors_metadata(path / "model.safetensors")
         model = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
-        predict = partial(job.call, model)
+        predict = partial(call_with, job, model)
     else:
         texts = safetensors_metadata(path)
-        predict = partial(job.call, open_trained(path).build(CPU))
+        predict = partial(call_with, job, open_trained(path).build(CPU))
     return predict, {name: json.loads(texts[name]) for name in job.texts()}
 
 
-def in_batches(tensors: Iterable[Tensor]) -> Iterable[tuple[Tensor, ...]]:
-    """Divide tensors of all samples into batches of several sizes."""
-    return zip(*(tensor.split(BATCHES) for tensor in tensors), strict=True)
+def call_with(job: Job, network: nn.Module, *inputs: Tensor) -> Tensor:
+    """Call a network with a tensor for each field."""
+    return call(network, dict(zip(job.fields, inputs, strict=True)))
+
+
+def in_batches(fields: Mapping[str, Tensor]) -> Iterable[tuple[Tensor, ...]]:
+    """Split the tensor of each field into batches of different sizes."""
+    return zip(*(tensor.split(BATCHES) for tensor in fields.values()), strict=True)
 
 
 @torch.no_grad()
 def compare(job: Job, predict: Callable[..., Tensor], model: nn.Module) -> str:
     """Return the largest difference from eager mode on random samples; RunError above BOUND."""
     rng = np.random.default_rng(0)
-    samples = {}
-    for name, field in job.fields.items():
-        # Integers are 0 and 1, because larger ones may be invalid indices.
-        levels = field.highest if field.image else 2
-        values = rng.random((sum(BATCHES), *field.shape)) * levels
-        samples[name] = torch.from_numpy(values.astype(field.dtype))
-    normalised = {name: job.format.normalised(samples[name]) for name in job.images}
-    plain = (samples | normalised).values()
-    eager = torch.cat([job.call(model, *batch) for batch in in_batches(plain)])
-    exported = torch.cat([predict(*batch) for batch in in_batches(job.inputs(samples))])
+    levels = rng.random((sum(BATCHES), *job.pixels))
+    levels *= job.format.highest
+    images = torch.from_numpy(levels.astype(job.trained.image_dtype))
+    samples = Batch.zeros(job.fields, CPU, len(images)).fields
+    for value in samples.values():  # integers are 0 and 1, because larger ones may be bad indices
+        value.copy_(torch.from_numpy(2 * rng.random(value.shape)))
+    plain = in_batches(samples | {IMAGE: job.format.normalised(images)})
+    eager = torch.cat([call_with(job, model, *batch) for batch in plain])
+    inputs = in_batches(samples | {IMAGE: job.input(images)})
+    exported = torch.cat([predict(*batch) for batch in inputs])
     difference = (exported - eager).abs().amax()  # NaN if there is one
     bound = BOUND * eager.abs().amax()
     result = f"largest difference {difference:.2g}, bound {bound:.2g}"

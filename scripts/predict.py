@@ -128,10 +128,10 @@ def read_table(path: str) -> Iterator[Listed]:
 
 
 def parse_number(text: str, field: Field) -> np.generic:
-    """Return a number in the dtype of a field. Raises ValueError for any other text."""
+    """Return a number in the dtype of a field. Raises ValueError if the field has other values."""
     number: np.generic = np.dtype(field.dtype).type(float(text))
-    if not np.isclose(number, float(text)):
-        raise ValueError(f"{text} is no {np.dtype(field.dtype)}")
+    if field.shape or not np.isclose(number, float(text)):
+        raise ValueError(f"{text} is no {np.dtype(field.dtype)} {[*field.shape]}")
     return number
 
 
@@ -186,10 +186,6 @@ class Predictor:
         with autocast(device.type, self.precision):
             self.fields = trained.inputs(self.model, size)
         self.fields.pop(IMAGE, None)
-        for name, field_read in self.fields.items():
-            if field_read.shape:
-                wrong = f"the network also reads {name} {[*field_read.shape]}, which is no number"
-                raise UserError(wrong, cure="call predictions() of train.py in a script")
         self.last_input: list[Tensor] | None = None
         if features:
             self.last_input = watch_head(self.model)
@@ -227,11 +223,11 @@ class Predictor:
     def load(self, numbered: tuple[int, Listed]) -> Result:
         """Read, decode and transform an image; its number seeds random transforms."""
         number, (path, row) = numbered
-        for name in self.fields:
-            if name not in row:
-                wrong = f"the network also reads {name}, which image files do not have"
-                cure = f"pass a CSV file with the columns {','.join(['path', *self.fields])}"
-                raise UserError(wrong, cure=cure)
+        missing = ", ".join(name for name in self.fields if name not in row)
+        if missing:
+            wrong = f"the network also reads {missing}, which image files do not have"
+            cure = f"pass a CSV file with the columns {','.join(['path', *self.fields])}"
+            raise UserError(wrong, cure=cure)
         try:
             rng = sample_rng(self.config.train.seed, 0, number)
             pixels = self.transform(self.dataset.open(path), rng).pixels()

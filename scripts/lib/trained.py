@@ -111,15 +111,10 @@ class Trained:
             return self._model().eval()
 
     def fields_at(self, size: int) -> dict[str, Field]:
-        """Return the fields of a sample, with images of `size` pixels; the image is the first."""
+        """Return the fields of a sample whose image has `size` pixels."""
         *leading, channels, _, _ = self.image_shape
         image = Field(self.image_dtype, (*leading, size, size, channels), image=True)
-        fields = {IMAGE: image, **self.fields}
-        for name, known in fields.items():
-            if known.image:
-                *leading, _, _, channels = known.shape
-                fields[name] = replace(known, shape=(*leading, size, size, channels))
-        return fields
+        return {**self.fields, IMAGE: image}
 
     def build(self, device: torch.device) -> nn.Module:
         """Build the model in eval mode on a device, with the layers that its run validated with.
