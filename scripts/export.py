@@ -59,6 +59,7 @@ import os
 import tempfile
 import warnings
 from dataclasses import dataclass
+from inspect import Parameter, Signature
 from typing import Any
 
 import numpy as np
@@ -94,15 +95,21 @@ class WithPreprocessing(nn.Module):
 
 
 class WithFields(nn.Module):
-    """A model as `train.forward` calls it, with an input for each field."""
+    """A model as `train.forward` calls it, with an input for each of the fields `names`."""
 
-    def __init__(self, network: nn.Module, preprocessing: nn.Module) -> None:
+    def __init__(self, network: nn.Module, preprocessing: nn.Module, names: list[str]) -> None:
         super().__init__()
         self.network = network
         self.preprocessing = preprocessing  # of the image
 
-    def forward(self, **fields: Tensor) -> Tensor:
-        return call(self.network, fields | {IMAGE: self.preprocessing(fields[IMAGE])})
+        def forward(*inputs: Tensor) -> Tensor:
+            fields = dict(zip(names, inputs, strict=True))
+            return call(network, fields | {IMAGE: preprocessing(fields[IMAGE])})
+
+        # torch.export names the inputs by the signature.
+        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        forward.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        self.forward = forward
 
 
 def call(network: nn.Module, fields: dict[str, Tensor]) -> Tensor:
@@ -270,25 +277,24 @@ def accuracy(trained: Trained) -> str:
 def write_graph(job: Job, model: nn.Module, path: Path) -> None:
     """Write a pt2 or an ONNX file, for batches of any size."""
     graph = WithPreprocessing(model, job.format).eval() if job.inside else model
-    batch = {0: torch.export.Dim("batch")}
-    inputs: dict[str, Any] = {"args": (job.example(),), "dynamic_shapes": (batch,)}
-    if len(job.names) > 1:
+    if len(job.fields) > 1:
         only_image = WithPreprocessing(nn.Identity(), job.format) if job.inside else nn.Identity()
-        graph = WithFields(model, only_image).eval()
-        named = Batch.zeros(job.fields, CPU, samples=2).fields | {IMAGE: job.example()}
-        shapes = {"fields": dict.fromkeys(job.names, batch)}
-        inputs = {"args": (), "kwargs": named, "dynamic_shapes": shapes}
+        graph = WithFields(model, only_image, job.names).eval()
+    example = Batch.zeros(job.fields, CPU, samples=2).fields | {IMAGE: job.example()}
+    inputs = tuple(example.values())
+    shapes = ({0: torch.export.Dim("batch")},) * len(inputs)
     if job.to == "pt2":
-        program = torch.export.export(graph, **inputs)
+        program = torch.export.export(graph, inputs, dynamic_shapes=shapes)
         buffer = io.BytesIO()  # with a path, torch aborts the process if the disk is full
         torch.export.save(program, buffer, extra_files=dict(job.texts()))
         path.write_bytes(buffer.getbuffer())
         return
     exported = torch.onnx.export(
         graph,
-        **inputs,
+        inputs,
         input_names=job.names,
         output_names=["logits"],
+        dynamic_shapes=shapes,
         dynamo=True,
         verbose=False,
     )
@@ -323,13 +329,7 @@ def open_exported(job: Job, path: Path) -> tuple[Callable[..., Tensor], dict[str
 
     elif job.to == "pt2":
         texts = dict.fromkeys(job.texts(), "")
-        program = torch.export.load(path, extra_files=texts).module()  # fills the texts in
-
-        def predict(*inputs: Tensor) -> Tensor:
-            if len(inputs) == 1:
-                return program(*inputs)
-            return program(**dict(zip(job.names, inputs, strict=True)))
-
+        predict = torch.export.load(path, extra_files=texts).module()  # fills the texts in
     elif job.to == "hub":
         import timm
 

@@ -87,7 +87,7 @@ class Result:
 
     path: str
     # Name -> a number, a list of numbers, or a mapping of output names to numbers; `predictions` ->
-    # classes as in a JSON line. Before the model, IMAGE -> [S, S, C], and the numbers of a CSV row.
+    # classes as in a JSON line. Before the model, IMAGE -> [S, S, C].
     values: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
 
