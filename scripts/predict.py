@@ -243,8 +243,8 @@ class Predictor:
         """Replace the image of each result, [S, S, C], by what is predicted for it."""
         fields = {}
         for name in (IMAGE, *self.fields):
-            rows = np.stack([result.values[name] for result in results])  # images: [B, S, S, C]
-            fields[name] = torch.from_numpy(rows).to(self.device)
+            stacked = np.stack([result.values[name] for result in results])  # images: [B, S, S, C]
+            fields[name] = torch.from_numpy(stacked).to(self.device)
         inputs = self.format.normalised(fields[IMAGE])  # float32 [B, C, S, S]
         inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
         batch = Batch(fields | {IMAGE: inputs}, torch.zeros(len(results), 2), step=0)
@@ -256,7 +256,8 @@ class Predictor:
             values["features"] = self.last_input[0].float()
         names = [PRINTED_AS.get(name, name) for name in values]
         columns = map(self.column, values.keys(), values.values())
-        for result, row in zip(results, zip(*columns, strict=True), strict=True):
+        rows = zip(*columns, strict=True)
+        for result, row in zip(results, rows, strict=True):
             result.values = dict(zip(names, row, strict=True))
 
     def column(self, name: str, value: Tensor) -> list[Any]:
