@@ -141,7 +141,8 @@ def build_step(
 ) -> StepGraph:
     """Return what runs `train_step` on a batch; on a GPU, it replays a CUDA graph. Collective."""
     config = schedule.config
-    network = world.wrap(state.model, partial(forward, batch=compute.example()))
+    example = Batch.zeros(compute.fields, world.device)
+    network = world.wrap(state.model, partial(forward, batch=example))
     # Not earlier: a search takes seconds, too long for the one example of `build_parts`.
     torch.backends.cudnn.benchmark = is_search_worthwhile(config, schedule.stop_step)
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
@@ -374,7 +375,7 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
         named_observers(config)  # refuses a wrong name
     # Predict and validate zeros, so that mistakes are refused before the training.
     with compute.for_validation():
-        example = compute.example()
+        example = Batch.zeros(compute.fields, world.device)
         (predicted,) = evaluate([state.model], predicted_values, [example], world)
         check_predicted(predicted.rows, datasets.classes)
         (dry_run,) = evaluate([state.model], validation_values, [example], world)

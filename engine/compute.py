@@ -61,10 +61,6 @@ class Compute:
         """Dtype of the images on the device: two bytes per value halve what a layer reads."""
         return dtype_of(self.precision)
 
-    def example(self) -> Batch:
-        """Return a batch of one training sample of zeros, on the device."""
-        return Batch.zeros(self.fields, self.device)
-
     def autocast(self) -> torch.autocast:
         """Return the context of every forward pass."""
         return autocast(self.device.type, self.precision)
@@ -130,11 +126,10 @@ def count_flops(
 ) -> int:
     """Count the operations of one sample's forward pass (a multiply-add counts as two).
 
-    Raises UserError if `forward` and the model, or the model and the images, do not match.
+    Raises UserError if `forward` does not match the model, or the model the images.
 
     Args:
         model: on the meta device; it is set to evaluation, and all of it is frozen.
-        fields: fields of the sample.
         key: key to name if the model does not take such images.
     """
     model.eval().requires_grad_(False)  # the counter fails at views of parameters

@@ -102,8 +102,7 @@ def _build_named(name: str, num_classes: int, size: int, **options: Any) -> nn.M
         signature.bind(num_classes)
         if "image_size" not in signature.parameters:
             arguments.pop()
-    model: nn.Module = create_object(name, "model.name", nn.Module, *arguments, **options)
-    return model
+    return cast("nn.Module", create_object(name, "model.name", nn.Module, *arguments, **options))
 
 
 def _build_torchvision(

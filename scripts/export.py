@@ -132,7 +132,8 @@ class Job:
     @cached_property
     def fields(self) -> dict[str, Field]:
         """The fields that the network reads."""
-        return self.trained.inputs(self.trained.on_meta(), self.size)
+        with torch.device("meta"):
+            return self.trained.inputs(self.trained.on_meta(), self.size)
 
     @property
     def names(self) -> list[str]:
@@ -166,7 +167,7 @@ class Job:
         others = describe_fields(self.fields)
         del others[IMAGE]
         stated_input = {
-            "name": "image" if others else "images",
+            "name": self.names[0],
             "dtype": str(example.dtype).removeprefix("torch."),
             "shape": ["batch", *example.shape[1:]],
             "channels": "RGB" if channels == 3 else channels,

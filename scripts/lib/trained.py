@@ -66,7 +66,7 @@ class Trained:
     # Shape of a training image on the device, (..., C, S, S); parameters of some models depend on S
     image_shape: tuple[int, ...]
     stored: dict[str, Any]  # what a checkpoint of this project holds, except the weights; or empty
-    # Fields of a training sample; only the image if the file does not state them
+    # Other fields of a training sample than the image; none if the file does not state them
     fields: Mapping[str, Field] = field(default_factory=dict)
 
     @property
@@ -114,7 +114,7 @@ class Trained:
         """Return the fields of a sample whose image has `size` pixels."""
         *leading, channels, _, _ = self.image_shape
         image = Field(self.image_dtype, (*leading, size, size, channels), image=True)
-        return {**self.fields, IMAGE: image}
+        return {IMAGE: image, **self.fields}
 
     def build(self, device: torch.device) -> nn.Module:
         """Build the model in eval mode on a device, with the layers that its run validated with.
@@ -200,6 +200,7 @@ def open_trained(
     if len(names) != num_classes:
         names = ()
     fields = {name: Field(**about) for name, about in stated.fields.items()}
+    fields.pop(IMAGE, None)
     shape = tuple(shape)
     return Trained(path, config, weights, averaged, num_classes, names, shape, stored, fields)
 
