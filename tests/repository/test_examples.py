@@ -174,6 +174,7 @@ SCORES = {
     "segmentation": ("miou", 70),
     "two_views": ("-uniformity", -1.0),
     "points": ("-loss", 0.05),
+    "second_input": ("top1", 90),  # 50 without the second input
 }
 SCORES |= dict.fromkeys(("distillation", "clips", "hugging_face", "channels"), ("top1", 90))
 
@@ -275,6 +276,27 @@ def test_outputs_of_another_shape_than_the_classes_are_exported(tree, tmp_path):
     fork.run(["scripts/export.py", str(folder), "--to", "safetensors", "--out", "a.safetensors"])
     printed = fork.run(["scripts/predict.py", "a.safetensors", "data/grades/val"])
     assert '"class": "grade' in printed
+
+
+@pytest.mark.slow
+def test_a_second_input_is_evaluated_predicted_and_exported(tree, tmp_path):
+    fork = prepared(tree, tmp_path / "tree", "second_input")
+    folder = str(fork.train())
+    for words in (["loader.workers=0"], ["loader.workers=0", "--flip"]):
+        assert "top1 100.00 %" in fork.run(["scripts/evaluate.py", folder, *words])
+    table = fork.root / "data" / "ages" / "val.csv"
+    labels = [line.rpartition(",")[2] for line in table.read_text().splitlines()[1:]]
+    for to in ("pt2", "safetensors"):
+        fork.run(["scripts/export.py", folder, "--to", to, "--out", f"a.{to}"])
+    for path in (folder, "a.safetensors"):
+        printed = fork.run(["scripts/predict.py", path, str(table), "--top", "1"])
+        found = re.findall(r'"index": (\d)', printed)
+        assert found == labels
+    refused = fork.run(["scripts/predict.py", folder, "data/ages/val"], status=2)
+    assert refused.splitlines() == [
+        "predict.py: the network also reads age, which image files do not have; "
+        "pass a CSV file with the columns path,age"
+    ]
 
 
 @pytest.mark.slow
