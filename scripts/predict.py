@@ -65,7 +65,7 @@ from engine.files import json_text
 from engine.metrics import check_predicted
 from models.weights import head_of
 from pipeline.data.augment import sample_rng
-from pipeline.data.build import DATASETS, build_image_transforms
+from pipeline.data.build import DATASETS, build_image_transforms, returns_torch_datasets
 from pipeline.data.class_names import readable
 from pipeline.data.dataset import FolderDataset
 from pipeline.data.field import IMAGE, Field
@@ -379,6 +379,9 @@ def predict_all(options: argparse.Namespace) -> int:
     trained = open_trained(options.checkpoint, options.overrides, classes=options.classes)
     device = resolve_device(trained.config.train.device)
     predictor = Predictor(trained, device, top=options.top, features=options.features)
+    source = trained.config.data.source
+    if returns_torch_datasets(source):
+        cli.complain(f"augment.val is applied, but no transform inside data.source={source}")
     # Any path can be written.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     output = Output(options.format, sys.stdout, predictor.names)
