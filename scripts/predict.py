@@ -177,6 +177,10 @@ class Predictor:
             decoder=config.loader.decoder,
             exif_orientation=data.exif_orientation,
         )
+        channels, expected = self.dataset.fields[IMAGE].shape[-1], trained.image_shape[-3]
+        if channels != expected:
+            wrong = f"expects images of {expected} channels, image files have {channels}"
+            raise UserError(str(trained.path), wrong, "train on RGB images to predict files")
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
         self.precision = choose_precision(config.train.precision, device)
         # Not set_up_kernels: choosing deterministic algorithms imports torch._inductor, which takes
