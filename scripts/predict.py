@@ -5,7 +5,8 @@
 
 PATH is an image, a folder (its images, also those in folders below it, sorted), or - for a list on
 standard input, one path per line. loader.workers is the number of threads that decode them.
-If forward() in train.py reads other fields, PATH is a CSV file. Its first row is path,NAME,...
+If forward() in train.py reads numbers besides the image, PATH is a CSV file: its first row is
+path,NAME,... and each other row has the path of an image and a number for each NAME.
 
 Prints what predictions() in train.py returns for each image, in the order of the paths. A file that
 cannot be read is reported on stderr with the reason; then the exit status is 1.
@@ -120,10 +121,10 @@ def find_files(paths: Iterable[str]) -> Iterator[Listed]:
 def read_table(path: str) -> Iterator[Listed]:
     """Yield the images of a CSV file, whose paths may be relative to its folder."""
     with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-        table = csv.DictReader(file, restval="")
-        if "path" not in (table.fieldnames or ()):
+        names = next(csv.reader(file), [])
+        if "path" not in names:
             raise UserError(path, "has no column `path`", "write path,NAME,... in the first row")
-        for row in table:
+        for row in csv.DictReader(file, names, restval=""):
             yield Listed(os.path.join(os.path.dirname(path), row["path"]), row)
 
 
