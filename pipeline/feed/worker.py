@@ -18,21 +18,17 @@ import torch
 
 from conf.errors import LoaderError, UnreadableError, UserError, describe
 from pipeline.data.augment import sample_rng
-from pipeline.data.dataset import READ_AHEAD
 from pipeline.feed.clock import waited_for_core
 from pipeline.feed.forkserver import IGNORED_SIGNALS
 from pipeline.feed.ring import Reply, Ring, Skipped, SlotArrays, Task
 
 WORKER_NAME = "loader worker"  # of each worker process; other processes unblock signals
-# A worker reads ahead if, per sample, it waits this much longer for storage than for a core, as a
-# mean of about ten tasks. Reading in other threads costs 0.1 to 0.2 ms of a core per sample.
-WAIT_SECONDS = 5e-4
 
 
 def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -> Reply:
     """Fill the rows of a task, in a worker. The reply reports an exception; the worker goes on.
 
-    `following`: the samples of this task and of those after it, to read several at a time.
+    `following`: indices of this task's samples and of those after it, which may be read ahead.
     """
     ring = rings[task.ring]
     began = time.perf_counter()
@@ -43,7 +39,7 @@ def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -
     ring.dataset.stage.begin_rows(batch, range(task.row, task.row + len(task.samples)))
     skipped: list[Skipped] = []
     for done, (epoch, index) in enumerate(task.samples.tolist()):
-        ring.dataset.read_ahead(following[done : done + READ_AHEAD])
+        ring.dataset.read_ahead(following[done:])
         row = task.row + done
         try:
             used = _fill_row(ring, batch, row, epoch, index, skipped)
@@ -120,22 +116,13 @@ def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
     torch.default_generator.seed()  # else all workers would draw the same numbers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     tasks: list[Task] = []
-    mean_excess = 0.0  # seconds per sample by which storage takes longer than waiting for a core
-    reads_ahead = False  # once true, it stays true: reading ahead hides the waits from these times
     with contextlib.suppress(EOFError, OSError):  # the training process closed its end, or died
         while True:
             while not tasks or pipe.poll():
                 tasks.append(pipe.recv())
-            following: list[int] = []
-            if reads_ahead:
-                same = [task.samples[:, 1] for task in tasks if task.ring == tasks[0].ring]
-                following = np.concatenate(same).tolist()
-            reply = run_task(tasks.pop(0), rings, following)
-            pipe.send(reply)
-            excess = max(0.0, reply.storage_seconds - reply.core_seconds) / max(1, reply.rows)
-            mean_excess += (excess - mean_excess) / 10
-            if mean_excess > WAIT_SECONDS:
-                reads_ahead = True
+            same = [task.samples[:, 1] for task in tasks if task.ring == tasks[0].ring]
+            following = np.concatenate(same).tolist()
+            pipe.send(run_task(tasks.pop(0), rings, following))
 
 
 def _unblock_signals(_: object) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from conf.errors import UserError
 from engine.log.observer import ObservedRun, Observer
-from engine.log.verdict import Verdict
 from pipeline.feed.batch import Batch
 from tests.helpers.results import rows
 from tests.helpers.small_run import run
@@ -101,9 +100,7 @@ def test_an_epoch_with_the_same_bottleneck_prints_no_verdict(
     image_root, tmp_path, monkeypatch, capsys
 ):
     # Five epochs, and the run: its verdict is printed after the last epoch.
-    causes = ["a", "a", "", "b", "c", "c"]
-    sentences = [("a: 1.",), ("a: 2.",), (), ("b: 3.",), ("c: 4.",), ("c: 5.",)]
-    verdicts = map(Verdict, causes, sentences)
-    monkeypatch.setattr("engine.log.runlog.judge", lambda *_: next(verdicts))
+    verdicts = iter([["a: 1."], ["a: 2."], [], ["b: 3."], ["c: 4."], ["c: 5."]])
+    monkeypatch.setattr("engine.log.runlog.verdict_of", lambda *_: next(verdicts))
     run(image_root, tmp_path / "run", "train.epochs=5")
     assert re.findall(r"verdict +(.*)", capsys.readouterr().out) == ["a: 1.", "b: 3.", "c: 5."]
