@@ -11,7 +11,6 @@ For image files with a number instead of a class, override `fields` and `targets
 
 import hashlib
 import random
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,12 +34,8 @@ from pipeline.data.listing import THREADS
 
 T = TypeVar("T")
 
-MOST_AHEAD = 64  # files that a worker reads at a time
-READERS = ThreadPoolExecutor(MOST_AHEAD)  # starts its threads when it needs them
-# A longer wait for a file, as a mean of about MEAN_FILES, doubles the number of files to read at a
-# time. A local file takes less than 0.1 ms; a thread's read costs 0.1 to 0.2 ms of a core.
-WAIT_SECONDS = 5e-4
-MEAN_FILES = 100
+READ_AHEAD = 64  # most files that a worker reads at a time
+READERS = ThreadPoolExecutor(READ_AHEAD)  # starts threads when it needs them
 SAMPLED = 256  # files of a split whose sizes are part of its fingerprint
 NOTED = 32  # files at which `notes` looks
 
@@ -101,7 +96,7 @@ class Dataset(ABC):
         yield from map(int, chain(same[position + 1 :], same[:position]))  # few are asked for
 
     def read_ahead(self, indices: Sequence[int]) -> None:  # noqa: B027 - few datasets have files
-        """Begin to read some of these samples, the next ones in order, if storage is slow."""
+        """Begin to read the files of these samples, because the worker waits for storage."""
 
     def mean_bytes(self) -> float:
         """Return the mean file size in bytes; 0 if there are no files."""
@@ -126,8 +121,6 @@ class FolderDataset(Dataset):
     def __post_init__(self) -> None:
         self.decoder = decode.resolve(self.decoder)
         self._ahead: dict[int, Future[bytes]] = {}
-        self._num_ahead = 0  # files to read at a time; 0 reads each when it is needed
-        self._wait = 0.0  # mean seconds for which `read` waits
 
     def __len__(self) -> int:
         return len(self.index)
@@ -168,22 +161,16 @@ class FolderDataset(Dataset):
 
     def read(self, index: int) -> bytes:
         """Return the content of a file. Raises UnreadableError if it cannot be read."""
-        began = time.perf_counter()
         begun = self._ahead.pop(index, None)
         try:
-            content = self.index.read(index) if begun is None else begun.result()
+            return self.index.read(index) if begun is None else begun.result()
         except OSError as error:
             raise UnreadableError(describe(error)) from error
-        self._wait += (time.perf_counter() - began - self._wait) / MEAN_FILES
-        if self._wait > WAIT_SECONDS:
-            self._num_ahead = min(MOST_AHEAD, max(4, 2 * self._num_ahead))
-            self._wait = 0.0
-        return content
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         earlier = self._ahead
         self._ahead = {}
-        for index in indices[: self._num_ahead]:
+        for index in indices:
             self._ahead[index] = earlier.get(index) or READERS.submit(self.index.read, index)
 
     def name(self, index: int) -> str:

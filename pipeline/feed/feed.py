@@ -118,7 +118,7 @@ def open_feed(
         workers = num_cores
     max_workers = workers
     if is_measured(config, world.device):
-        max_workers = 2 * num_cores  # those that wait for storage need no core
+        max_workers = 2 * (num_cores + 1)  # those that wait for storage need no core
     batch_size = config.loader.batch_size
     of_world = {"batch_size": batch_size, "rank": world.rank, "world_size": world.size}
     labels = datasets.train.labels if config.train.class_weights == "sampled" else None

@@ -20,7 +20,7 @@ def small(*overrides: str) -> Config:
     ("workers", "modes", "measured", "counts"),
     [
         # active workers, the most workers, slots
-        ("auto", ("cpu", "gpu"), True, (3, 6, 24)),
+        ("auto", ("cpu", "gpu"), True, (3, 8, 30)),
         ("auto", ("gpu",), False, (3, 3, 15)),
         ("1", ("cpu", "gpu"), False, (1, 1, 9)),
         ("0", ("cpu",), False, (0, 0, 4 + 1 + 2)),

@@ -150,14 +150,15 @@ def test_workers_compute_in_one_thread_and_draw_different_numbers(monkeypatch):
 
 
 def test_a_worker_that_waits_for_storage_reads_ahead(image_root, monkeypatch):
-    """At most MOST_AHEAD files, also of the tasks that follow; the images are the same."""
+    """Twice as many after each task, also of the task after it; the images are the same."""
 
     class Ahead(FolderDataset):
         def targets(self, *_):
             return {"label": len(self._ahead)}
 
-    monkeypatch.setattr("pipeline.data.dataset.WAIT_SECONDS", -1.0)  # every read waits longer
-    monkeypatch.setattr("pipeline.data.dataset.MOST_AHEAD", 8)
+    monkeypatch.setattr("pipeline.feed.worker.WAIT_SECONDS", -1.0)  # every task waits longer
+    monkeypatch.setattr("pipeline.feed.worker.FIRST_AHEAD", 4)
+    monkeypatch.setattr("pipeline.feed.worker.READ_AHEAD", 8)
     plain = crops(image_root / "train")
     plain.epoch = 5
     ring = Ring(Ahead(plain.index, plain.transform, seed=7), local_batch_size=8, slots=3)
@@ -166,30 +167,9 @@ def test_a_worker_that_waits_for_storage_reads_ahead(image_root, monkeypatch):
         pool.activate(1)
         pool.wait([pool.submit(Task(0, n, 0, samples[8 * n : 8 * n + 8])) for n in range(3)])
     ahead = ring.memory["label"].array.ravel().tolist()
-    assert ahead[:2] == [0, 3]
-    assert ahead[8:] == 9 * [7] + [6, 5, 4, 3, 2, 1, 0]
+    assert ahead == 8 * [0] + 8 * [3] + [7, 6, 5, 4, 3, 2, 1, 0]
     for index, image in enumerate(ring.memory["image"].array.reshape(24, SIZE, SIZE, 3)):
         assert np.array_equal(image, plain[index]["image"])
-
-
-@pytest.mark.parametrize(("seconds", "ahead"), [(1e-4, 7 * [0]), (0.02, [0, 0, 4, 4, 4, 8, 8])])
-def test_files_are_read_ahead_where_they_are_waited_for(
-    image_root, clock, monkeypatch, seconds, ahead
-):
-    """A local file costs no thread."""
-    dataset = crops(image_root / "train")
-    content = dataset.index.read(0)
-
-    def read(*_: object) -> bytes:
-        clock.now += seconds
-        return content
-
-    monkeypatch.setattr(ImageFolder, "read", read)
-    found = []
-    for _ in range(7):
-        dataset.read(0)
-        found.append(dataset._num_ahead)
-    assert found == ahead
 
 
 def test_what_is_read_ahead_is_read_once(changeable, monkeypatch):
@@ -197,7 +177,6 @@ def test_what_is_read_ahead_is_read_once(changeable, monkeypatch):
     contents = [dataset.read(index) for index in range(2)]
     Path(dataset.name(2)).unlink()
     monkeypatch.setattr(ImageFolder, "read", lambda *place: places.append(place) or read(*place))
-    dataset._num_ahead = 4
     dataset.read_ahead(range(3))
     assert [dataset.read(index) for index in range(2)] == contents
     with pytest.raises(UnreadableError, match=rf"^{dataset.name(2)}: FileNotFoundError: "):
