@@ -28,6 +28,7 @@ from pipeline.data.index import Index, Storage, find_split
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of workers, up to twice the cores
 SETTLE_SECONDS = 1.0  # after a change of the number
+START_SECONDS = 5.0  # of workers that `auto` adds, and until they read ahead
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ def opened(words: list[str], workers: str | int) -> Iterator[tuple[Any, Iterator
             yield opened_feed, (len(batch.samples) for batch in source.batches(0, sys.maxsize))
 
 
-def measure(sizes: Iterator[int], seconds: float) -> float:
+def measure(sizes: Iterator[int], seconds: float, settle: float = SETTLE_SECONDS) -> float:
     """Return images/s, from the end of one batch to the end of another."""
     began = time.perf_counter()
-    while time.perf_counter() - began < SETTLE_SECONDS:
+    while time.perf_counter() - began < settle:
         next(sizes)
     images = 0
     began = time.perf_counter()
@@ -103,8 +104,9 @@ def compare(words: list[str], options: argparse.Namespace, cores: int) -> None:
     for turn in range(1, options.rounds + 1):
         with opened(words, "auto") as (feed, sizes):
             chosen = f"{feed.pool.active} {feed.decoder_name}"
-            rates["auto"].append(measure(sizes, options.seconds))
+            rates["auto"].append(measure(sizes, options.seconds, START_SECONDS))
         with opened(words, numbers[-1]) as (feed, sizes):
+            measure(sizes, 0.0, START_SECONDS)
             for number in numbers:
                 feed.pool.activate(number)
                 rates[number].append(measure(sizes, options.seconds))
