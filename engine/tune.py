@@ -41,7 +41,7 @@ class Tuner:
         self.say = say
 
     def start(self, train_on_batch: StepGraph, first_step: int) -> None:
-        """Measure, and set mode and workers of the feed. Changes the state. Collective."""
+        """Measure, then set the feed's mode and workers. Changes the state. Collective."""
         feed = self.feed
         batch = next(feed.train.batches(first_step, first_step + 1)).clone()
         feed.step_rate = self.measure_step(train_on_batch, batch)
@@ -66,7 +66,7 @@ class Tuner:
         return len(batch.samples) / seconds
 
     def choose_mode(self, first_rate: float, first_step: int) -> str:
-        """Return the first mode if its rate is enough on all ranks, else the faster. Collective."""
+        """Return the first mode if it is fast enough on all ranks, else the faster. Collective."""
         modes = self.feed.datasets.decode_modes
         num_modes = min(self.world.all_gather(len(modes)))  # a rank may lack engines
         share = self.smallest_share(first_rate)
@@ -81,9 +81,9 @@ class Tuner:
         return min(self.world.all_gather(rate / self.feed.step_rate))
 
     def measure_mode(self, mode: str, first_step: int) -> StepTimes:
-        """Return the images/s of all workers in a mode, and the times of one; 0 if it fails here.
+        """Return the images/s of all workers in a mode, and the times of one; 0 if the mode fails.
 
-        In the CPU's mode, as if no worker waited for storage: often, only the first epoch does.
+        The images/s of the CPU's mode are without storage waits, because more workers hide them.
         """
         feed = self.feed
         feed.set_decode_mode(mode)
@@ -103,16 +103,13 @@ class Tuner:
 
 
 def workers_for(times: StepTimes, num_cores: int, step_rate: float) -> int:
-    """Return how many workers keep the cores busy, if they decode the images.
+    """Return the number of workers that keeps the cores busy while the CPU decodes.
 
-    Args:
-        times: of a worker, and images/s of `num_cores` workers that do not wait for storage.
-        num_cores: without the core of the training process, which needs none while it waits.
-        step_rate: images/s of the step.
+    `times`: images/s of `num_cores` workers without storage waits, and the times of one of them.
     """
     if times.images_per_second < ENOUGH_ON_CPU * step_rate:
-        num_cores += 1
-    waiting = times.image_storage_ms / max(times.image_cpu_ms, 1e-6)  # where nothing reads ahead
+        num_cores += 1  # the training process waits for images and leaves its core idle
+    waiting = times.image_storage_ms / max(times.image_cpu_ms, 1e-6)  # without read-ahead
     return round(num_cores * (1 + waiting))
 
 

@@ -54,7 +54,7 @@ class RunLog:
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self._times: list[StepTimes] = []  # one for each log row of this start
         self._epoch_began = 0  # how many of them are of earlier epochs
-        self._cause = ""  # what limited the newest epoch that was judged
+        self._cause = ""  # of the newest epoch with a verdict
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
         self._observers = Observers(self.tracker)
         self.world.on_rank_0(lambda: self._observers.start(self))
@@ -62,7 +62,7 @@ class RunLog:
         self.tracker.print(console.header(self.metrics))
         self._began = time.monotonic()
         step = self.state.step
-        # The first steps compile, so that no time counts them.
+        # No time counts the first steps, because they compile.
         self._warm_step = step + (FIRST_STEPS if self.world.device.type == "cuda" else 1)
         # After a resume, less than half the steps of a row would look like a changed loss.
         every = self.schedule.log_every
@@ -110,7 +110,7 @@ class RunLog:
         return self.row
 
     def _judge_epoch(self) -> None:
-        """Print what limited the epoch, if it is something new; `finish` does it at the end."""
+        """Print the epoch's verdict if its cause is new; `finish` prints the last one."""
         rows = self._times[self._epoch_began :]
         self._epoch_began = len(self._times)
         with self.pause():
@@ -132,7 +132,7 @@ class RunLog:
 
     @contextmanager
     def pause(self, doing: str = "epoch") -> Iterator[None]:
-        """Leave the block out of images/s and of the time of a step; the bar says what it does."""
+        """Exclude the `with` block from images/s and step times; the bar shows `doing`."""
         self._pause_began = time.monotonic()
         with self.feed.train.clock.pause():
             self._bar.set_description(doing)
@@ -159,8 +159,8 @@ class RunLog:
         gpu = self._monitor.sample()
         times = self.feed.step_times(interval.steps, skip=skip)
         times = times._replace(throttled_fraction=self._monitor.throttled)
-        is_first = skip >= interval.steps
-        self._times.append(StepTimes() if is_first else times)  # of 0 seconds, so not judged
+        is_compiling = skip >= interval.steps
+        self._times.append(StepTimes() if is_compiling else times)  # 0 seconds have no weight
         row = train_row(interval.step, interval.means, times, self.schedule, self.feed.pool.active)
         row |= gpu | memory_figures(self.feed.pool.pids, self.world.device)
         self._write(row)

@@ -1,6 +1,6 @@
-"""The GPU and the memory during training: NVML, CUDA's allocator, the processes.
+"""GPU and memory figures during training, from NVML, CUDA's allocator and the processes.
 
-Telemetry never stops training: what cannot be queried is left out.
+Telemetry never stops training: a figure that cannot be queried is skipped.
 """
 
 import logging
@@ -30,12 +30,12 @@ QUERIES: dict[str, Callable[[Any, Any], Any]] = {
 class GpuMonitor:
     """Samples one GPU through NVML (nvidia-ml-py); reports nothing without NVML.
 
-    Torch's functions, as torch.cuda.utilization, give no reasons for lower clocks, and may ask
-    another GPU: CUDA's order of GPUs is not NVML's. The UUID is the same.
+    Functions such as torch.cuda.utilization return no reasons for lower clocks, and may query a
+    different GPU, because the indices of CUDA and NVML differ. The UUID is the same.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.throttled = False  # at the newest sample, by one of FAULTS
+        self.throttled = False  # by one of FAULTS, at the newest sample
         self._nvml: Any = None
         if device.type != "cuda":
             return
@@ -51,12 +51,12 @@ class GpuMonitor:
             logger.warning(text + "nvidia-ml-py (pip install nvidia-ml-py)", error)
 
     def sample(self) -> dict[str, float]:
-        """Return the present values by TensorBoard tag; utilisation in percent."""
+        """Return the current values by TensorBoard tag; utilization in percent."""
         values: dict[str, float] = {}
         if self._nvml is None:
             return values
         for tag, query in QUERIES.items():
-            with suppress(Exception):  # this GPU, driver or nvidia-ml-py does not support it
+            with suppress(Exception):  # not supported by this GPU, driver or nvidia-ml-py
                 values[tag] = query(self._nvml, self._gpu)
         with suppress(Exception):  # this name exists in old and new drivers
             reasons = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._gpu)

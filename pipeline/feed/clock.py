@@ -42,7 +42,7 @@ class BatchEvents:
     begin: Any = None  # the step begins: its batch is ready
     ready: Any = None  # all ranks have their batches
     end: Any = HostEvent()  # the step has ended; at first, there is none to wait for
-    gpu_idle: bool = False  # before the step began, the GPU had finished all its work
+    gpu_idle: bool = False  # the GPU had finished all its work before the step began
 
 
 class StepClock:
