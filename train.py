@@ -109,7 +109,7 @@ def train(config: Config) -> dict[str, Any]:
         first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         # fit_memory may reduce the micro-batch: of train_on_batch, and of the schedule it returns.
         schedule = fit_memory(schedule, train_on_batch, state, world, first_batches)
-        tuner = tune_loader(feed, train_on_batch, state, run, tracker.print)
+        tune_loader(feed, train_on_batch, state, run, tracker.print)
         run.note_measured(schedule.fitted_micro_batch, feed.decode_mode)
         log = RunLog(feed, schedule, compute, train_on_batch, state, run, tracker, parts.metrics)
         enter(garbage_collection_paused())
@@ -125,7 +125,6 @@ def train(config: Config) -> dict[str, Any]:
             due = schedule.due(state.step)  # log, epoch, validate, save
             row = log.end_step(values, due)
             check_loss(row, run.path)  # the newest row, usually of an earlier step
-            tuner.follow(log.timed_rows)  # loader.workers=auto: more or fewer workers
             if due.validate:
                 validate(log, stop)
             if due.save:
