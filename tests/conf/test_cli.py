@@ -15,8 +15,7 @@ import yaml
 
 from conf import cli
 from conf.compose import from_overrides
-from conf.overrides import SECTIONS
-from conf.schema import FIELDS, FOLDER, Config, config_values, group_names, sentences
+from conf.schema import FIELDS, FOLDER, SECTIONS, Config, config_values, group_names, sentences
 from tests.conf.refused import DATA
 from tests.helpers.processes import (
     ROOT,
@@ -47,7 +46,7 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path)
         assert choices.split("=")[1].replace("|", " ").split() == group_names(group)
     for name, field in FIELDS.items():
         (line,) = (line for line in lines if line[2:].startswith(f"{name}="))
-        assert line[:2] == ("* " if field.metadata["in_identity"] else "  ")
+        assert line[:2] == ("* " if field.metadata["affects_result"] else "  ")
         assert line.endswith(" " + sentences()[name])
     assert sentences()["optim.lr"].startswith("peak learning rate for the global batch; it is")
     imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
