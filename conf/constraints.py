@@ -18,52 +18,31 @@ class Constraint(NamedTuple):
     choices: tuple[str, ...] = ()  # names, one of which a misspelt one may mean
 
     def __or__(self, other: "Constraint") -> "Constraint":
-        return Constraint(
-            lambda value: self.check(value) or other.check(value),
-            f"{self.description} or {other.description}",
-            self.choices + other.choices,
-        )
+        description = f"{self.description} or {other.description}"
+        choices = self.choices + other.choices
+        return Constraint(lambda v: self.check(v) or other.check(v), description, choices)
 
 
 def choice(*choices: str) -> Constraint:
     return Constraint(lambda value: value in choices, " or ".join(choices), choices)
 
 
-def _number(lower: float, upper: float, description: str, *types: type) -> Constraint:
+def interval(lower: float, upper: float = FLOAT32_MAX) -> Constraint:
+    return _numbers(lower, upper, f"a number >= {lower:g}", int, float)
+
+
+def greater_than(lower: float, upper: float = FLOAT32_MAX) -> Constraint:
+    return _numbers(math.nextafter(lower, upper), upper, f"a number > {lower:g}", int, float)
+
+
+def integer_interval(lower: int, upper: float = FLOAT32_MAX) -> Constraint:
+    return _numbers(lower, upper, f"a whole number >= {lower}", int)
+
+
+def _numbers(lower: float, upper: float, description: str, *types: type) -> Constraint:
+    if upper < FLOAT32_MAX:
+        description = f"{description} and <= {upper:.10g}"
     return Constraint(lambda value: type(value) in types and lower <= value <= upper, description)
-
-
-def interval(lower: float, upper: float) -> Constraint:
-    description = f"a number >= {lower:g} and <= {upper:.10g}"
-    return _number(lower, upper, description, int, float)
-
-
-def half_open_interval(lower: float, upper: float) -> Constraint:
-    description = f"a number >= {lower:g} and < {upper:g}"
-    return _number(lower, math.nextafter(upper, lower), description, int, float)
-
-
-def greater_than(lower: float) -> Constraint:
-    return _number(
-        math.nextafter(lower, math.inf), FLOAT32_MAX, f"a number > {lower:g}", int, float
-    )
-
-
-def greater_than_eq(lower: float) -> Constraint:
-    return _number(lower, FLOAT32_MAX, f"a number >= {lower:g}", int, float)
-
-
-def positive_up_to(upper: float) -> Constraint:
-    description = f"a number > 0 and <= {upper:.10g}"
-    return _number(math.nextafter(0, 1), upper, description, int, float)
-
-
-def integer_interval(lower: int, upper: int) -> Constraint:
-    return _number(lower, upper, f"a whole number >= {lower} and <= {upper}", int)
-
-
-def integer_greater_than_eq(lower: int) -> Constraint:
-    return _number(lower, FLOAT32_MAX, f"a whole number >= {lower}", int)
 
 
 def list_of(item: Constraint, shortest: int = 1, longest: float = math.inf) -> Constraint:
@@ -79,7 +58,7 @@ def list_of(item: Constraint, shortest: int = 1, longest: float = math.inf) -> C
 
 def ordered_pair(upper: float) -> Constraint:
     """Two numbers with 0 < low <= high <= upper."""
-    pair = list_of(positive_up_to(upper), 2, 2)
+    pair = list_of(greater_than(0, upper), 2, 2)
     description = f"two numbers, 0 < low <= high <= {upper:g}"
     return Constraint(lambda values: pair.check(values) and values[0] <= values[1], description)
 
@@ -88,6 +67,5 @@ BOOLEAN = Constraint(lambda value: type(value) is bool, "true or false")
 NULL = Constraint(lambda value: value is None, "null")
 AUTO = choice("auto")
 POSITIVE = greater_than(0)
-NONNEGATIVE = greater_than_eq(0)
-POSITIVE_INTEGER = integer_greater_than_eq(1)
+POSITIVE_INTEGER = integer_interval(1)
 UNIT_INTERVAL = interval(0, 1)

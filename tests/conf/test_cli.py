@@ -1,5 +1,6 @@
 """The command line: composing, --help, --cfg job."""
 
+import csv
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import yaml
 
 from conf import cli
 from conf.compose import from_overrides
+from conf.overrides import answer_to
 from conf.schema import FIELDS, FOLDER, SECTIONS, Config, config_values, group_names, sentences
 from tests.conf.refused import DATA
 from tests.helpers.processes import (
@@ -58,6 +60,11 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path)
 def test_flags_of_other_trainers_are_answered_with_keys_that_exist():
     answers = (FOLDER / "flags.csv").read_text()
     assert set(re.findall(r"\b([a-z]+\.[a-z_]+)=", answers)) <= FIELDS.keys()
+    # The long options of each trainer
+    with Path(__file__).with_name("options.csv").open(newline="", encoding="utf-8") as file:
+        options = {word for row in csv.DictReader(file) for word in row["options"].split()}
+    assert {option for option in options if not answer_to(option)} == set()
+    assert "BatchNorm" in answer_to("--bn-momentum")
 
 
 def test_section_help():
