@@ -26,8 +26,8 @@ def is_object_name(value: Any) -> bool:
 def module_files(value: str) -> list[Path]:
     """Return the file of this checkout that is the module of `module:name`, or no file."""
     path = ROOT.joinpath(*value.partition(":")[0].split("."))
-    files = path.with_suffix(".py"), path / "__init__.py"
-    return [file for file in files if file.is_file() and file.resolve().is_relative_to(ROOT)]
+    files = filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py"))
+    return [file for file in files if file.resolve().is_relative_to(ROOT)]
 
 
 def object_names_in(value: Any) -> set[str]:

@@ -5,6 +5,7 @@ An import would load torch, and answer a misspelled name some seconds later.
 
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
@@ -12,57 +13,49 @@ from conf.errors import UserError, did_you_mean
 from conf.named import module_files, split_entry
 from conf.schema import Config
 
-NO_TRANSFORM = "{}: there is no transform {}; choose from {}"
-NO_METRIC = (
-    "{}={}: a validation has no such value; give one of {}, with - in front if lower is better"
-)
-NO_MODEL = "{0}={1}: no such model; write timm/{1} for a model of timm, module:function for yours"
-# Key -> its table, and the error of a name that is not in it, of (key, name, names)
+TRANSFORM = "{0}: there is no transform {1}; choose from {2}"
+METRIC = "a validation has no such value; give one of {2}, with - in front if lower is better"
+MODEL = "no such model; write timm/{1} for a model of timm, module:function for yours; ours: {2}"
+# Key -> its table, and the error of a name that is not in it: {0} key, {1} name, {2} names
 TABLES = {
-    "augment.train": ("pipeline.data.augment:TRANSFORMS", NO_TRANSFORM),
-    "augment.val": ("pipeline.data.augment:TRANSFORMS", NO_TRANSFORM),
-    "augment.batch": ("pipeline.feed.batch_augment:BATCH_TRANSFORMS", NO_TRANSFORM),
-    "train.loss": ("engine.losses:LOSSES", "{}={}: not allowed; give {}"),
-    "train.best_by": ("engine.metrics:METRICS", NO_METRIC),
-    "model.name": ("models.zoo:OURS", NO_MODEL + "; ours: {2}"),
+    "augment.train": ("pipeline.data.augment:TRANSFORMS", TRANSFORM),
+    "augment.val": ("pipeline.data.augment:TRANSFORMS", TRANSFORM),
+    "augment.batch": ("pipeline.feed.batch_augment:BATCH_TRANSFORMS", TRANSFORM),
+    "train.loss": ("engine.losses:LOSSES", "{0}={1}: not allowed; give {2}"),
+    "train.best_by": ("engine.metrics:METRICS", "{0}={1}: " + METRIC),
+    "model.name": ("models.zoo:OURS", "{0}={1}: " + MODEL),
 }
 
 
 def check_names(config: Config) -> list[UserError]:
     """Return the errors of names that no table has; `module:name`, timm/NAME and v2.NAME pass."""
-    others = {
-        "train.best_by": table_names("train:", *config.log.values),  # any text of train.py
-        "model.name": torchvision_models(),
-    }
+    values = map(table_names, ["train:", *config.log.values])  # any text of train.py
+    others = {"train.best_by": [*chain(*values)], "model.name": torchvision_models()}
     errors = []
     for key, (table, text) in TABLES.items():
         names = table_names(table)
         known = names + others.get(key, [])
         value = attrgetter(key)(config)
-        for entry in value if isinstance(value, list) else [value]:
-            name = split_entry(entry, key)[0].removeprefix("-")
-            if name.isidentifier() and name not in known:
-                near = did_you_mean(name, known)
-                errors.append(UserError(text.format(key, name, ", ".join(names)) + near))
+        entries = value if isinstance(value, list) else [value]
+        found = {split_entry(entry, key)[0].removeprefix("-") for entry in entries}
+        for name in sorted({*filter(str.isidentifier, found)}.difference(known)):
+            wrong = text.format(key, name, ", ".join(names)) + did_you_mean(name, known)
+            errors.append(UserError(wrong))
     return errors
 
 
 @cache
-def table_names(*tables: str) -> list[str]:
-    """Return the names in tables `module:TABLE`: the quoted words of statements that begin so."""
-    words: list[str] = []
-    for table in tables:
-        name = table.partition(":")[2]
-        text = module_files(table)[0].read_text(encoding="utf-8")
-        statements = [part.partition("}\n")[0] for part in text.split(f"\n{name}")[1:]]
-        words += " ".join(statements).split('"')[1::2]
-    return [*filter(str.isidentifier, words)]
+def table_names(table: str) -> list[str]:
+    """Return the names in `module:TABLE`: the quoted words of the statements that begin so."""
+    text = module_files(table)[0].read_text(encoding="utf-8")
+    parts = text.split("\n" + table.partition(":")[2])[1:]
+    statements = " ".join(part.partition("}\n")[0] for part in parts)
+    return [*filter(str.isidentifier, statements.split('"')[1::2])]
 
 
 @cache
 def torchvision_models() -> list[str]:
-    """Return the functions of torchvision.models that are decorated, as all that build one are."""
+    """Return the decorated functions of torchvision.models: all that build a model are."""
     folder = Path(find_spec("torchvision").origin).with_name("models")  # type: ignore
-    files = folder.glob("*.py")
-    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    text = b"\n".join(map(Path.read_bytes, folder.glob("*.py"))).decode()
     return [part.partition("(")[0] for part in text.split(")\ndef ")[1:]]
