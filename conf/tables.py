@@ -3,6 +3,7 @@
 An import would load torch, and answer a misspelled name some seconds later.
 """
 
+from collections.abc import Collection
 from functools import cache
 from importlib.util import find_spec
 from itertools import chain
@@ -27,12 +28,16 @@ TABLES = {
 }
 
 
-def check_names(config: Config) -> list[UserError]:
-    """Return the errors of names that no table has; `module:name`, timm/NAME and v2.NAME pass."""
+def check_names(config: Config, stored: Collection[str]) -> list[UserError]:
+    """Return the errors of names that no table has; `module:name`, timm/NAME and v2.NAME pass.
+
+    stored: keys that a checkpoint holds. Another version may have had their names.
+    """
     values = map(table_names, ["train:", *config.log.values])  # any text of train.py
     others = {"train.best_by": [*chain(*values)], "model.name": torchvision_models()}
     errors = []
-    for key, (table, text) in TABLES.items():
+    for key in sorted(TABLES.keys() - stored):
+        table, text = TABLES[key]
         names = table_names(table)
         known = names + others.get(key, [])
         value = attrgetter(key)(config)
