@@ -27,7 +27,7 @@ def module_files(value: str) -> list[Path]:
     """Return the file of this checkout that is the module of `module:name`, or no file."""
     path = ROOT.joinpath(*value.partition(":")[0].split("."))
     files = filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py"))
-    return [file for file in files if file.resolve().is_relative_to(ROOT)]
+    return [*filter(lambda file: file.resolve().is_relative_to(ROOT), files)]
 
 
 def object_names_in(value: Any) -> set[str]:

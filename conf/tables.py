@@ -39,6 +39,8 @@ def check_names(config: Config, stored: Collection[str]) -> list[UserError]:
     for key in sorted(TABLES.keys() - stored):
         table, text = TABLES[key]
         names = table_names(table)
+        if not names:  # the table is written in another way
+            continue
         known = names + others.get(key, [])
         value = attrgetter(key)(config)
         entries = value if isinstance(value, list) else [value]

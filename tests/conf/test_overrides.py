@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from conf import cli
+from conf import cli, tables
 from conf.compose import from_overrides
 from conf.overrides import read_overrides
 from conf.schema import FIELDS
@@ -75,6 +75,11 @@ def test_unknown_names_are_refused_without_importing_torch():
     errors = [line for line in done.stderr.splitlines() if line.startswith("train.py")]
     assert (done.returncode, len(errors)) == (2, 4), done.stderr
     assert not re.search(r"\| +(torch|torchvision)$", done.stderr, re.MULTILINE)
+
+
+def test_a_table_that_cannot_be_read_is_not_checked(monkeypatch):
+    monkeypatch.setitem(tables.TABLES, "train.loss", ("engine.losses:NO_TABLE", ""))
+    assert from_overrides([DATA, "train.loss=focal"]).train.loss == "focal"
 
 
 @pytest.mark.parametrize("name", ["timm/any", "models.vit:vit_s16", "regnet_y_400mf", "vit_s16"])
