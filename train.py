@@ -5,8 +5,8 @@
 
 This file contains the algorithm from top to bottom: the loop, the step, its loss, the validation.
 models/ has the networks. Fork this file: no module that it imports depends on it. Scripts call
-`resolve_config`, the functions `build_...`, `validation_values` and `predictions`. All ranks must
-call what is marked "Collective.", at the same step.
+`resolve_config`, the functions `build_...`, `forward`, `validation_values` and `predictions`. All
+ranks must call what is marked "Collective.", at the same step.
 """
 
 if __name__ == "__main__":
@@ -141,7 +141,8 @@ def build_step(
 ) -> StepGraph:
     """Return what runs `train_step` on a batch; on a GPU, it replays a CUDA graph. Collective."""
     config = schedule.config
-    network = world.wrap(state.model, compute.image_shape)
+    example = Batch.zeros(compute.fields, world.device)
+    network = world.wrap(state.model, partial(forward, batch=example))
     # Not earlier: a search takes seconds, too long for the one example of `build_parts`.
     torch.backends.cudnn.benchmark = is_search_worthwhile(config, schedule.stop_step)
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
@@ -229,6 +230,15 @@ def build_loss(config: Config, datasets: Datasets, compute: Compute) -> Loss:
     return loss_fn
 
 
+def forward(network: nn.Module, batch: Batch) -> Tensor:
+    """Call the network. Training, validation, prediction and export call it only here.
+
+    A network with a second input takes a second field of the batch, such as `batch["age"]`.
+    """
+    outputs: Tensor = network(batch["image"])
+    return outputs
+
+
 def training_loss(
     network: nn.Module, batch: Batch, criterion: Criterion = nn.functional.cross_entropy
 ) -> tuple[Tensor, Values]:
@@ -244,7 +254,7 @@ def training_loss(
     """
     labels = batch["label"]
     targets = batch.fields.get(TARGET, labels)
-    logits = network(batch["image"]).float()
+    logits = forward(network, batch).float()
     return criterion(logits, targets), classifier_means(logits, labels)
 
 
@@ -257,12 +267,12 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
         Named values of each sample, [B, ...]. Float values [B] are averaged over the split, except
         `confidence`, `score` and those that are only inputs of a metric (engine/metrics.py).
     """
-    return classifier_values(network(batch["image"]).float(), batch["label"])
+    return classifier_values(forward(network, batch).float(), batch["label"])
 
 
 def predicted_values(network: nn.Module, batch: Batch) -> Values:
     """Return what `predictions` makes of a batch; a start tries it before the training."""
-    return predictions(network(batch["image"]))
+    return predictions(forward(network, batch))
 
 
 def predictions(outputs: Tensor) -> Values:
@@ -358,14 +368,14 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
         datasets = build_datasets(config, world.device, identity.get("decode_mode"))
         build_batch_transforms(config, datasets)  # raises UserError for an invalid list
         schedule = make_schedule(config, len(datasets.train), world, identity)
-        compute = choose_compute(config, datasets, schedule, world.device)
+        compute = choose_compute(config, datasets, schedule, world.device, forward)
         set_up_kernels(config.train.deterministic, compute.precision)
         loss_fn = build_loss(config, datasets, compute)
         state = build_state(config, datasets, compute, world)
         named_observers(config)  # refuses a wrong name
     # Predict and validate zeros, so that mistakes are refused before the training.
     with compute.for_validation():
-        example = Batch.zeros(datasets.train.fields, world.device)
+        example = Batch.zeros(compute.fields, world.device)
         (predicted,) = evaluate([state.model], predicted_values, [example], world)
         check_predicted(predicted.rows, datasets.classes)
         (dry_run,) = evaluate([state.model], validation_values, [example], world)

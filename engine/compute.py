@@ -1,15 +1,16 @@
 """How a device computes a model: operations per image, precision, kernels, torch.compile."""
 
 import gc
+import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
@@ -17,7 +18,11 @@ from conf.errors import UserError, describe
 from conf.schema import Config
 from engine.schedule import Schedule
 from pipeline.data.build import Datasets
-from pipeline.data.field import IMAGE
+from pipeline.data.field import IMAGE, Field
+from pipeline.feed.batch import Batch
+
+# (network, batch) -> the network's outputs: `train.forward`
+Forward = Callable[[nn.Module, Batch], Tensor]
 
 # model.compile=auto compiles for more steps than this. On one H200, ResNet-50 compiles in a minute,
 # at later starts in 11 s, and then saves 18 of the 53 ms of a step of 256 images.
@@ -47,9 +52,9 @@ class Compute:
     channels_last: bool
     compile_mode: str
     rewrite: str | None  # `model.rewrite` where it helps: for compiled bf16 on a GPU
-    image_shape: tuple[int, ...]  # a training image on the device, (..., C, S, S)
+    fields: Mapping[str, Field]  # of a training sample
     parameters: int
-    flops: int  # operations of a forward pass for a training image
+    flops: int  # operations of a forward pass for a training sample
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,10 +85,11 @@ def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False)
 
 
 def choose_compute(
-    config: Config, datasets: Datasets, schedule: Schedule, device: torch.device
+    config: Config, datasets: Datasets, schedule: Schedule, device: torch.device, forward: Forward
 ) -> Compute:
-    """Choose what the config leaves open. Raises UserError if the model cannot take the images."""
-    shape = datasets.train.fields[IMAGE].device_shape
+    """Choose what the config leaves open. Raises UserError if the model cannot take the samples."""
+    fields, val_fields = datasets.train.fields, datasets.val.fields
+    shape = fields[IMAGE].device_shape
     if shape[-1] != config.data.image_size:
         given = f"data.image_size={config.data.image_size}"
         wrong = f"the training images have {shape[-1]} px"
@@ -91,10 +97,9 @@ def choose_compute(
     with torch.device("meta"):  # where the model takes no memory
         model = build_model(config, datasets)
     models.freeze(model, config.model.freeze)  # refuses a wrong name before weights are read
-    flops = count_flops(model, shape)
-    val_shape = datasets.val.fields[IMAGE].device_shape
-    if val_shape != shape:  # fails here, not when it validates
-        count_flops(model, val_shape, key="data.val_size, augment.val")
+    flops = count_flops(model, fields, forward)
+    if val_fields != fields:  # fails here, not when it validates
+        count_flops(model, val_fields, forward, key="data.val_size, augment.val")
     precision = choose_precision(config.train.precision, device)
     steps = schedule.stop_step
     operations = 3 * flops * steps * schedule.local_batch_size  # of this rank, in the whole run
@@ -110,27 +115,39 @@ def choose_compute(
         channels_last=models.use_channels_last(config.model.channels_last, model, device.type),
         compile_mode=mode,
         rewrite=rewrite,
-        image_shape=shape,
+        fields=fields,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         flops=flops,
     )
 
 
-def count_flops(model: nn.Module, shape: Sequence[int], *, key: str = "data.image_size") -> int:
-    """Count the operations of one image's forward pass (a multiply-add counts as two).
+def count_flops(
+    model: nn.Module, fields: Mapping[str, Field], forward: Forward, *, key: str = "data.image_size"
+) -> int:
+    """Count the operations of one sample's forward pass (a multiply-add counts as two).
+
+    Raises UserError if `forward` does not match the model, or the model the images.
 
     Args:
         model: on the meta device; it is set to evaluation, and all of it is frozen.
-        shape: of the image on the device, such as (C, H, W).
-        key: key to name if the model does not take such images, which is a UserError.
+        key: key to name if the model does not take such images.
     """
     model.eval().requires_grad_(False)  # the counter fails at views of parameters
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(torch.empty(1, *shape, device="meta"))
+            forward(model, Batch.zeros(fields, torch.device("meta")))
+    except UserError:  # samples lack a field
+        raise
+    except TypeError as error:
+        if not str(error).startswith(f"{type(model).forward.__qualname__}() "):
+            raise  # an error within the model, whose traceback helps
+        names = ", ".join(inspect.signature(model.forward).parameters)
+        fix = f"change it to call the network with ({names})"
+        raise UserError("forward() in train.py", str(error), fix) from None
     except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
         reason = describe(error).splitlines()[0]
-        wrong = f"the model does not take images of {shape[-1]} px with {shape[-3]} channels"
+        channels, *_, size = fields[IMAGE].device_shape[-3:]
+        wrong = f"the model does not take images of {size} px with {channels} channels"
         raise UserError(key, f"{wrong} ({reason})", "give another, or correct the model") from None
     return int(counter.get_total_flops())
 

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -103,12 +103,13 @@ class World(RankInfo):
         """Copy rank 0's buffers, such as BatchNorm's statistics, to all ranks. Collective."""
         self._copy_from_rank_0(model.buffers())
 
-    def wrap(self, model: nn.Module, image_shape: Sequence[int]) -> nn.Module:
+    def wrap(self, model: nn.Module, call: Callable[[nn.Module], Tensor]) -> nn.Module:
         """Return the module to call in training: the model; with several nodes, DDP around it.
 
         Collective. DDP averages gradients during the backward pass, which hides the time that the
         network between nodes takes. On one node, `average_gradients` is faster: DDP splits the
-        compiled step into several graphs, and copies each gradient. `image_shape`: (..., C, S, S).
+        compiled step into several graphs, and copies each gradient. `call`: call the network with
+        an example.
         """
         if self.size == self.local_size:
             # A model may draw initial weights from another source than torch.
@@ -122,15 +123,14 @@ class World(RankInfo):
         # that the first step after a restart rounds like any other, and a step without averaging
         # waits for no rank. In evaluation mode, they change no buffer and draw no random number.
         network.eval()
-        example = torch.zeros(1, *image_shape, device=self.device)
         parameters = trained(model)
-        gradients = torch.autograd.grad(model(example).sum(), parameters, allow_unused=True)
+        gradients = torch.autograd.grad(call(model).sum(), parameters, allow_unused=True)
         # DDP waits for the gradients of all parameters, also of a head that only training uses.
         unused = [p.sum() for p, grad in zip(parameters, gradients, strict=True) if grad is None]
-        (network(example).sum() + sum(unused)).backward()
+        (call(network).sum() + sum(unused)).backward()
         network.zero_grad(set_to_none=True)
         with network.no_sync():
-            network(example)
+            call(network)
         return models.train_mode(network)
 
     def _copy_from_rank_0(self, tensors: Iterable[Tensor]) -> None:

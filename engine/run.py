@@ -29,7 +29,7 @@ from engine.files import replace_file
 from engine.schedule import Schedule
 from engine.state import TrainState, diverged
 from pipeline.data.build import Datasets
-from pipeline.data.field import IMAGE
+from pipeline.data.field import IMAGE, describe_fields
 from pipeline.data.splits import refuse_inside
 
 logger = logging.getLogger(__name__)
@@ -245,6 +245,7 @@ def checkpoint_metadata(datasets: Datasets, schedule: Schedule, compute: Compute
             "image_size": schedule.config.data.image_size,
             "image_shape": list(image.device_shape),
             "image_dtype": np.dtype(image.dtype).name,
+            "fields": describe_fields(datasets.train.fields),
             "channels_last": compute.channels_last,
             "rewrites_layers": compute.rewrite is not None,
         },

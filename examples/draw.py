@@ -161,6 +161,19 @@ def draw_discs(root: Path) -> None:
     draw_table(root, "path,radius", draw_one)
 
 
+def draw_ages(root: Path) -> None:
+    """A dark or a bright image and an age. The class depends on both, with equal frequencies."""
+
+    def draw_one(rng: Rng) -> tuple[Image.Image, list[str]]:
+        label = int(rng.integers(4))
+        darkest = 20 + 120 * (label // 2)
+        image = Image.fromarray(rng.integers(darkest, darkest + 80, (32, 32, 3), np.uint8))
+        age = rng.uniform(0, 30) + 50 * (label % 2)
+        return image, [f"{age:.1f}", str(label)]
+
+    draw_table(root, "path,age,label", draw_one)
+
+
 def draw_points(root: Path) -> None:
     """A red, a green and a blue point on an image, with their places in pixels."""
 
@@ -214,6 +227,7 @@ def draw_database(root: Path) -> None:
 
 
 DRAWN = {
+    "ages": draw_ages,
     "channels": draw_channels,
     "clips": draw_clips,
     "database": draw_database,

@@ -5,8 +5,9 @@ The state_dict keys are those of the libraries, so that weights can be exchanged
 """
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from conf.errors import UserError, describe, did_you_mean
-from conf.named import create_object, is_object_name
+from conf.named import create_object, import_object, is_object_name
 from conf.schema import show
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
@@ -84,12 +85,24 @@ def _function(name: str, pretrained: bool) -> Create:
     if name in OURS:
         create = OURS[name]
     elif is_object_name(name):
-        create = partial(create_object, name, "model.name", nn.Module)
+        create = partial(_build_named, name)
     else:
         return partial(_build_torchvision, name, pretrained)
     if pretrained:
         raise UserError("model.weights=pretrained", f"there are none of {name}", "give a file")
     return create
+
+
+def _build_named(name: str, num_classes: int, size: int, **options: Any) -> nn.Module:
+    """Call a function of this checkout; one that requires no second argument may omit the size."""
+    create = import_object(name, "model.name")
+    arguments = [num_classes, size]
+    with suppress(TypeError, ValueError):  # it requires two, or `create_object` reports it
+        signature = inspect.signature(create)
+        signature.bind(num_classes)
+        if "image_size" not in signature.parameters:
+            arguments.pop()
+    return cast("nn.Module", create_object(name, "model.name", nn.Module, *arguments, **options))
 
 
 def _build_torchvision(

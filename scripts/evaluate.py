@@ -88,18 +88,20 @@ class Evaluated:
 
 
 def chosen_outputs(
-    network: nn.Module, images: Tensor, *, places: Tensor | None, count: int, flip: bool
+    network: nn.Module, *inputs: Tensor, places: Tensor | None, count: int, flip: bool
 ) -> Tensor:
     """Return some of the outputs of a network, [B, ...].
 
     Args:
+        inputs: of the network; those of 4 or more dimensions are images.
         places: of the outputs to return, int64 [K]; None for all.
         count: number of outputs that `places` needs: one for each class of the network.
         flip: float32 mean over an image and its mirror image; outputs [B, ..., H, W] are mirrored.
     """
-    outputs: Tensor = network(images)
+    outputs: Tensor = network(*inputs)
     if flip:
-        mirrored = network(images.flip(-1)).float()
+        flipped = [value.flip(-1) if value.ndim >= 4 else value for value in inputs]
+        mirrored = network(*flipped).float()
         if mirrored.ndim > 3:
             mirrored = mirrored.flip(-1)
         outputs = (outputs.float() + mirrored) / 2
@@ -135,12 +137,12 @@ def evaluate_checkpoint(
     if real is not None:
         labels = read_real(real, datasets.val, names)
     size = datasets.val.fields[IMAGE].device_shape[-1]
-    trained.check_size(size)
+    trained.check(datasets.val.fields)
     model = trained.build(device)
     kept = None
     if places != list(range(trained.num_classes)):
         kept = torch.tensor(places, device=device)
-    network: Any = model  # itself, where that is enough: a fork may call it with more inputs
+    network: Any = model
     if flip or kept is not None:
         count = trained.num_classes
         network = partial(chosen_outputs, model, places=kept, count=count, flip=flip)

@@ -14,8 +14,8 @@ The result computes in fp32. It is written only if it agrees with eager PyTorch 
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -59,6 +59,7 @@ import os
 import tempfile
 import warnings
 from dataclasses import dataclass
+from inspect import Parameter, Signature
 from typing import Any
 
 import numpy as np
@@ -67,10 +68,11 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+import train
 from models.weights import safetensors_metadata
 from pipeline.data.build import build_image_transforms
-from pipeline.data.field import Field
-from pipeline.feed.batch import ImageFormat
+from pipeline.data.field import IMAGE, Field, describe_fields
+from pipeline.feed.batch import Batch, ImageFormat
 from scripts.lib.trained import Trained, open_trained, run_main
 
 CPU = torch.device("cpu")
@@ -92,6 +94,28 @@ class WithPreprocessing(nn.Module):
         return self.network(planes * self.scale + self.shift)
 
 
+class WithFields(nn.Module):
+    """A model as `train.forward` calls it, with an input for each of the fields `names`."""
+
+    def __init__(self, network: nn.Module, preprocessing: nn.Module, names: list[str]) -> None:
+        super().__init__()
+        self.network = network
+        self.preprocessing = preprocessing  # of the image
+
+        def forward(*inputs: Tensor) -> Tensor:
+            fields = dict(zip(names, inputs, strict=True))
+            return call(network, fields | {IMAGE: preprocessing(fields[IMAGE])})
+
+        # torch.export names the inputs by the signature.
+        parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        forward.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        self.forward = forward
+
+
+def call(network: nn.Module, fields: dict[str, Tensor]) -> Tensor:
+    return train.forward(network, Batch(fields, torch.zeros(0, 2), step=0))
+
+
 @dataclass(frozen=True)
 class Job:
     trained: Trained
@@ -105,11 +129,21 @@ class Job:
         highest = Field(self.trained.image_dtype).highest
         return ImageFormat(CPU, data.mean, data.std, highest=highest)
 
+    @cached_property
+    def fields(self) -> dict[str, Field]:
+        """The fields that the network reads."""
+        with torch.device("meta"):
+            return self.trained.inputs(self.trained.on_meta(), self.size)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the inputs of a graph."""
+        return ["images"] if len(self.fields) == 1 else [*self.fields]
+
     @property
     def pixels(self) -> tuple[int, ...]:
         """The shape of an image before normalisation, (..., S, S, C)."""
-        *leading, channels, height, width = self.trained.shape_at(self.size)
-        return (*leading, height, width, channels)
+        return self.fields[IMAGE].shape
 
     @property
     def transforms(self) -> list[Any]:
@@ -130,8 +164,10 @@ class Job:
         config = trained.config
         example = self.example()
         channels = self.pixels[-1]
+        others = describe_fields(self.fields)
+        del others[IMAGE]
         stated_input = {
-            "name": "images",
+            "name": self.names[0],
             "dtype": str(example.dtype).removeprefix("torch."),
             "shape": ["batch", *example.shape[1:]],
             "channels": "RGB" if channels == 3 else channels,
@@ -144,6 +180,7 @@ class Job:
             "highest": self.format.highest,
             "inside": self.inside,
             "input": stated_input,
+            **({"fields": others} if others else {}),
         }
         model = {
             "name": config.model.name,
@@ -241,8 +278,12 @@ def accuracy(trained: Trained) -> str:
 def write_graph(job: Job, model: nn.Module, path: Path) -> None:
     """Write a pt2 or an ONNX file, for batches of any size."""
     graph = WithPreprocessing(model, job.format).eval() if job.inside else model
-    inputs = (job.example(),)
-    shapes = ({0: torch.export.Dim("batch")},)
+    if len(job.fields) > 1:
+        only_image = WithPreprocessing(nn.Identity(), job.format) if job.inside else nn.Identity()
+        graph = WithFields(model, only_image, job.names).eval()
+    example = Batch.zeros(job.fields, CPU, samples=2).fields | {IMAGE: job.example()}
+    inputs = tuple(example.values())
+    shapes = ({0: torch.export.Dim("batch")},) * len(inputs)
     if job.to == "pt2":
         program = torch.export.export(graph, inputs, dynamic_shapes=shapes)
         buffer = io.BytesIO()  # with a path, torch aborts the process if the disk is full
@@ -252,7 +293,7 @@ def write_graph(job: Job, model: nn.Module, path: Path) -> None:
     exported = torch.onnx.export(
         graph,
         inputs,
-        input_names=["images"],
+        input_names=job.names,
         output_names=["logits"],
         dynamic_shapes=shapes,
         dynamo=True,
@@ -274,17 +315,18 @@ def save(job: Job, model: nn.Module, path: Path) -> None:
         write_graph(job, model, path)
 
 
-def open_exported(job: Job, path: Path) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+def open_exported(job: Job, path: Path) -> tuple[Callable[..., Tensor], dict[str, Any]]:
     """Open an exported file as another program would; return the model and the texts, parsed."""
-    predict: Callable[[Tensor], Tensor]
+    predict: Callable[..., Tensor]
     if job.to == "onnx":
         import onnxruntime
 
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         texts = session.get_modelmeta().custom_metadata_map
 
-        def predict(images: Tensor) -> Tensor:
-            return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+        def predict(*inputs: Tensor) -> Tensor:
+            named = dict(zip(job.names, map(Tensor.numpy, inputs), strict=True))
+            return torch.from_numpy(session.run(["logits"], named)[0])
 
     elif job.to == "pt2":
         texts = dict.fromkeys(job.texts(), "")
@@ -293,22 +335,38 @@ def open_exported(job: Job, path: Path) -> tuple[Callable[[Tensor], Tensor], dic
         import timm
 
         texts = safetensors_metadata(path / "model.safetensors")
-        predict = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
+        model = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
+        predict = partial(call_with, job, model)
     else:
         texts = safetensors_metadata(path)
-        predict = open_trained(path).build(CPU)
+        predict = partial(call_with, job, open_trained(path).build(CPU))
     return predict, {name: json.loads(texts[name]) for name in job.texts()}
 
 
+def call_with(job: Job, network: nn.Module, *inputs: Tensor) -> Tensor:
+    """Call a network with a tensor for each field."""
+    return call(network, dict(zip(job.fields, inputs, strict=True)))
+
+
+def in_batches(fields: Mapping[str, Tensor]) -> Iterable[tuple[Tensor, ...]]:
+    """Split the tensor of each field into batches of different sizes."""
+    return zip(*(tensor.split(BATCHES) for tensor in fields.values()), strict=True)
+
+
 @torch.no_grad()
-def compare(job: Job, predict: Callable[[Tensor], Tensor], model: nn.Module) -> str:
-    """Return the largest difference from eager mode on random images; RunError above BOUND."""
-    levels = np.random.default_rng(0).random((sum(BATCHES), *job.pixels))
+def compare(job: Job, predict: Callable[..., Tensor], model: nn.Module) -> str:
+    """Return the largest difference from eager mode on random samples; RunError above BOUND."""
+    rng = np.random.default_rng(0)
+    levels = rng.random((sum(BATCHES), *job.pixels))
     levels *= job.format.highest
     images = torch.from_numpy(levels.astype(job.trained.image_dtype))
-    batches = images.split(BATCHES)
-    eager = torch.cat([model(job.format.normalised(batch)) for batch in batches])
-    exported = torch.cat([predict(job.input(batch)) for batch in batches])
+    samples = Batch.zeros(job.fields, CPU, len(images)).fields
+    for value in samples.values():  # integers are 0 and 1, because larger ones may be bad indices
+        value.copy_(torch.from_numpy(2 * rng.random(value.shape)))
+    plain = in_batches(samples | {IMAGE: job.format.normalised(images)})
+    eager = torch.cat([call_with(job, model, *batch) for batch in plain])
+    inputs = in_batches(samples | {IMAGE: job.input(images)})
+    exported = torch.cat([predict(*batch) for batch in inputs])
     difference = (exported - eager).abs().amax()  # NaN if there is one
     bound = BOUND * eager.abs().amax()
     result = f"largest difference {difference:.2g}, bound {bound:.2g}"
@@ -366,7 +424,7 @@ def export_model(options: argparse.Namespace) -> int:
     if options.to == "hub" and not name.startswith("timm/"):
         raise UserError("--to hub", f"is for models timm/NAME, not {name}", "give safetensors")
     size = build_image_transforms(trained.config.augment.val, "augment.val").image_size
-    trained.check_size(size)
+    trained.check(trained.fields_at(size))
     if options.preprocessing and trained.image_dtype != np.uint8:
         wrong = f"takes uint8, the model was trained on {trained.image_dtype}"
         raise UserError("--preprocessing", wrong, "omit it")

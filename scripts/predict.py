@@ -5,6 +5,8 @@
 
 PATH is an image, a folder (its images, also those in folders below it, sorted), or - for a list on
 standard input, one path per line. loader.workers is the number of threads that decode them.
+If forward() in train.py reads numbers besides the image, PATH is a CSV file: its first row is
+path,NAME,... and each other row has the path of an image and a number for each NAME.
 
 Prints what predictions() in train.py returns for each image, in the order of the paths. A file that
 cannot be read is reported on stderr with the reason; then the exit status is 1.
@@ -47,7 +49,7 @@ if __name__ == "__main__":
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -55,7 +57,7 @@ from torch import Tensor, nn
 
 import train
 from conf import cli
-from conf.errors import UnreadableError, describe
+from conf.errors import UnreadableError, UserError, describe
 from conf.named import import_object
 from conf.schema import override_keys
 from engine.compute import autocast, choose_precision, dtype_of, set_float32_precision
@@ -64,13 +66,13 @@ from engine.files import json_text
 from engine.metrics import check_predicted
 from models.weights import head_of
 from pipeline.data.augment import sample_rng
-from pipeline.data.build import DATASETS, build_image_transforms
+from pipeline.data.build import DATASETS, build_image_transforms, returns_torch_datasets
 from pipeline.data.class_names import readable
 from pipeline.data.dataset import FolderDataset
-from pipeline.data.field import IMAGE
+from pipeline.data.field import IMAGE, Field
 from pipeline.data.index import ImageFolder
 from pipeline.data.listing import LeftOut, contents_of, describe_left_out
-from pipeline.feed.batch import ImageFormat
+from pipeline.feed.batch import Batch, ImageFormat
 from scripts.lib.progress import in_threads, num_cores
 from scripts.lib.trained import Trained, open_trained, run_main
 
@@ -91,7 +93,14 @@ class Result:
     reason: str = ""
 
 
-def find_files(paths: Iterable[str]) -> Iterator[str]:
+class Listed(NamedTuple):
+    """An image to predict."""
+
+    path: str
+    row: Mapping[str, str] = {}  # of a CSV file
+
+
+def find_files(paths: Iterable[str]) -> Iterator[Listed]:
     """Yield the images at all paths; those in a folder as in training, and say what is not read."""
     for path in paths:
         if path == "-":
@@ -100,11 +109,31 @@ def find_files(paths: Iterable[str]) -> Iterator[str]:
         elif os.path.isdir(path):
             others: LeftOut = {}
             images, _ = contents_of(os.fsencode(path), others)
-            yield from map(os.fsdecode, images)
+            yield from map(Listed, map(os.fsdecode, images))
             if others:
                 cli.complain(f"{path}: {describe_left_out(others)}")
+        elif path.endswith(".csv"):
+            yield from read_table(path)
         else:
-            yield path
+            yield Listed(path)
+
+
+def read_table(path: str) -> Iterator[Listed]:
+    """Yield the images of a CSV file, whose paths may be relative to its folder."""
+    with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+        names = next(csv.reader(file), [])
+        if "path" not in names:
+            raise UserError(path, "has no column `path`", "write path,NAME,... in the first row")
+        for row in csv.DictReader(file, names, restval=""):
+            yield Listed(os.path.join(os.path.dirname(path), row["path"]), row)
+
+
+def parse_number(text: str, field: Field) -> np.generic:
+    """Return a number in the dtype of a field. Raises ValueError if the field has other values."""
+    number: np.generic = np.dtype(field.dtype).type(float(text))
+    if field.shape or not np.isclose(number, float(text)):
+        raise ValueError(f"{text} is no {np.dtype(field.dtype)} {[*field.shape]}")
+    return number
 
 
 class Files:
@@ -140,20 +169,28 @@ class Predictor:
         data = config.data
         self.config, self.top, self.device = config, top, device
         self.transform = build_image_transforms(config.augment.val, "augment.val")
-        if self.transform.image_size != trained.image_size:
-            trained.check_size(self.transform.image_size)
+        size = self.transform.image_size
+        if size != trained.image_size:
+            trained.check(trained.fields_at(size))
         self.dataset = dataset_class(data.source)(
             Files(),
             self.transform,
             decoder=config.loader.decoder,
             exif_orientation=data.exif_orientation,
         )
+        channels, expected = self.dataset.fields[IMAGE].shape[-1], trained.image_shape[-3]
+        if channels != expected:
+            wrong = f"expects images of {expected} channels, image files have {channels}"
+            raise UserError(str(trained.path), wrong, "train on RGB images to predict files")
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
         self.precision = choose_precision(config.train.precision, device)
         # Not set_up_kernels: choosing deterministic algorithms imports torch._inductor, which takes
         # 1 s, and batches of several sizes are not worth measuring.
         set_float32_precision(self.precision)
         self.model = trained.build(device)
+        with autocast(device.type, self.precision):
+            self.fields = trained.inputs(self.model, size)
+        self.fields.pop(IMAGE, None)
         self.last_input: list[Tensor] | None = None
         if features:
             self.last_input = watch_head(self.model)
@@ -172,14 +209,15 @@ class Predictor:
         if self.threads == "auto":
             self.threads = num_cores()
 
-    def predict_files(self, paths: Iterable[str]) -> Iterator[list[Result]]:
-        """Yield the results in the order of the paths, a batch at a time.
+    def predict_files(self, files: Iterable[Listed]) -> Iterator[list[Result]]:
+        """Yield the results in the order of the files, a batch at a time.
 
         At most BATCHES_AHEAD + 1 batches of images are in memory. Unreadable files stay in their
-        places. Raises UserError if `train.predictions` does not fit the model.
+        places. Raises UserError if `train.predictions` does not fit the model, or a field that the
+        network reads is missing.
         """
         ahead = BATCHES_AHEAD * self.batch_size
-        loaded = in_threads(max(1, self.threads), self.load, enumerate(paths), ahead)
+        loaded = in_threads(max(1, self.threads), self.load, enumerate(files), ahead)
         batches = iter(lambda: list(islice(loaded, self.batch_size)), [])  # until none is left
         for batch in batches:
             good = [result for result in batch if not result.reason]
@@ -187,14 +225,20 @@ class Predictor:
                 self.predict(good)
             yield batch
 
-    def load(self, numbered: tuple[int, str]) -> Result:
-        """Read, decode and transform the image at a path; its number seeds random transforms."""
-        number, path = numbered
+    def load(self, numbered: tuple[int, Listed]) -> Result:
+        """Read, decode and transform an image; its number seeds random transforms."""
+        number, (path, row) = numbered
+        missing = ", ".join(name for name in self.fields if name not in row)
+        if missing:
+            wrong = f"the network also reads {missing}, which image files do not have"
+            cure = f"pass a CSV file with the columns {','.join(['path', *self.fields])}"
+            raise UserError(wrong, cure=cure)
         try:
             rng = sample_rng(self.config.train.seed, 0, number)
             pixels = self.transform(self.dataset.open(path), rng).pixels()
+            numbers = {name: parse_number(row[name], field) for name, field in self.fields.items()}
             # A crop would keep the memory of the whole image.
-            return Result(path, {IMAGE: np.ascontiguousarray(pixels)})
+            return Result(path, {IMAGE: np.ascontiguousarray(pixels), **numbers})
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
         except Exception as error:
             return Result(path, reason=describe(error))
@@ -202,12 +246,15 @@ class Predictor:
     @torch.no_grad()
     def predict(self, results: Sequence[Result]) -> None:
         """Replace the image of each result, [S, S, C], by what is predicted for it."""
-        images = np.stack([result.values[IMAGE] for result in results])  # [B, S, S, C]
-        levels = torch.from_numpy(images).to(self.device)
-        inputs = self.format.normalised(levels)  # float32 [B, C, S, S]
+        fields = {}
+        for name in (IMAGE, *self.fields):
+            stacked = np.stack([result.values[name] for result in results])  # images: [B, S, S, C]
+            fields[name] = torch.from_numpy(stacked).to(self.device)
+        inputs = self.format.normalised(fields[IMAGE])  # float32 [B, C, S, S]
         inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
+        batch = Batch(fields | {IMAGE: inputs}, torch.zeros(len(results), 2), step=0)
         with autocast(self.device.type, self.precision):
-            outputs = self.model(inputs)
+            outputs = train.forward(self.model, batch)
         values = dict(train.predictions(outputs))
         check_predicted(values, self.names)
         if self.last_input is not None:
@@ -337,6 +384,9 @@ def predict_all(options: argparse.Namespace) -> int:
     trained = open_trained(options.checkpoint, options.overrides, classes=options.classes)
     device = resolve_device(trained.config.train.device)
     predictor = Predictor(trained, device, top=options.top, features=options.features)
+    source = trained.config.data.source
+    if returns_torch_datasets(source):
+        cli.complain(f"augment.val is applied, but no transform inside data.source={source}")
     # Any path can be written.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     output = Output(options.format, sys.stdout, predictor.names)

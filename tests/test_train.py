@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import train
+from conf.errors import UserError
 from engine import checkpoint, compute
 from engine.run import Run
 from engine.state import params_sha256
@@ -375,3 +376,11 @@ def test_disk_full(train_run, call_main, folder, nine_steps):
     (left,) = (folder / "checkpoints").glob("step*")
     assert left.name == "step-00000003.pt"
     assert train_run()["params_sha256"] == nine_steps[1]["params_sha256"]
+
+
+def test_a_field_that_forward_lacks_leaves_no_run(train_run, folder, monkeypatch):
+    """Its call of the network is tried in tests/engine/test_compute.py."""
+    monkeypatch.setattr(train, "forward", lambda network, batch: network(batch["age"]))
+    with pytest.raises(UserError, match=r'^batch\["age"\]: samples .*, only image, label; add it'):
+        train_run()
+    assert not folder.exists()

@@ -38,7 +38,7 @@ from pipeline.data.decode import INTERPOLATIONS, Box, CropResize, Picture, crop,
 
 LARGEST = 4096  # side of an image after a transform, in pixels
 PIXELS = integer_interval(1, LARGEST)
-NUMPY_GENERATOR = np.random.MT19937(0)  # of `seeded`
+NUMPY_GENERATOR = np.random.MT19937(0)  # NumPy's global generator inside `seeded`
 UNCHECKED = Constraint(lambda value: True, "any value")
 # The transforms of torchvision's v2 that need only one image and own draws and keep size and uint8.
 V2_NAMES = tuple(
@@ -56,13 +56,13 @@ def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
 
 
 class Geometry(ABC):
-    """A transform that only crops, resizes or flips: it decodes nothing, and masks follow it."""
+    """A transform that crops, resizes or flips, and decodes nothing. Masks follow it."""
 
     @abstractmethod
     def __call__(self, picture: Picture, rng: random.Random) -> Picture: ...
 
 
-# Of an image [H, W, C] that it may overwrite; returns one of the same dtype.
+# (image [H, W, C] that it may overwrite, rng) -> image of the same dtype
 ImageFunction = Callable[[np.ndarray, random.Random], np.ndarray]
 Transform = Geometry | ImageFunction
 
@@ -77,7 +77,8 @@ class Compose:
             if isinstance(transform, Geometry):
                 picture = transform(picture, rng)
             else:
-                picture = picture.changed(_apply(transform, picture.pixels(), rng))
+                image = _apply(transform, picture.pixels(), rng)
+                picture = Picture(image, untracked=True)
         return picture
 
 
@@ -231,18 +232,9 @@ class TorchvisionTransform:
 
     def __call__(self, image: np.ndarray, rng: random.Random) -> np.ndarray:
         pixels = torch.from_numpy(image).permute(2, 0, 1).contiguous()  # [C, H, W]
-        with seeded_torch(rng):
+        with seeded(rng):
             pixels = _v2_transform(self)(pixels).permute(1, 2, 0)
         return pixels.numpy()
-
-
-@contextmanager
-def seeded_torch(rng: random.Random) -> Iterator[None]:
-    """Let torch's random numbers of the CPU, as torchvision draws them, depend on `rng` only."""
-    with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would also seed the GPUs' generators.
-        torch.default_generator.manual_seed(rng.getrandbits(63))
-        yield
 
 
 @cache  # not an attribute: to unpickle it, each worker would import torchvision at its start
@@ -254,19 +246,24 @@ def _v2_transform(made: TorchvisionTransform) -> Any:
 
 @contextmanager
 def seeded(rng: random.Random) -> Iterator[None]:
-    """Let all global generators, of torch, NumPy and Python, depend on `rng` only."""
-    seed = rng.getrandbits(32)
-    of_python = random.getstate()
-    of_numpy = get_bit_generator()  # numpy's get_state and set_state take 300 us
+    """Let the global generators of torch (on the CPU), NumPy and Python depend on `rng` only.
+
+    It takes 50 us. The generators continue as before after the `with` block.
+    """
+    seed = rng.getrandbits(63)
+    python_state = random.getstate()
+    numpy_generator = get_bit_generator()  # numpy's get_state and set_state take 300 us
     random.seed(seed)
     set_bit_generator(NUMPY_GENERATOR)
-    np.random.seed(seed)
+    np.random.seed(seed % 2**32)
     try:
-        with seeded_torch(rng):
+        with torch.random.fork_rng(devices=[]):
+            # torch.manual_seed would also seed the GPUs' generators.
+            torch.default_generator.manual_seed(seed)
             yield
     finally:
-        random.setstate(of_python)
-        set_bit_generator(of_numpy)
+        random.setstate(python_state)
+        set_bit_generator(numpy_generator)
 
 
 def transform_target(target: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:

@@ -5,7 +5,6 @@ import random
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from pipeline.data.torch_dataset import torch_splits
 
 # Shapes of images to which each list of transforms is applied before the training starts
 TRIALS = ((400, 300, 3), (300, 400, 3)) * 4
-NUM_ARGUMENTS = 4  # of the functions in DATASETS
 
 
 @dataclass(frozen=True)
@@ -134,22 +132,36 @@ Options = dict[str, Any]  # arguments of FolderDataset
 def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:
     """Call a function of DATASETS, or the one that data.source names."""
     source = data.source
-    build: Any = DATASETS.get(source) or import_object(source, "data.source")
-    if callable(build) and len(inspect.signature(build).parameters) < NUM_ARGUMENTS:
-        found = create_object(source, "data.source", tuple | list, data)
-        return torch_splits(found, config, train, val)
-    held = held_out(data)
-    if held and source not in DATASETS and not hasattr(build, "holds_out"):
-        wrong = f"data.source={source} does not read it"
-        raise UserError(held.origin, wrong, "for images in class folders set data=folder")
     options: Options = {
         "decoder": config.loader.decoder,
         "seed": config.train.seed,
         "exif_orientation": data.exif_orientation,
     }
-    if source not in DATASETS:
-        build = partial(create_object, source, "data.source", tuple)
-    return build(data, train, val, options)
+    if source in DATASETS:
+        return DATASETS[source](data, train, val, options)
+    if returns_torch_datasets(source):
+        found = create_object(source, "data.source", tuple | list, data)
+        return torch_splits(found, config, train, val)
+    held = held_out(data)
+    if held and not hasattr(import_object(source, "data.source"), "holds_out"):
+        wrong = f"data.source={source} does not read it"
+        raise UserError(held.origin, wrong, "for images in class folders set data=folder")
+    return create_object(source, "data.source", tuple, data, train, val, options)
+
+
+def returns_torch_datasets(source: str) -> bool:
+    """Whether data.source names a function of `data` alone, not one like those in DATASETS.
+
+    Raises UserError if there is no such function.
+    """
+    if source in DATASETS:
+        return False
+    try:
+        signature = inspect.signature(import_object(source, "data.source"))
+        signature.bind("data", "train", "val", "options")
+    except TypeError:
+        return True
+    return False
 
 
 def folder(

@@ -187,10 +187,6 @@ class Picture:
     def mirrored(self) -> "Picture":
         return self._then(CropResize((0, 0, *self.size), self.size, mirrored=True))
 
-    def changed(self, pixels: np.ndarray) -> "Picture":
-        """Return the image that a transform made of `pixels()`; no mask can follow it."""
-        return Picture(pixels, untracked=True)
-
     def _then(self, step: CropResize) -> "Picture":  # dataclasses.replace takes 4 us
         return Picture(self.source, (*self.geometry, step), self.untracked)
 

@@ -1,5 +1,6 @@
 """The fields of a sample: named arrays with a dtype and a shape."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,14 @@ class Field:
 
 
 LABEL = Field(np.int64)  # a class number
+
+
+def describe_fields(fields: Mapping[str, Field]) -> dict[str, Any]:
+    """Return the fields as a checkpoint stores them: keywords of Field, by name."""
+    return {
+        name: {"dtype": np.dtype(field.dtype).name, "shape": [*field.shape], "image": field.image}
+        for name, field in fields.items()
+    }
 
 
 def image_field(size: int) -> Field:

@@ -21,7 +21,7 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -66,16 +66,15 @@ def torch_splits(
     if not classes:
         cure = "return (train, val, classes), or give the dataset an attribute `classes`"
         raise UserError(key, "the classes are unknown", cure)
-    shared = SharedObject(divided(first, second, data, classes))
-    is_unit = (*data.mean, *data.std) != (0.0, 1.0)
-    wrap = partial(
-        TorchDataset,
-        num_classes=len(classes),
-        seed=config.train.seed,
-        is_unit=is_unit,
-        key=key,
-    )
-    return wrap(shared, 0, train), wrap(shared, 1, val), classes
+    splits = SharedObject(divided(first, second, data, classes))
+    options: dict[str, Any] = {
+        "num_classes": len(classes),
+        "seed": config.train.seed,
+        "is_unit": (*data.mean, *data.std) != (0.0, 1.0),
+        "key": key,
+    }
+    train_split = TorchDataset(splits, 0, train, **options)
+    return train_split, TorchDataset(splits, 1, val, **options), classes
 
 
 def divided(first: Any, second: Any, data: DataConfig, classes: Sequence[str]) -> tuple[Any, Any]:
@@ -220,7 +219,8 @@ class TorchDataset(Dataset):
                 self._check_range(index, name, value)
         if self.first.get("label") == LABEL and not 0 <= sample["label"] < self.num_classes:
             wrong = f"label {sample['label']} is not in [0, {self.num_classes})"
-            raise UserError(self.name(index), wrong, "number the classes from 0, or return all")
+            cure = "number the classes from 0, or return the names of all"
+            raise UserError(self.name(index), wrong, cure)
 
     def _check_range(self, index: int, name: str, image: np.ndarray) -> None:
         if image.dtype == np.uint8 or not self.is_unit:
@@ -300,29 +300,36 @@ def arrays_of(sample: Any) -> Sample:
 
 
 def _array_of(name: str, value: Any) -> np.ndarray:
-    is_image = name.startswith(IMAGE)
-    if is_image and isinstance(value, Image.Image):
-        return rgb_pixels(value)
+    if name.startswith(IMAGE):
+        return image_array(name, value)
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
-        raise TypeError(
-            f"{name} is {type(value).__name__}; expected an array, a tensor or a number"
-        )
+        expected = "expected a number, an array or a tensor; remove or encode it"
+        raise TypeError(f"{name} is {type(value).__name__}; {expected}")
+    if array.dtype.kind == "f":
+        return array.astype(np.float32)
+    return array.astype(np.int64) if array.ndim == 0 else array
+
+
+def image_array(name: str, value: Any) -> np.ndarray:
+    """Return an image as uint8 or float32 [H, W, C]. Raises ValueError if it is not an image."""
+    if isinstance(value, Image.Image):
+        return rgb_pixels(value)
+    array = np.asarray(value)
     if array.dtype.kind == "f":
         array = array.astype(np.float32, copy=False)
-    elif array.ndim == 0:
-        array = array.astype(np.int64)
-    if not is_image:
-        return array
     if array.ndim == 2:
         array = array[..., None]
     if array.ndim != 3 or array.dtype not in (np.uint8, np.float32):
         found = f"{name} is {array.dtype} {list(array.shape)}"
         raise ValueError(f"{found}; expected uint8 or float, [H, W, C] or a tensor [C, H, W]")
-    first, last = array.shape[0] <= MAX_CHANNELS, array.shape[2] <= MAX_CHANNELS
-    if (first and not last) or (isinstance(value, Tensor) and first == last):
-        array = array.transpose(1, 2, 0)
-    return array
+    # Planes come first in a tensor, unless only the last axis can be the channels.
+    first = array.shape[0] <= MAX_CHANNELS
+    last = array.shape[2] <= MAX_CHANNELS
+    has_planes = first
+    if first == last:
+        has_planes = isinstance(value, Tensor)
+    return array.transpose(1, 2, 0) if has_planes else array
 
 
 def sample_name(samples: Any, index: int) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conf.errors import UserError
 from pipeline.data.field import Field
 from pipeline.feed.clock import BatchEvents
 
@@ -30,6 +31,10 @@ class Batch:
     step: int  # step of the sampler
 
     def __getitem__(self, name: str) -> Tensor:
+        """Return a field. Raises UserError if samples have no such field."""
+        if name not in self.fields:
+            wrong = f"samples have no such field, only {', '.join(self.fields)}"
+            raise UserError(f'batch["{name}"]', wrong, "add it to the samples of the dataset")
         return self.fields[name]
 
     @classmethod
@@ -40,7 +45,7 @@ class Batch:
             rows = torch.from_numpy(np.zeros((samples, *field.shape), field.dtype)).to(device)
             tensors[name] = rows
             if field.image:
-                tensors[name] = channels_first(rows).float()
+                tensors[name] = channels_first(rows).float().contiguous()
         return cls(tensors, torch.zeros(samples, 2, dtype=torch.int64, device=device), step=0)
 
     def clone(self) -> "Batch":

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ class Stated(NamedTuple):
     # Stated by an exported file only; the shape of an image on the device is (..., C, S, S)
     num_classes: int | None = None
     image_shape: tuple[int, ...] | None = None
+    fields: Mapping[str, Any] = {}  # fields besides the image, as of `describe_fields`
 
 
 NOTHING = Stated({}, ())
@@ -125,5 +127,5 @@ def exported(path: Path) -> Stated | None:
         "data.exif_orientation": about.get("exif_orientation", False),
     }
     classes = tuple(json.loads(texts["classes"]))
-    # Without the batch, and of the training images
-    return Stated(values, classes, model["num_classes"], (*shape[1:-2], side, side))
+    shape = (*shape[1:-2], side, side)  # without the batch, and of the training images
+    return Stated(values, classes, model["num_classes"], shape, about.get("fields", {}))

@@ -6,7 +6,7 @@ other files, the overrides name the model; torchvision and timm state the prepro
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import models
+import train
 from conf import cli
 from conf.compose import from_checkpoint, from_overrides, scaled
 from conf.errors import UserError
@@ -28,7 +29,9 @@ from models.weights import head_of
 from models.zoo import RGB
 from pipeline.data.build import Datasets, build_image_transforms, build_splits, check_channels
 from pipeline.data.dataset import FakeDataset
+from pipeline.data.field import IMAGE, Field
 from pipeline.data.splits import held_out
+from pipeline.feed.batch import Batch
 from scripts.lib.options import is_training_key
 from scripts.lib.published import Stated, exported, published
 
@@ -36,6 +39,18 @@ from scripts.lib.published import Stated, exported, published
 OTHERS = ("loader.", "log.", "model.weights", "model.freeze", "train.device")
 # Keys that a checkpoint fixes; `model` is the group.
 FIXED = {"model", "model.name", "model.args", "data.image_size"}
+
+
+class Recorded(dict[str, Tensor]):
+    """Fields of a batch, and the names of those that were read."""
+
+    def __init__(self, fields: Mapping[str, Tensor]) -> None:
+        super().__init__(fields)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.names.add(name)
+        return super().__getitem__(name)
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,8 @@ class Trained:
     # Shape of a training image on the device, (..., C, S, S); parameters of some models depend on S
     image_shape: tuple[int, ...]
     stored: dict[str, Any]  # what a checkpoint of this project holds, except the weights; or empty
+    # Other fields of a training sample than the image; none if the file does not state them
+    fields: Mapping[str, Field] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -74,14 +91,30 @@ class Trained:
         """Return the memory format for a model on a device."""
         return models.use_channels_last(self.config.model.channels_last, model, device.type)
 
-    def check_size(self, size: int) -> int:
-        """Return the operations for one image. Raises UserError if the model takes no such size."""
+    def check(self, fields: Mapping[str, Field]) -> int:
+        """Return the operations for one sample. Raises UserError if the model does not take it."""
         with torch.device("meta"):
-            return count_flops(self._model(), self.shape_at(size), key="data.val_size")
+            return count_flops(self._model(), fields, train.forward, key="data.val_size")
 
-    def shape_at(self, size: int) -> tuple[int, ...]:
-        """Return the shape of an image of `size` pixels on the device, (..., C, size, size)."""
-        return (*self.image_shape[:-2], size, size)
+    @torch.no_grad()
+    def inputs(self, network: nn.Module, size: int) -> dict[str, Field]:
+        """Return the fields that `train.forward` reads, with images of `size` pixels."""
+        fields = self.fields_at(size)
+        batch = Batch.zeros(fields, next(network.parameters()).device)
+        read = Recorded(batch.fields)
+        train.forward(network, replace(batch, fields=read))
+        return {name: fields[name] for name in fields if name in read.names}
+
+    def on_meta(self) -> nn.Module:
+        """Build the model in eval mode on the meta device."""
+        with torch.device("meta"):
+            return self._model().eval()
+
+    def fields_at(self, size: int) -> dict[str, Field]:
+        """Return the fields of a sample whose image has `size` pixels."""
+        *leading, channels, _, _ = self.image_shape
+        image = Field(self.image_dtype, (*leading, size, size, channels), image=True)
+        return {IMAGE: image, **self.fields}
 
     def build(self, device: torch.device) -> nn.Module:
         """Build the model in eval mode on a device, with the layers that its run validated with.
@@ -166,7 +199,10 @@ def open_trained(
         names = _read_names(classes, num_classes)
     if len(names) != num_classes:
         names = ()
-    return Trained(path, config, weights, averaged, num_classes, names, tuple(shape), stored)
+    fields = {name: Field(**about) for name, about in stated.fields.items()}
+    fields.pop(IMAGE, None)
+    shape = tuple(shape)
+    return Trained(path, config, weights, averaged, num_classes, names, shape, stored, fields)
 
 
 def _stated_by_run(content: dict[str, Any], overrides: Sequence[str]) -> Stated:
@@ -185,7 +221,8 @@ def _stated_by_run(content: dict[str, Any], overrides: Sequence[str]) -> Stated:
     values["loader.batch_size"] = stored["loader.batch_size"] // stored.get("ranks", 1)
     classes = tuple(model_input.get("classes", ()))
     num_classes = len(classes) or None
-    return Stated(values, classes, num_classes, model_input.get("image_shape"))
+    shape, fields = model_input.get("image_shape"), model_input.get("fields", {})
+    return Stated(values, classes, num_classes, shape, fields)
 
 
 def _stated_by_library(path: Path, overrides: Sequence[str]) -> Stated:

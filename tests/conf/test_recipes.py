@@ -14,6 +14,7 @@ from engine.compute import count_flops
 from engine.optim import build_optimizer
 from pipeline.data import augment
 from pipeline.data.build import build_image_transforms
+from pipeline.data.field import image_field
 from pipeline.feed.batch_augment import BATCH_TRANSFORMS
 from tests.conf.refused import offered
 from tests.helpers.results import rows, stored
@@ -44,7 +45,7 @@ def test_recipe_builds(recipe):
         model = models.build(config.model.name, **options)
     build_optimizer(model, config.optim)
     for size in {side, val_side}:
-        assert count_flops(model, (3, size, size)) > 0
+        assert count_flops(model, {"image": image_field(size)}, train.forward) > 0
 
 
 MANY = ["rn50_a3", "rn50_a2", "rn50_modern", "rn50_fast", "convnext_t", "vit_s16", "deit3_s16"]

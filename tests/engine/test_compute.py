@@ -3,12 +3,14 @@
 import shutil
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import models
 from conf.compose import from_overrides
+from conf.errors import UserError
 from engine.compute import (
     Compute,
     choose_precision,
@@ -19,8 +21,11 @@ from engine.compute import (
     is_search_worthwhile,
     resolve_compile,
 )
+from pipeline.data.field import LABEL, Field, image_field
+from pipeline.feed.batch import Batch
 from tests.helpers.processes import run_python
 from tests.models.test_vit import short_vit
+from train import forward
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -78,7 +83,7 @@ def test_compiled_blocks_are_not_compiled_again_for_a_validation():
     compiler = Mock(side_effect=lambda graph, examples: graph)
     block = models.vit.Mlp(3, 4)
     block.compile(backend=compiler)
-    with Compute(CPU, "fp32", False, "blocks", None, (3, 8, 8), 0, 0).for_validation():
+    with Compute(CPU, "fp32", False, "blocks", None, {}, 0, 0).for_validation():
         block(torch.zeros(2, 3))
     compiler.assert_not_called()
     block(torch.zeros(2, 3))
@@ -144,5 +149,51 @@ def test_published_flops():
     """torchvision publishes 4.089 G multiply-adds for ResNet-50 at 224 px; each counts as two."""
     with torch.device("meta"):
         model = models.build("resnet50", num_classes=1000, image_size=224)
-        assert count_flops(Query(4, 1), (3, 8, 8)) == 2 * 12 * 4 * 4
-    assert count_flops(model, (3, 224, 224)) == pytest.approx(2 * 4.089e9, rel=0.001)
+        assert count_flops(Query(4, 1), {"image": image_field(8)}, forward) == 2 * 12 * 4 * 4
+    assert count_flops(model, {"image": image_field(224)}, forward) == pytest.approx(
+        2 * 4.089e9, rel=0.001
+    )
+
+
+class TwoInputs(nn.Module):
+    """With `inner`, its layer does not take the number."""
+
+    def __init__(self, *, inner: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.inner = inner
+
+    def forward(self, image, age):
+        features = torch.cat([image.mean((2, 3)), age[:, None]], 1)
+        return self.layer(features, age) if self.inner else self.layer(features)
+
+
+def forward_both(network: nn.Module, batch: Batch) -> Tensor:
+    return network(batch["image"], batch["age"])
+
+
+def count_two(network: nn.Module, forward, **fields: Field) -> int:
+    with torch.device("meta"):
+        return count_flops(network.to("meta"), {"image": image_field(8), **fields}, forward)
+
+
+def test_forward_passes_a_second_field():
+    assert count_two(TwoInputs(), forward_both, age=Field(np.float32)) == 2 * 4 * 3
+
+
+def test_a_call_that_the_network_does_not_take_is_one_line():
+    cure = r"; change it to call the network with \("
+    missing = r"^forward\(\) in train\.py: TwoInputs\.forward\(\) missing 1 .*: 'age'"
+    with pytest.raises(UserError, match=rf"{missing}{cure}image, age\)$"):
+        count_two(TwoInputs(), forward)
+    many = r"^forward\(\) in train\.py: Linear\.forward\(\) takes 2 .* 3 were given"
+    with pytest.raises(UserError, match=rf"{many}{cure}input\)$"):
+        count_two(nn.Linear(8, 3), forward_both, age=Field(np.float32))
+    with pytest.raises(TypeError, match=r"^Linear\.forward\(\) takes 2 "):  # not in forward()
+        count_two(TwoInputs(inner=True), forward_both, age=Field(np.float32))
+
+
+def test_a_field_that_samples_lack_is_one_line():
+    message = r'^batch\["age"\]: samples have no such field, only image, label; '
+    with pytest.raises(UserError, match=message):
+        count_two(TwoInputs(), forward_both, label=LABEL)

@@ -25,7 +25,7 @@ from tests.engine.plans import ALONE
 from tests.helpers.processes import run_command
 from tests.helpers.results import column
 from tests.helpers.small_run import command
-from train import build_state
+from train import build_state, forward
 
 
 def test_variables_of_torchrun(monkeypatch):
@@ -75,7 +75,8 @@ def test_sync_bn_keeps_weights_and_keys():
         ["data=fake", "model=resnet_tiny", "data.image_size=32", "model.sync_bn=true"]
     )
     datasets = build_datasets(config)
-    made = config, datasets, choose_compute(config, datasets, Schedule(config, 100), ALONE.device)
+    compute = choose_compute(config, datasets, Schedule(config, 100), ALONE.device, forward)
+    made = config, datasets, compute
     one, two = (build_state(*made, replace(ALONE, size=size)).model for size in (1, 2))
     assert {*map(type, two.modules())} - {*map(type, one.modules())} == {nn.SyncBatchNorm}
     assert {*map(type, one.modules())} - {*map(type, two.modules())} == {nn.BatchNorm2d}

@@ -3,12 +3,12 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -70,10 +70,15 @@ class ScaledNorm(nn.BatchNorm1d):  # in training alone
         )
 
 
+def called_with(*shape: int) -> Callable[[nn.Module], Tensor]:
+    """Return a function that calls a network with an example of this shape."""
+    return lambda network: cast("Tensor", network(torch.zeros(1, *shape)))
+
+
 def check_running_statistics(world: World) -> None:
     """They are those of the rank."""
     norm = ScaledNorm(3)
-    network = world.wrap(norm, (3,))
+    network = world.wrap(norm, called_with(3))
     for _ in range(2):
         network(torch.full((2, 3), float(world.rank))).sum().backward()
     assert norm.running_mean.tolist() == pytest.approx([0.19 * world.rank] * 3)
@@ -110,7 +115,7 @@ def check_accumulation(world: World) -> None:
         exchanged.append(bucket.index())
         return allreduce_hook(dist.group.WORLD, bucket)
 
-    network = world.wrap(state.model, (3, 2, 2))
+    network = world.wrap(state.model, called_with(3, 2, 2))
     assert (network is state.model) == (world.local_size == 2)
     if isinstance(network, nn.parallel.DistributedDataParallel):
         network.register_comm_hook(None, in_bucket)
@@ -122,7 +127,7 @@ def check_accumulation(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: False)
         for step in range(3):
-            network = alone.wrap(whole.model, (3, 2, 2))
+            network = alone.wrap(whole.model, called_with(3, 2, 2))
             train_step(whole, network, toy_loss, batch_of(step, image=images, label=labels), lr=0.5)
     for layer in (0, 1, 4):
         found, expected = (one.model[layer].weight.detach() for one in (state, whole))
@@ -135,7 +140,7 @@ def check_memory(world: World) -> None:
     """Rank 1 has memory for 3 of the 8 images of each rank. Rank 0, which has more, follows."""
     batch = batch_of(image=torch.randn(8, 3, 2, 2), label=torch.randint(0, 3, (8,)))
     state = classifier()
-    network = world.wrap(state.model, (3, 2, 2))
+    network = world.wrap(state.model, called_with(3, 2, 2))
 
     def loss(network: nn.Module, batch: Batch) -> tuple[Tensor, Values]:
         if world.rank == 1 and len(batch.samples) > 3:

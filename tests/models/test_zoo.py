@@ -39,6 +39,29 @@ def test_names_and_sizes(name, count, channels_last):
     assert found == [channels_last, channels_last, False]
 
 
+def without_size(num_classes: int, width: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, num_classes))
+
+
+def with_another_name(num_classes: int, size: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(size, num_classes))
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "size"),
+    [
+        (without_size, {}, 4),
+        (without_size, {"width": 8}, 8),
+        (with_another_name, {}, 32),
+        (resnet18_cifar, {}, 3),
+    ],
+)
+def test_a_function_gets_the_image_size_if_it_takes_it(function, args, size):
+    name = f"{function.__module__}:{function.__name__}"
+    model = models.build(name, num_classes=3, image_size=32, args=args)
+    assert next(model.parameters()).shape[1] == size
+
+
 def test_zero_init_residual_makes_each_block_the_identity():
     """Only the scales of the last norms are zero."""
     args = {"zero_init_residual": True}

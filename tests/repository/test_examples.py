@@ -139,6 +139,19 @@ def test_the_tests_that_a_fork_keeps_are_collected(tree, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_dataset_of_the_page_trains(tree, tmp_path, ranks):
+    """The file in docs/fork.md, with the command below it; it is at most as long as it claims."""
+    root = shutil.copytree(tree, tmp_path / "tree", symlinks=True)
+    page = (ROOT / "docs" / "fork.md").read_text()
+    (source,) = re.findall(r"^```python\n# mine\.py.*?\n(.*?)^```$", page, re.M | re.S)
+    assert len([line for line in source.splitlines() if line]) <= 12
+    (root / "mine.py").write_text(source)
+    (command,) = re.findall(r"^python (train\.py .*data\.source=mine:.*)$", page, re.M)
+    words = [*command.split(), *ON_CPU, "train.max_steps=2", "log.trackers=[]"]
+    ranks.run([sys.executable, str(OTHER_TREE), *words], 1, cwd=root)
+    assert summary_of(root / "runs" / "squares")["step"] == 2
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_patch_trains_two_steps(name, tree, tmp_path, ranks):
     fork = Fork(tree, tmp_path / "tree", name)
@@ -161,6 +174,7 @@ SCORES = {
     "segmentation": ("miou", 70),
     "two_views": ("-uniformity", -1.0),
     "points": ("-loss", 0.05),
+    "second_input": ("top1", 90),  # 50 without the second input
 }
 SCORES |= dict.fromkeys(("distillation", "clips", "hugging_face", "channels"), ("top1", 90))
 
@@ -262,6 +276,27 @@ def test_outputs_of_another_shape_than_the_classes_are_exported(tree, tmp_path):
     fork.run(["scripts/export.py", str(folder), "--to", "safetensors", "--out", "a.safetensors"])
     printed = fork.run(["scripts/predict.py", "a.safetensors", "data/grades/val"])
     assert '"class": "grade' in printed
+
+
+@pytest.mark.slow
+def test_a_second_input_is_evaluated_predicted_and_exported(tree, tmp_path):
+    fork = prepared(tree, tmp_path / "tree", "second_input")
+    folder = str(fork.train())
+    for words in (["loader.workers=0"], ["loader.workers=0", "--flip"]):
+        assert "top1 100.00 %" in fork.run(["scripts/evaluate.py", folder, *words])
+    table = fork.root / "data" / "ages" / "val.csv"
+    labels = [line.rpartition(",")[2] for line in table.read_text().splitlines()[1:]]
+    for to in ("pt2", "safetensors"):
+        fork.run(["scripts/export.py", folder, "--to", to, "--out", f"a.{to}"])
+    for path in (folder, "a.safetensors"):
+        printed = fork.run(["scripts/predict.py", path, str(table), "--top", "1"])
+        found = re.findall(r'"index": (\d)', printed)
+        assert found == labels
+    refused = fork.run(["scripts/predict.py", folder, "data/ages/val"], status=2)
+    assert refused.splitlines() == [
+        "predict.py: the network also reads age, which image files do not have; "
+        "pass a CSV file with the columns path,age"
+    ]
 
 
 @pytest.mark.slow

@@ -136,6 +136,15 @@ def test_outputs_that_are_no_classes_are_not_selected():
         pick(torch.zeros(1, 5))
 
 
+def test_only_images_are_flipped():
+    def network(image: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
+        return torch.cat([image.flatten(1), age], 1)
+
+    inputs = torch.tensor([[[[0.0, 1.0]]]]), torch.tensor([[2.0, 4.0]])
+    outputs = evaluate.chosen_outputs(network, *inputs, places=None, count=3, flip=True)
+    assert outputs.tolist() == [[0.5, 0.5, 2, 4]]
+
+
 IMAGENET = [*imagenet_names()]
 
 

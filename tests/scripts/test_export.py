@@ -16,11 +16,13 @@ from conf.errors import RunError, UserError
 from models.vit import PatchEmbed, VisionTransformer
 from pipeline.data import decode
 from pipeline.data.augment import TRANSFORMS, Compose, build_by_name
+from pipeline.data.field import Field
 from scripts import export
 from scripts.export import CPU, Job
 from scripts.lib.published import published
 from scripts.lib.trained import Trained, build_val, open_trained
 from tests.conftest import CLASSES
+from tests.helpers.second_input import with_age
 
 HERE = ["train.device=cpu", "loader.workers=0"]
 needs_onnx = pytest.mark.skipif(
@@ -73,12 +75,42 @@ def test_each_format(trained, tmp_path, to, inside):
     images = torch.from_numpy(np.stack([files[i]["image"] for i in range(len(files))]))
     with torch.no_grad():
         eager = trained.build(CPU)(job.format.normalised(images))
+        assert job.names == ["images"]
         assert eager.argmax(1).unique().numel() > 1
         torch.testing.assert_close(predict(job.input(images)), eager)
         inputs = as_stated(texts["preprocessing"], files)
         difference = (inputs.float() - job.input(images)).abs().mean()
         assert difference < (1 if inside else 0.02)  # one of 255 levels
         assert torch.equal(predict(inputs).argmax(1), eager.argmax(1))
+
+
+@pytest.mark.parametrize(
+    ("to", "inside"),
+    [
+        ("pt2", False),
+        ("pt2", True),
+        ("safetensors", False),
+        pytest.param("onnx", True, marks=needs_onnx),
+    ],
+)
+def test_a_second_input(trained, tmp_path, monkeypatch, to, inside):
+    """A graph has an input for each field that forward() reads; every file states the others."""
+    two = with_age(trained, monkeypatch)
+    job, out = Job(two, to, inside, 32), tmp_path / f"model.{to}"
+    export.export(job, out)
+    predict, texts = export.open_exported(job, out)
+    assert texts["preprocessing"]["input"]["name"] == "image"
+    assert texts["preprocessing"]["fields"] == {
+        "age": {"dtype": "float32", "shape": [], "image": False}
+    }
+    images, ages = torch.zeros(2, 32, 32, 3, dtype=torch.uint8), torch.tensor([0.0, 7])
+    with torch.no_grad():
+        young, old = predict(job.input(images), ages)
+    torch.testing.assert_close(old - young, torch.tensor([7.0, 0, 0]))
+    if to == "pt2":
+        assert torch.export.load(out).graph_signature.user_inputs == ("image", "age")
+    elif to == "safetensors":
+        assert open_trained(out).fields == {"age": Field("float32", [])}
 
 
 def test_command_line(folder, image_root, tmp_path, monkeypatch, capsys):

@@ -30,6 +30,7 @@ from scripts.predict import Predictor, Result, find_files
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.helpers import small_run
 from tests.helpers.processes import Started
+from tests.helpers.second_input import with_age
 
 CPU = torch.device("cpu")
 HERE = ["train.device=cpu", "loader.workers=2"]
@@ -276,3 +277,55 @@ def test_an_abandoned_iterator_does_not_wait_for_its_threads():
     assert next(found) == 0 and began.wait(9)
     assert found.close() is None and not ended
     go.set()
+
+
+def test_numbers_of_a_csv_file(predictor, folder, monkeypatch, image_root, tmp_path):
+    """Paths are relative to its folder or absolute; other columns are ignored."""
+    image = image_root / "val" / "dots" / "00.jpg"
+    (tmp_path / "new.jpg").symlink_to(image)
+    table = tmp_path / "new.csv"
+    table.write_text(f"path,age,note\nnew.jpg,0,x\n{image},50,y\nnew.jpg,old,z\nnew.jpg\n")
+    (plain,) = results(predictor, image)
+    two_inputs = Predictor(with_age(open_trained(folder, HERE), monkeypatch), CPU)
+    none, old, *unreadable = results(two_inputs, table)
+    assert none.path == str(tmp_path / "new.jpg") and old.path == str(image)
+    assert none.values["predictions"] == plain.values["predictions"]
+    assert old.values["predictions"][0]["index"] == 0
+    assert old.values["predictions"][0]["probability"] == 1
+    texts = ["'old'", "''"]
+    reasons = [f"ValueError: could not convert string to float: {text}" for text in texts]
+    assert [result.reason for result in unreadable] == reasons
+
+
+def test_a_missing_field_is_named(folder, monkeypatch, image_root, tmp_path):
+    two_inputs = Predictor(with_age(open_trained(folder, HERE), monkeypatch), CPU)
+    table = tmp_path / "new.csv"
+    table.write_text("path,label\nnew.jpg,0\n")
+    message = "^the network also reads age, .*; pass a CSV file with the columns path,age$"
+    for path in (image_root / "val", table):
+        with pytest.raises(UserError, match=message):
+            results(two_inputs, path)
+    table.write_text("file,age\nnew.jpg,0\n")
+    with pytest.raises(UserError, match=r"new\.csv: has no column `path`; "):
+        results(two_inputs, table)
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "number"),
+    [
+        ("1.5", Field(np.float32), 1.5),
+        (" 3", Field(np.int64), 3),
+        ("0", Field(np.bool_), False),
+        ("1.5", Field(np.int64), None),
+        ("2", Field(np.bool_), None),
+        ("nan", Field(np.float32), None),
+        ("1", Field(np.float32, (2,)), None),
+    ],
+)
+def test_a_number_keeps_its_value_in_the_dtype_of_its_field(text, field, number):
+    if number is not None:
+        found = predict.parse_number(text, field)
+        assert (found, found.dtype) == (number, field.dtype)
+    else:
+        with pytest.raises(ValueError, match="^" + text.strip() + " is no "):
+            predict.parse_number(text, field)

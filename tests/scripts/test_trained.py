@@ -10,9 +10,11 @@ import torch
 import models
 from conf.errors import UserError
 from engine import checkpoint
+from pipeline.data.field import Field
 from scripts.lib.trained import open_trained
 from tests.conftest import CLASSES
 from tests.helpers.results import same
+from tests.helpers.second_input import with_age
 
 CPU = torch.device("cpu")
 TINY = ["model.name=resnet_tiny", "data.image_size=32"]
@@ -53,7 +55,8 @@ def test_files_of_other_projects(tmp_path, weights, kind):
     assert (found.num_classes, found.classes, found.stored) == (7, (), {})
     model = found.build(CPU)
     assert not model.training and same(model.state_dict(), weights)
-    assert found.check_size(48) > found.check_size(32) > 0
+    assert found.check(found.fields_at(48)) > found.check(found.fields_at(32)) > 0
+    assert [*found.inputs(model, 32)] == ["image"]
 
 
 def test_files_that_are_refused(tmp_path, weights):
@@ -83,6 +86,21 @@ def test_checkpoint(folder, name):
     for key in ("data.image_size", "model"):
         with pytest.raises(UserError, match=f"^{key}: is fixed by the checkpoint; leave"):
             open_trained(folder, [f"{key}=40"])
+
+
+def test_the_fields_of_a_sample_are_stored(folder, tmp_path, monkeypatch):
+    """A checkpoint without them has the image alone."""
+    found = open_trained(folder)
+    assert found.fields["label"] == Field("int64", [])
+    content = checkpoint.load(found.path)
+    del content["model_input"]["fields"]
+    torch.save(content, tmp_path / "old.pt")
+    old = open_trained(tmp_path / "old.pt")
+    assert [*old.fields_at(32)] == ["image"] == [*old.inputs(old.on_meta(), 32)]
+    aged = with_age(found, monkeypatch)
+    assert [*aged.inputs(aged.on_meta(), 32)] == ["image", "age"]
+    with pytest.raises(UserError, match=r'^batch\["age"\]: samples have no such field, only '):
+        old.check(old.fields_at(32))
 
 
 def test_best_checkpoint_in_other_libraries(folder):

@@ -116,7 +116,7 @@ def test_global_generators_depend_on_seed_epoch_and_index():
     [
         ([(RGB, 1, 2)], r"Rows\[0\]: expected a sample \(image, label\) or a dict, got tuple"),
         ([{"img": RGB, "label": 0}], "a sample has img, label; rename one of them to image"),
-        ([(RGB, "cat")], "label is str; expected an array, a tensor or a number"),
+        ([(RGB, "cat")], "label is str; expected a number, an array or a tensor; remove"),
         ([(RGB[0, 0], 1)], r"image is uint8 \[3\]; expected uint8 or float, \[H, W, C\] or"),
         ([(RGB.astype(int), 1)], r"image is int64 \[8, 10, 3\]; expected uint8 or float"),
         ([(RGB / 255 * 4 - 2, 1)], r"values from -2 to 2, expected \[0, 1\]; remove Normalize"),
