@@ -75,7 +75,8 @@ from engine.stop_signal import StopSignal
 from engine.tune import tune_loader
 from engine.validation import evaluate, validation_batches
 from pipeline.data.build import Datasets, build_datasets
-from pipeline.feed.batch import TARGET, Batch
+from pipeline.data.field import TARGET
+from pipeline.feed.batch import Batch
 from pipeline.feed.batch_augment import build_batch_transforms
 from pipeline.feed.feed import open_feed
 

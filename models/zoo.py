@@ -94,14 +94,15 @@ def _function(name: str, pretrained: bool) -> Create:
 
 
 def _build_named(name: str, num_classes: int, size: int, **options: Any) -> nn.Module:
-    """Call a function of this checkout; one that requires no second argument may omit the size."""
-    create = import_object(name, "model.name")
-    arguments = [num_classes, size]
-    with suppress(TypeError, ValueError):  # it requires two, or `create_object` reports it
-        signature = inspect.signature(create)
-        signature.bind(num_classes)
-        if "image_size" not in signature.parameters:
-            arguments.pop()
+    """Call a function of this checkout, with the image size if it takes one."""
+    arguments = [num_classes]
+    with suppress(TypeError, ValueError):  # `create_object` reports it
+        parameters = inspect.signature(import_object(name, "model.name")).parameters
+        _, *others = parameters.values()
+        if "image_size" in parameters:
+            options["image_size"] = size
+        elif others and others[0].default is others[0].empty:
+            arguments.append(size)
     return cast("nn.Module", create_object(name, "model.name", nn.Module, *arguments, **options))
 
 

@@ -55,9 +55,11 @@ def build_datasets(
     if len(classes) < 2 and train.fields.get("label") == LABEL:
         cure = f"give two, or data.root={data.root}/{classes[0]} if its folders are the classes"
         raise UserError(f"data.root={data.root}", f"all images have the class {classes[0]}", cure)
-    formats = {(field.highest, field.shape[-1]) for field in val.fields.values() if field.image}
+    every = [*train.fields.values(), *val.fields.values()]
+    formats = {(field.highest, field.shape[-1]) for field in every if field.image}
     if len(formats) > 1:
-        raise UserError("data.mean: fields with image=True differ in dtype or number of channels")
+        wrong = "the image fields of both splits differ in dtype or number of channels"
+        raise UserError("data.mean", wrong, "convert all images to the same type")
     check_channels(data, val.fields[IMAGE].shape[-1])
     modes: tuple[str, ...] = ("cpu",)
     if device is not None:
@@ -157,11 +159,10 @@ def returns_torch_datasets(source: str) -> bool:
     if source in DATASETS:
         return False
     try:
-        signature = inspect.signature(import_object(source, "data.source"))
-        signature.bind("data", "train", "val", "options")
+        inspect.signature(import_object(source, "data.source")).bind("data")
     except TypeError:
-        return True
-    return False
+        return False
+    return True
 
 
 def folder(

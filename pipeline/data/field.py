@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 IMAGE = "image"  # the field that is the input of the network
+TARGET = "target"  # the field that batch transforms add: mixed labels, float [B, classes]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Field:
         return (*rows, channels, height, width)
 
 
-LABEL = Field(np.int64)  # a class number
+LABEL = Field(np.int64)  # a class index
 
 
 def describe_fields(fields: Mapping[str, Field]) -> dict[str, Any]:

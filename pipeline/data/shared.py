@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from conf.errors import UserError, reached_limit
+from conf.errors import UserError, describe, reached_limit
 
 ALIGNMENT = 64  # bytes, of each array of a SharedObject
 
@@ -32,7 +32,7 @@ class SharedArray:
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, handle: Any = None) -> None:
-        """`handle`: of memory that another process has allocated; None for new memory."""
+        """`handle`: descriptor of memory of a different process; None for new memory."""
         size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         try:
             if handle is not None:
@@ -79,19 +79,19 @@ class SharedObject:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self._pickled = b""
-        self._memory: SharedArray | None = None  # uint8 [bytes], all arrays one after another
-        self._slices: list[slice] = []  # of each array
+        self._memory: SharedArray | None = None  # uint8 [bytes]: all arrays, then the pickle
+        self._slices: list[slice] = []  # of each of them
 
     def _share(self) -> None:
         file = io.BytesIO()
         buffers: list[pickle.PickleBuffer] = []
         try:
             ArrayPickler(file, protocol=5, buffer_callback=buffers.append).dump(self.value)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
+        except Exception as error:  # of any object in it
             cure = "define it at the top level of a module and open files in __getitem__"
-            wrong = f"a dataset cannot be sent to the workers: {error}"
+            wrong = f"a dataset cannot be sent to the workers: {describe(error)}"
             raise UserError("data.source", wrong, f"{cure}, or set loader.workers=0") from None
+        buffers.append(pickle.PickleBuffer(file.getvalue()))
         stop = 0
         for buffer in buffers:
             start = -(-stop // ALIGNMENT) * ALIGNMENT
@@ -100,13 +100,13 @@ class SharedObject:
         self._memory = SharedArray((stop,), np.uint8)
         for place, buffer in zip(self._slices, buffers, strict=True):
             self._memory.array[place] = np.frombuffer(buffer.raw(), np.uint8)
-        self._pickled = file.getvalue()
-        self._load()  # this process gives up its own copy
+        self._load()  # frees this process's copy
 
     def _load(self) -> None:
         assert self._memory is not None
         mapped = self._memory.map_private()
-        self.value = pickle.loads(self._pickled, buffers=[mapped[each] for each in self._slices])
+        *buffers, pickled = [mapped[each] for each in self._slices]
+        self.value = pickle.loads(pickled, buffers=buffers)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._memory is None:
@@ -125,11 +125,13 @@ class ArrayPickler(pickle.Pickler):
         if type(value) is torch.Tensor and value.device.type == "cpu" and not value.requires_grad:
             with suppress(TypeError, RuntimeError):  # NumPy lacks bfloat16 and sparse tensors
                 return torch.from_numpy, (value.numpy(),)
-        if type(value) is np.memmap and value.flags.c_contiguous and value.filename is not None:
+        if type(value) not in (np.ndarray, np.memmap) or value.dtype == object:
+            return NotImplemented
+        if not value.flags.c_contiguous:
+            value = np.ascontiguousarray(value)  # pickle would copy its bytes
+        elif type(value) is np.memmap and value.filename is not None:
             return _map_file, _place_in_file(value)
-        if type(value) is np.ndarray and value.dtype != object and not value.flags.c_contiguous:
-            return np.ascontiguousarray(value).__reduce_ex__(5)  # pickle would copy its bytes
-        return NotImplemented
+        return value.view(np.ndarray).__reduce_ex__(5)
 
 
 def _place_in_file(array: np.memmap) -> tuple[Any, ...]:

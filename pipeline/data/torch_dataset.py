@@ -1,4 +1,4 @@
-"""Any map-style dataset of PyTorch as a split of the training.
+"""Map-style datasets of PyTorch as training and validation splits.
 
     python train.py data.source=mine:build data.root=/data
 
@@ -34,15 +34,14 @@ from conf.schema import Config, DataConfig
 from pipeline.data.augment import Compose, sample_rng, seeded, transform_target
 from pipeline.data.dataset import Dataset
 from pipeline.data.decode import Picture, rgb_pixels
-from pipeline.data.field import IMAGE, LABEL, Field
+from pipeline.data.field import IMAGE, LABEL, TARGET, Field
 from pipeline.data.shared import SharedObject
 from pipeline.data.splits import held_out, hold_out
 
 MASK, POINTS = "mask", "points"
-# A resize with a bicubic filter leaves [0, 1] a little; Normalize leaves it by more.
+# A bicubic resize overshoots [0, 1] slightly; Normalize exceeds it by more.
 LOWEST, HIGHEST = -0.1, 1.1
-NUM_PROBES = 16  # samples of a split that are part of its fingerprint
-MAX_CHANNELS = 4  # [3, H, W] and [H, W, 3] are told apart by an axis of at most this length
+MAX_CHANNELS = 4  # an axis of at most this length holds the channels of [3, H, W] or [H, W, 3]
 Sample = dict[str, np.ndarray]
 
 
@@ -60,17 +59,15 @@ def torch_splits(
         wrong = f"returns {len(found)} objects"
         raise UserError(key, wrong, "return (train, val) or (train, val, classes)")
     first, second, *names = found
-    classes = classes_of(first)
-    if names:
-        classes = tuple(map(str, names[0]))
+    classes = class_names(names[0] if names else classes_of(first))
     if not classes:
-        cure = "return (train, val, classes), or give the dataset an attribute `classes`"
+        cure = "return (train, val, classes), or set the attribute `classes` of the dataset"
         raise UserError(key, "the classes are unknown", cure)
     splits = SharedObject(divided(first, second, data, classes))
     options: dict[str, Any] = {
         "num_classes": len(classes),
         "seed": config.train.seed,
-        "is_unit": (*data.mean, *data.std) != (0.0, 1.0),
+        "is_unit": {*data.mean} != {0} or {*data.std} != {1},
         "key": key,
     }
     train_split = TorchDataset(splits, 0, train, **options)
@@ -80,7 +77,7 @@ def torch_splits(
 def divided(first: Any, second: Any, data: DataConfig, classes: Sequence[str]) -> tuple[Any, Any]:
     """Return both splits; with data.val_fraction or data.val_fold, hold samples out of the first.
 
-    The same part of each class is held out, if the labels are known without loading the samples.
+    Holds out the same fraction of each class, if the labels are known without loading samples.
     """
     held = held_out(data)
     if held is None:
@@ -92,7 +89,7 @@ def divided(first: Any, second: Any, data: DataConfig, classes: Sequence[str]) -
         cure = "return (train, None), or omit this key"
         raise UserError(held.origin, "the function returns a validation split", cure)
     labels = labels_of(first)
-    if labels is None:
+    if labels is None or labels.max(initial=0) >= len(classes):
         labels = np.zeros(len(first), np.int64)
         classes = ("all",)
     names = np.array([os.fsencode(sample_name(first, index)) for index in range(len(first))])
@@ -101,14 +98,14 @@ def divided(first: Any, second: Any, data: DataConfig, classes: Sequence[str]) -
 
 
 class TorchDataset(Dataset):
-    """A map-style dataset of PyTorch, and the transforms of its images.
+    """Applies a split's transforms to the samples of a map-style dataset.
 
     Random numbers that its `__getitem__` draws from the global generators of torch, NumPy and
     Python depend on (seed, epoch, index) only.
 
     Args:
         splits: the datasets of all splits; their arrays are shared with the workers.
-        position: which of them this is.
+        position: index of this split in `splits`.
         num_classes: labels are in [0, num_classes).
         seed: train.seed.
         is_unit: float images must be in [0, 1], because data.mean and data.std are for this range.
@@ -140,11 +137,14 @@ class TorchDataset(Dataset):
             raise UserError(key, wrong, "return a map-style dataset for each split")
         if not len(self.samples):
             raise UserError(key, f"{kind} has no samples")
-        first = self.read(0, sample_rng(seed, 0, 0))
-        self.first = {name: Field(value.dtype, value.shape) for name, value in first.items()}
-        self._check(0, first)
+        try:
+            first = self.read(0, sample_rng(seed, 0, 0))
+            self.first = {name: Field(value.dtype, value.shape) for name, value in first.items()}
+            self.images = [name for name in first if name.startswith(IMAGE)]
+            self.load(0, sample_rng(seed, 0, 0))
+        except UnreadableError as error:
+            raise UserError(key, str(error)) from error
         self._fields = {name: self._stated_field(name) for name in first}
-        self.images = [name for name in first if name.startswith(IMAGE)]
 
     def _stated_field(self, name: str) -> Field:
         """Return the field of the batches, after the transforms."""
@@ -179,11 +179,13 @@ class TorchDataset(Dataset):
         pictures = {}
         for name in self.images:
             pictures[name] = self.transform(Picture(sample[name]), random.Random(seed))
+            sample[name] = pictures[name].pixels()
         for name, value in sample.items():
-            if name in pictures:
-                sample[name] = pictures[name].pixels()
-            elif name.startswith((MASK, POINTS)):
-                sample[name] = transform_target(value, pictures[IMAGE])
+            if name.startswith((MASK, POINTS)):
+                try:
+                    sample[name] = transform_target(value, pictures[IMAGE])
+                except ValueError as error:
+                    raise UserError(self.name(index), f"{name}: {error}") from None
         return sample
 
     def read(self, index: int, rng: random.Random) -> Sample:
@@ -194,11 +196,10 @@ class TorchDataset(Dataset):
         try:
             with seeded(rng):
                 sample = self.samples[index]
+            return arrays_of(sample)  # loads a Pillow image
         except OSError as error:
             raise UnreadableError(f"{self.name(index)}: {describe(error)}") from error
-        try:
-            return arrays_of(sample)
-        except (TypeError, ValueError) as error:
+        except InvalidSampleError as error:
             raise UserError(self.name(index), str(error)) from None
 
     def _check(self, index: int, sample: Sample) -> None:
@@ -219,7 +220,7 @@ class TorchDataset(Dataset):
                 self._check_range(index, name, value)
         if self.first.get("label") == LABEL and not 0 <= sample["label"] < self.num_classes:
             wrong = f"label {sample['label']} is not in [0, {self.num_classes})"
-            cure = "number the classes from 0, or return the names of all"
+            cure = "use class indices from 0, or return all class names"
             raise UserError(self.name(index), wrong, cure)
 
     def _check_range(self, index: int, name: str, image: np.ndarray) -> None:
@@ -236,83 +237,60 @@ class TorchDataset(Dataset):
 
     @cached_property
     def labels(self) -> np.ndarray | None:
-        """Class indices, int64 [len], without loading all samples; None if that is impossible."""
         labels = labels_of(self.samples)
         if labels is None or self.first.get("label") != LABEL:
             return None
-        for index, sample in self._probes.items():
-            if sample["label"] != labels[index]:  # changed by a target_transform
-                return None
-        return labels
-
-    @cached_property
-    def _probes(self) -> dict[int, Sample]:
-        """Copies of a few samples of the split by their index."""
-        probes = {}
-        for index in np.linspace(0, len(self) - 1, min(len(self), NUM_PROBES)).astype(int).tolist():
-            sample = self.read(index, random.Random(index))
-            # A view would keep the whole array of the dataset in memory.
-            probes[index] = {name: value.copy() for name, value in sample.items()}
-        return probes
-
-    @cached_property
-    def _varying(self) -> set[str]:
-        """Fields whose values differ in a second read with the same random seeds."""
-        varying = set()
-        for index, sample in self._probes.items():
-            again = self.read(index, random.Random(index))
-            varying |= {name for name in sample if not np.array_equal(sample[name], again[name])}
-        return varying
-
-    def notes(self) -> list[str]:
-        if not self._varying:
-            return []
-        kind = type(self.samples).__name__
-        generators = "the global generators of torch, NumPy or Python"
-        return [
-            f"{kind} draws {', '.join(sorted(self._varying))} from its own random generator, so a "
-            f"resumed run is not bitwise identical; use {generators}"
-        ]
+        first = self.read(0, random.Random(0))["label"]
+        return labels if labels[0] == first else None  # changed by a target_transform
 
     def fingerprint(self) -> str:
-        """Hash the labels and a few samples, except fields that differ in each read."""
-        digest = hashlib.sha256()
+        """Hash the labels, names and fields of the samples; not their values, which may vary."""
+        digest = hashlib.sha256(str(self.first).encode())
         if self.labels is not None:
             digest.update(self.labels.tobytes())
-        for sample in self._probes.values():
-            for name, value in sample.items():
-                if name not in self._varying:
-                    digest.update(name.encode() + value.tobytes())
+        for index in range(len(self)):
+            digest.update(os.fsencode(self.name(index)))
         return f"{len(self):,} samples, SHA-256 {digest.hexdigest()[:16]}"
 
 
+class InvalidSampleError(ValueError):
+    """A sample of a dataset that cannot be stored in a batch."""
+
+
 def arrays_of(sample: Any) -> Sample:
-    """Return the fields of a sample as arrays. Raises TypeError or ValueError if one is invalid."""
+    """Return the fields of a sample as arrays. Raises InvalidSampleError."""
     if isinstance(sample, tuple | list) and len(sample) == 2:
         image, label = sample
         sample = {IMAGE: image, "label": label}
     if not isinstance(sample, Mapping):
         found = type(sample).__name__
-        raise TypeError(f"expected a sample (image, label) or a dict, got {found}")
-    if IMAGE not in sample:
-        raise TypeError(f"a sample has {', '.join(map(str, sample))}; rename one of them to image")
-    return {str(name): _array_of(str(name), value) for name, value in sample.items()}
+        raise InvalidSampleError(f"expected a sample (image, label) or a dict, got {found}")
+    if IMAGE not in sample or TARGET in sample:
+        names = ", ".join(map(str, sample))
+        fix = "rename the image to image, and the class index to label"
+        raise InvalidSampleError(f"a sample has the fields {names}; {fix}")
+    return {str(name): field_array(str(name), value) for name, value in sample.items()}
 
 
-def _array_of(name: str, value: Any) -> np.ndarray:
+def field_array(name: str, value: Any) -> np.ndarray:
+    """Return a field as an array: floats as float32, integers of no dimension as int64."""
+    if isinstance(value, Tensor):
+        value = value.detach()
     if name.startswith(IMAGE):
         return image_array(name, value)
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
         expected = "expected a number, an array or a tensor; remove or encode it"
-        raise TypeError(f"{name} is {type(value).__name__}; {expected}")
+        raise InvalidSampleError(f"{name} is {type(value).__name__}; {expected}")
     if array.dtype.kind == "f":
         return array.astype(np.float32)
+    if name == "label" and array.shape == (1,):
+        array = array[0]
     return array.astype(np.int64) if array.ndim == 0 else array
 
 
 def image_array(name: str, value: Any) -> np.ndarray:
-    """Return an image as uint8 or float32 [H, W, C]. Raises ValueError if it is not an image."""
+    """Return an image as uint8 or float32 [H, W, C]. Raises InvalidSampleError."""
     if isinstance(value, Image.Image):
         return rgb_pixels(value)
     array = np.asarray(value)
@@ -320,42 +298,31 @@ def image_array(name: str, value: Any) -> np.ndarray:
         array = array.astype(np.float32, copy=False)
     if array.ndim == 2:
         array = array[..., None]
-    if array.ndim != 3 or array.dtype not in (np.uint8, np.float32):
+    is_image = array.ndim == 3 and array.size > 0 and array.dtype in (np.uint8, np.float32)
+    if not is_image:
         found = f"{name} is {array.dtype} {list(array.shape)}"
-        raise ValueError(f"{found}; expected uint8 or float, [H, W, C] or a tensor [C, H, W]")
-    # Planes come first in a tensor, unless only the last axis can be the channels.
+        expected = "expected uint8 or float, [H, W, C] or a tensor [C, H, W]"
+        raise InvalidSampleError(f"{found}; {expected}")
+    # Planes come first in a tensor, unless only the last axis can hold the channels.
     first = array.shape[0] <= MAX_CHANNELS
     last = array.shape[2] <= MAX_CHANNELS
     has_planes = first
     if first == last:
         has_planes = isinstance(value, Tensor)
-    return array.transpose(1, 2, 0) if has_planes else array
+    if has_planes:
+        array = array.transpose(1, 2, 0)
+    return np.ascontiguousarray(array)  # torch has no negative strides
 
 
 def sample_name(samples: Any, index: int) -> str:
-    """Return the path of a sample if its dataset has a list of them, else `Class[index]`."""
+    """Return the path of a sample if `samples.samples` has it, else `Class[index]`."""
     while isinstance(samples, Subset):
         index = int(samples.indices[index])
         samples = samples.dataset
-    pairs = pairs_of(samples)
-    if pairs and isinstance(pairs[index][0], str | os.PathLike):
+    pairs = getattr(samples, "samples", None)
+    if isinstance(pairs, list) and isinstance(pairs[index], tuple):
         return str(pairs[index][0])
     return f"{type(samples).__name__}[{index}]"
-
-
-def pairs_of(samples: Any) -> Sequence[Any]:
-    """Return the list of (path, label) of torchvision's datasets of files; () without one."""
-    for name in ("samples", "_samples"):
-        pairs = getattr(samples, name, ())
-        if isinstance(pairs, list) and len(pairs) == len(samples) and len(pairs[0]) == 2:
-            return pairs
-    return ()
-
-
-def hugging_face_label(samples: Any) -> Any:
-    """Return the type of the label column of a Hugging Face dataset; None for other datasets."""
-    features = getattr(samples, "features", None)
-    return features.get("label") if isinstance(features, Mapping) else None
 
 
 def labels_of(samples: Any) -> np.ndarray | None:
@@ -363,27 +330,37 @@ def labels_of(samples: Any) -> np.ndarray | None:
     if isinstance(samples, Subset):
         labels = labels_of(samples.dataset)
         return None if labels is None else labels[np.asarray(samples.indices)]
-    if hugging_face_label(samples):
-        return np.asarray(samples.with_format("numpy")["label"][:], np.int64)
     found = [getattr(samples, name, None) for name in ("targets", "labels", "_labels")]
-    found.append([pair[1] for pair in pairs_of(samples)])
+    if hugging_face_names(samples):
+        found.append(samples.with_format("numpy")["label"][:])
     for values in found:
         with suppress(ValueError, TypeError):  # not an array
             labels = np.asarray(values)
-            if labels.shape == (len(samples),) and labels.dtype.kind in "iu":
-                return labels.astype(np.int64)
+            if labels.size == len(samples) and labels.dtype.kind in "biu":
+                return labels.reshape(-1).astype(np.int64)
     return None
 
 
-def classes_of(samples: Any) -> tuple[str, ...]:
-    """Return the class names of a dataset, or the indices in its labels; () if both are unknown."""
+def hugging_face_names(samples: Any) -> Any:
+    """Return the class names of a Hugging Face dataset; None for other datasets."""
+    features = getattr(samples, "features", None)
+    return getattr(features.get("label"), "names", None) if isinstance(features, Mapping) else None
+
+
+def classes_of(samples: Any) -> Any:
+    """Return the class names of a dataset, or the number of indices in its labels, or ()."""
     labels = labels_of(samples)
     while isinstance(samples, Subset):
         samples = samples.dataset
-    names = getattr(samples, "classes", None)
-    if names is None:
-        names = getattr(hugging_face_label(samples), "names", None)
-    if names is None and labels is not None:
-        names = range(labels.max() + 1)
+    for names in (getattr(samples, "classes", None), hugging_face_names(samples)):
+        if names is not None:
+            return names
+    return () if labels is None else int(labels.max(initial=-1)) + 1
+
+
+def class_names(classes: Any) -> tuple[str, ...]:
+    """Return class names as strings. `classes`: an iterable of them, or their number."""
+    if isinstance(classes, int):
+        classes = range(classes)
     # A class of torchvision's ImageNet is a tuple of synonyms.
-    return tuple(", ".join(name) if isinstance(name, tuple) else str(name) for name in names or ())
+    return tuple(", ".join(name) if isinstance(name, tuple) else str(name) for name in classes)

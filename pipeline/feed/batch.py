@@ -12,7 +12,6 @@ from conf.errors import UserError
 from pipeline.data.field import Field
 from pipeline.feed.clock import BatchEvents
 
-TARGET = "target"  # the field that batch transforms add: mixed labels, float [B, classes]
 NO_MEMORY = torch.empty(0)
 # Suffixes of names in `DeviceSlot.memory`: images of a field in each order have their own memory.
 ROWS, PLANES = " [H, W, C]", " [C, H, W]"

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from pipeline.data.device_stage import DeviceDecodeError
-from pipeline.feed.batch import TARGET, Batch, DeviceSlot, ImageFormat
+from pipeline.data.field import TARGET
+from pipeline.feed.batch import Batch, DeviceSlot, ImageFormat
 from pipeline.feed.batch_augment import BatchTransforms, replace_numbers
 from pipeline.feed.clock import BatchEvents, StepClock
 from pipeline.feed.loader import Loader

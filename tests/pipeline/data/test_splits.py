@@ -76,9 +76,9 @@ def test_fake_validation_images_are_a_tenth():
     assert (len(datasets.train), len(datasets.val)) == (60, 6)
 
 
-def other_order(data: DataConfig, *arguments: Any) -> Splits:
+def other_order(data: DataConfig, train: Any, val: Any, options: Any) -> Splits:
     """A fork's source, which gives the second split other labels."""
-    train, val, classes = folder(data, *arguments)
+    train, val, classes = folder(data, train, val, options)
     val.index = replace(val.index, classes=classes[::-1])
     return train, val, classes
 

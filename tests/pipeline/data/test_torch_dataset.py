@@ -1,5 +1,6 @@
 """Map-style datasets of PyTorch as data.source."""
 
+import io
 import random
 from typing import Any
 
@@ -10,7 +11,7 @@ from PIL import Image
 from torch.utils.data import Subset
 
 from conf.compose import from_overrides
-from conf.errors import UserError
+from conf.errors import UnreadableError, UserError
 from pipeline.data.augment import CenterCrop, Compose, HorizontalFlip
 from pipeline.data.field import LABEL, Field
 from pipeline.data.shared import SharedObject
@@ -34,13 +35,6 @@ class Rows:
     def __getitem__(self, index: int) -> Any:
         row = self.rows[index]
         return row() if callable(row) else row
-
-
-class RandomRows(Rows):
-    """Rows whose images come from their own, unseeded generator."""
-
-    def __getitem__(self, index: int) -> Any:
-        return np.random.default_rng().integers(0, 256, (8, 10, 3), np.uint8), 0
 
 
 def dataset(*rows: Any, transform: Compose = CROP, **options: Any) -> TorchDataset:
@@ -91,7 +85,7 @@ def test_masks_points_and_images_follow_the_first_image():
         places.add(tuple(found["points"][0].tolist()))
     assert places == {(-1.5, 0), (7.5, 0)}
     split.transform = Compose([CenterCrop(size=6), lambda image, rng: image[::-1]], 6)
-    with pytest.raises(ValueError, match=r"^a mask follows crops, resizes and flips only"):
+    with pytest.raises(UserError, match=r"^Rows\[0\]: mask_left: a mask follows crops, resizes"):
         split[0]
 
 
@@ -115,7 +109,10 @@ def test_global_generators_depend_on_seed_epoch_and_index():
     ("rows", "message"),
     [
         ([(RGB, 1, 2)], r"Rows\[0\]: expected a sample \(image, label\) or a dict, got tuple"),
-        ([{"img": RGB, "label": 0}], "a sample has img, label; rename one of them to image"),
+        (
+            [{"img": RGB, "label": 0}],
+            "a sample has the fields img, label; rename the image to",
+        ),
         ([(RGB, "cat")], "label is str; expected a number, an array or a tensor; remove"),
         ([(RGB[0, 0], 1)], r"image is uint8 \[3\]; expected uint8 or float, \[H, W, C\] or"),
         ([(RGB.astype(int), 1)], r"image is int64 \[8, 10, 3\]; expected uint8 or float"),
@@ -123,6 +120,9 @@ def test_global_generators_depend_on_seed_epoch_and_index():
         ([(RGB / 1, 1)], r"image has values from 0 to 25\d, expected \[0, 1\]; .* data.std=\[1\]"),
         ([(RGB / np.nan, 1)], r"image has values from nan to nan"),
         ([], "data.source=tests.helpers.own_data:rows: Rows has no samples"),
+        ([{"image": RGB, "target": 1}], "a sample has the fields image, target; rename"),
+        ([(RGB[:0], 1)], r"image is uint8 \[0, 10, 3\]; expected"),
+        ([{"image": RGB, "mask": RGB[:4, :, 0]}], r"mask: the mask's .width, height. is .10, 4."),
         ([(RGB, -1)], r"Rows\[0\]: label -1 is not in \[0, 2\)"),
     ],
 )
@@ -148,10 +148,36 @@ def test_invalid_later_sample(row, message):
         dataset((RGB, 1), row)[1]
 
 
-def test_normalized_images_need_mean_0_and_std_1():
+@pytest.mark.parametrize(
+    "words", ["data.mean=[0] data.std=[1]", "data.mean=[0,0,0] data.std=[1,1,1]"]
+)
+def test_normalized_images_need_mean_0_and_std_1(words):
     rows = Rows((RGB / 255 - 0.5, 1))
-    train, _, _ = splits(rows, rows, "ab", words=("data.mean=[0]", "data.std=[1]"))
+    train, _, _ = splits(rows, rows, "ab", words=tuple(words.split()))
     assert train[0]["image"].min() < -0.1
+
+
+def test_mirrored_and_differentiable_images():
+    split = dataset((RGB[:, ::-1], 0), (torch.ones(3, 8, 10, requires_grad=True), 0))
+    np.testing.assert_array_equal(split[0]["image"], RGB[1:7, 7:1:-1])
+    one = dataset((torch.ones(3, 8, 10, requires_grad=True), torch.tensor(2)))
+    assert one[0]["image"].dtype == np.float32 and one[0]["label"] == 2
+
+
+def test_unreadable_samples():
+    """A Pillow image of a file is loaded when its array is taken."""
+
+    def damaged() -> Any:
+        file = io.BytesIO()
+        Image.fromarray(np.random.default_rng(0).integers(0, 9, (64, 64, 3), np.uint8)).save(
+            file, "PNG"
+        )
+        return Image.open(io.BytesIO(file.getvalue()[:600])), 0
+
+    with pytest.raises(UnreadableError, match=r"^Rows\[1\]: "):
+        dataset((RGB, 0), damaged)[1]
+    with pytest.raises(UserError, match=r"^data.source: Rows\[0\]: "):
+        dataset(damaged)
 
 
 def test_classes_and_labels_from_attributes():
@@ -162,10 +188,12 @@ def test_classes_and_labels_from_attributes():
     assert train.name(1) == "Rows[1]"
     rows.classes = ["a", ("b", "β"), "c"]
     assert splits(Subset(rows, [2, 1]), rows)[2] == ("a", "b, β", "c")
-    files = [(RGB, 0), (RGB, 1)]
-    rows = Rows(*files, samples=[("a/1.jpg", 0), ("b/2.jpg", 1)])
-    train, _, classes = splits(rows, rows)
+    files = Rows((RGB, 0), (RGB, [1]), samples=[("a/1.jpg", 0), ("b/2.jpg", 1)])
+    train, _, classes = splits(files, files, 2)
     assert (classes, train.name(1)) == (("0", "1"), "b/2.jpg")
+    assert train[1]["label"] == 1 and train.labels is None
+    files.labels = np.array([[False], [True]])
+    assert splits(files, files, np.array(["a", "b"]))[0].labels.tolist() == [0, 1]
     changed = Rows((RGB, 1), (RGB, 0), targets=[0, 1])  # by a target_transform
     assert splits(changed, rows)[0].labels is None
 
@@ -199,22 +227,14 @@ def test_held_out_samples(key):
         splits(rows, rows, "ab", words=(key,))
 
 
-def test_fingerprint_depends_on_labels_and_pixels():
-    def fingerprint(rows: list[Any], targets: list[int]) -> str:
-        split = Rows(*rows, targets=targets)
+def test_fingerprint_depends_on_labels_and_names_but_not_on_pixels():
+    def fingerprint(rows: list[Any], targets: list[int], **attributes: Any) -> str:
+        split = Rows(*rows, targets=targets, **attributes)
         return TorchDataset(SharedObject((split,)), 0, CROP, num_classes=3).fingerprint()
 
     same = fingerprint([(RGB, 0)] * 2, [0, 0])
-    assert same == fingerprint([(RGB, 0)] * 2, [0, 0])
-    found = {same, fingerprint([(RGB, 0), (RGB + 1, 0)], [0, 0])}
-    found.add(fingerprint([(RGB, 0), (RGB, 1)], [0, 1]))
-    assert len(found) == 3
-
-
-def test_own_random_generator_is_reported_and_not_hashed():
-    split = TorchDataset(SharedObject((RandomRows(1, 2),)), 0, CROP, num_classes=1)
-    again = TorchDataset(SharedObject((RandomRows(1, 2),)), 0, CROP, num_classes=1)
-    assert split.fingerprint() == again.fingerprint()
-    (note,) = split.notes()
-    assert note.startswith("RandomRows draws image from its own random generator, so a resumed")
-    assert dataset((RGB, 1)).notes() == []
+    assert same == fingerprint([(RGB, 0), (RGB + 1, 0)], [0, 0])  # it may come from its own rng
+    found = {same, fingerprint([(RGB, 0)] * 3, [0, 0, 0]), fingerprint([(RGB, 0)] * 2, [0, 1])}
+    found.add(fingerprint([(RGB, 0)] * 2, [0, 0], samples=[("a/1.jpg", 0), ("a/2.jpg", 0)]))
+    found.add(fingerprint([(RGB / 255, 0)] * 2, [0, 0]))
+    assert len(found) == 5
