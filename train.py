@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -104,7 +104,7 @@ def train(config: Config) -> dict[str, Any]:
         feed = enter(open_feed(config, parts.datasets, world, compute.dtype, compute.channels_last))
         tracker = enter(Tracker(run.path if world.is_main else None, config, state))
         tracker.print(f"loader    workers={feed.pool.active} decoder={feed.decoder_name}")
-        train_on_batch = enter(build_step(schedule, compute, parts.loss_fn, state, world))
+        train_on_batch = enter(build_step(schedule, compute, parts.loss_fn, state, world, feed.mix))
         stop = enter(StopSignal(world, feed.pool))
         first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
         # fit_memory may reduce the micro-batch: of train_on_batch, and of the schedule it returns.
@@ -120,7 +120,7 @@ def train(config: Config) -> dict[str, Any]:
         # When one rank receives a signal, all ranks end the loop before the same step.
         for batch in stop.interruptible(feed.train.batches(state.step, schedule.stop_step)):
             log.begin_step(batch)
-            values = train_on_batch(batch)  # lr, forward, backward, all-reduce, clip, update, EMA
+            values = train_on_batch(batch)  # lr, mixup, forward, backward, all-reduce, update, EMA
             state.step += 1
             due = schedule.due(state.step)  # log, epoch, validate, save
             row = log.end_step(values, due)
@@ -137,7 +137,12 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def build_step(
-    schedule: Schedule, compute: Compute, loss_fn: Loss, state: TrainState, world: World
+    schedule: Schedule,
+    compute: Compute,
+    loss_fn: Loss,
+    state: TrainState,
+    world: World,
+    mix: Callable[[Batch], Batch],
 ) -> StepGraph:
     """Return what runs `train_step` on a batch; on a GPU, it replays a CUDA graph. Collective."""
     config = schedule.config
@@ -147,13 +152,16 @@ def build_step(
     torch.backends.cudnn.benchmark = is_search_worthwhile(config, schedule.stop_step)
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     dtype = torch.float64 if world.device.type == "cpu" else torch.float32
-    lr = torch.zeros((), dtype=dtype, device=world.device)
+    groups = state.optimizer.param_groups
+    lrs = [torch.zeros((), dtype=dtype, device=world.device) for _ in groups]
+    mix = compile_function(mix, compute.compile_mode)
     clip_norm = config.optim.clip_norm
-    step_function = partial(train_step, state, network, loss_fn, lr=lr, clip_norm=clip_norm)
+    step_function = partial(train_step, state, network, loss_fn, mix=mix, clip_norm=clip_norm)
 
     def before_step(step: int) -> None:
         seed_step(config.train.seed, step, world.rank, world.device)
-        lr.fill_(schedule.lr(step))
+        for group, lr in zip(state.optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr.fill_(schedule.lr(step) * group.get("lr_scale", 1.0))
 
     train_on_batch = StepGraph(step_function, before_step, state.clear_gradients, network)
     train_on_batch.set_micro_batches(schedule.num_micro_batches)
@@ -166,29 +174,25 @@ def train_step(
     loss_fn: Loss,
     batch: Batch,
     *,
-    lr: float | Tensor,
+    mix: Callable[[Batch], Batch] = lambda batch: batch,
     clip_norm: float | None = None,
     num_micro_batches: int = 1,
 ) -> Values:
-    """Forward, loss, backward, all-reduce, clip, update, moving average.
+    """Mixup and the like, forward, loss, backward, all-reduce, clip, update, moving average.
 
     Nothing here waits for the device, except an fp16 step of an optimiser that is not fused.
 
     Args:
         network: the model, or DDP around it if there are several nodes.
         loss_fn: `training_loss`, or what `build_loss` makes of it.
-        lr: learning rate of the optimiser step, a number or float [] on the device; a parameter
-            group with an `lr_scale` uses lr * lr_scale.
+        mix: `Feed.mix`, the transforms of augment.batch.
         clip_norm: maximum global gradient norm; None disables clipping.
         num_micro_batches: number of parts of the batch; each image has the same weight.
 
     Returns:
         Named values to log, "loss" among them. One that you add appears in all logs and the report.
     """
-    for group in state.optimizer.param_groups:
-        group["lr"] = lr
-        if "lr_scale" in group:
-            group["lr"] = lr * group["lr_scale"]
+    batch = mix(batch)
     means: Values = {}
     for number, micro_batch in enumerate(batch.split(num_micro_batches), start=1):
         set_ddp_sync(network, enabled=number == num_micro_batches)

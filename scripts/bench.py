@@ -119,18 +119,18 @@ def measure_steps(parts: train.Parts, world: World, seconds: float) -> Iterator[
     compute, state, schedule = parts.compute, parts.state, parts.schedule
     config = schedule.config
     device = world.device
-    train_on_batch = train.build_step(schedule, compute, parts.loss_fn, state, world)
     meter = Meter(world, StepClock(device.type == "cuda"))
 
     def trained(batches: Iterable[Batch]) -> Iterator[int]:
         for batch in batches:
-            meter.add(train_on_batch(batch))
+            meter.add(step(batch))
             yield len(batch.samples)
 
     finish = torch.get_device_module(device).synchronize
     with open_feed(config, parts.datasets, world, compute.dtype, compute.channels_last) as feed:
+        step = train.build_step(schedule, compute, parts.loss_fn, state, world, feed.mix)
         kept = [batch.clone() for batch in feed.train.batches(0, KEPT_BATCHES)]
-        fit_memory(schedule, train_on_batch, state, world, kept[:1])
+        fit_memory(schedule, step, state, world, kept[:1])
         sizes = trained(cycle(kept))
         take(sizes, WARM_UP_STEPS.get(device.type, 2))
         finish()

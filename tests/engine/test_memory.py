@@ -33,11 +33,15 @@ def schedule_of(*overrides: str) -> Schedule:
     return Schedule(config, config.data.fake_images)
 
 
+def unmixed(batch: Batch) -> Batch:
+    return batch
+
+
 def built(*overrides: str, world: World = ALONE) -> Any:
     """A schedule, and the state, the step and a batch for it."""
     parts = train.build_parts(schedule_of(*overrides).config, world, {})
     schedule, state = parts.schedule, parts.state
-    step = train.build_step(schedule, parts.compute, parts.loss_fn, state, world)
+    step = train.build_step(schedule, parts.compute, parts.loss_fn, state, world, unmixed)
     batch = Batch.zeros(parts.datasets.train.fields, world.device, schedule.batch_size)
     return schedule, state, step, batch
 

@@ -121,14 +121,14 @@ def check_accumulation(world: World) -> None:
         network.register_comm_hook(None, in_bucket)
     for step in range(3):
         batch = batch_of(step, image=images[rows], label=labels[rows])
-        train_step(state, network, toy_loss, batch, lr=0.5, num_micro_batches=3)
+        train_step(state, network, toy_loss, batch, num_micro_batches=3)
     assert len(exchanged) == (0 if network is state.model else 3)
     alone = replace(world, size=1, local_size=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: False)
         for step in range(3):
             network = alone.wrap(whole.model, called_with(3, 2, 2))
-            train_step(whole, network, toy_loss, batch_of(step, image=images, label=labels), lr=0.5)
+            train_step(whole, network, toy_loss, batch_of(step, image=images, label=labels))
     for layer in (0, 1, 4):
         found, expected = (one.model[layer].weight.detach() for one in (state, whole))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -147,7 +147,7 @@ def check_memory(world: World) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return toy_loss(network, batch)
 
-    step_function = partial(train_step, state, network, loss, lr=0.5)
+    step_function = partial(train_step, state, network, loss)
     graph = StepGraph(step_function, lambda step: None, state.clear_gradients, network)
     before = params_sha256(state.model)
     with pytest.MonkeyPatch.context() as patch:
