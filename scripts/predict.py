@@ -5,7 +5,8 @@
 
 PATH is an image, a folder (its images, also those in folders below it, sorted), or - for a list on
 standard input, one path per line. loader.workers is the number of threads that decode them.
-If forward() in train.py reads other fields, PATH is a CSV file. Its first row is path,NAME,...
+If forward() in train.py reads numbers besides the image, PATH is a CSV file: its first row is
+path,NAME,... and each other row has the path of an image and a number for each NAME.
 
 Prints what predictions() in train.py returns for each image, in the order of the paths. A file that
 cannot be read is reported on stderr with the reason; then the exit status is 1.
@@ -65,7 +66,7 @@ from engine.files import json_text
 from engine.metrics import check_predicted
 from models.weights import head_of
 from pipeline.data.augment import sample_rng
-from pipeline.data.build import DATASETS, build_image_transforms
+from pipeline.data.build import DATASETS, build_image_transforms, returns_torch_datasets
 from pipeline.data.class_names import readable
 from pipeline.data.dataset import FolderDataset
 from pipeline.data.field import IMAGE, Field
@@ -120,10 +121,10 @@ def find_files(paths: Iterable[str]) -> Iterator[Listed]:
 def read_table(path: str) -> Iterator[Listed]:
     """Yield the images of a CSV file, whose paths may be relative to its folder."""
     with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-        table = csv.DictReader(file, restval="")
-        if "path" not in (table.fieldnames or ()):
+        names = next(csv.reader(file), [])
+        if "path" not in names:
             raise UserError(path, "has no column `path`", "write path,NAME,... in the first row")
-        for row in table:
+        for row in csv.DictReader(file, names, restval=""):
             yield Listed(os.path.join(os.path.dirname(path), row["path"]), row)
 
 
@@ -177,6 +178,10 @@ class Predictor:
             decoder=config.loader.decoder,
             exif_orientation=data.exif_orientation,
         )
+        channels, expected = self.dataset.fields[IMAGE].shape[-1], trained.image_shape[-3]
+        if channels != expected:
+            wrong = f"expects images of {expected} channels, image files have {channels}"
+            raise UserError(str(trained.path), wrong, "train on RGB images to predict files")
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
         self.precision = choose_precision(config.train.precision, device)
         # Not set_up_kernels: choosing deterministic algorithms imports torch._inductor, which takes
@@ -379,6 +384,9 @@ def predict_all(options: argparse.Namespace) -> int:
     trained = open_trained(options.checkpoint, options.overrides, classes=options.classes)
     device = resolve_device(trained.config.train.device)
     predictor = Predictor(trained, device, top=options.top, features=options.features)
+    source = trained.config.data.source
+    if returns_torch_datasets(source):
+        cli.complain(f"augment.val is applied, but no transform inside data.source={source}")
     # Any path can be written.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     output = Output(options.format, sys.stdout, predictor.names)

@@ -6,14 +6,19 @@ import pickle
 import signal
 import sys
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from conf.errors import UserError
+from scripts.lib.trained import open_trained
+from scripts.predict import Predictor
 from tests.helpers import own_data, small_run
 from tests.helpers.processes import Started, run_python, wait_for
-from tests.helpers.results import logged_steps, summary_of
+from tests.helpers.results import logged_steps
 
 
 def write_cifar(root: Path) -> Path:
@@ -65,10 +70,11 @@ def root_of(image_root: Path, tmp_path: Path) -> Any:
     return root_of
 
 
-KINDS = ("squares", "undivided", "noisy", "masks", "fake", "folders", "cifar", "flowers")
+KINDS = ("squares", "undivided", "noisy", "masks", "folders", "cifar", "hugging_face")
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("fake", "flowers")]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "hugging_face"])
+@pytest.mark.parametrize("kind", [*KINDS, *SLOW])
 def test_torch_datasets_train_and_resume(kind, root_of, tmp_path, toy_runs):
     """A run that stops after 4 steps and continues with another number of workers."""
     root = root_of(kind)
@@ -81,21 +87,25 @@ def test_torch_datasets_train_and_resume(kind, root_of, tmp_path, toy_runs):
     assert whole["params_sha256"] == resumed["params_sha256"]
 
 
-def test_killed_run_of_a_torch_dataset_resumes_and_is_used_by_all_scripts(image_root, tmp_path):
-    """In new processes, because each hashes strings differently."""
-    folder, whole = tmp_path / "run", tmp_path / "whole"
+def test_torch_dataset_resumes_after_a_kill(image_root, tmp_path, whole_runs):
+    """In a process that hashes strings differently."""
+    folder = tmp_path / "run"
     words = [*words_of("noisy"), "loader.workers=2", "checkpoint.every_steps=2", "train.epochs=50"]
     start = small_run.overrides_of(image_root, folder, *words)
-    with Started([sys.executable, "train.py", *start]) as process:
+    with Started([sys.executable, "train.py", *start], stdout=DEVNULL) as process:
         wait_for("three steps", lambda: logged_steps(folder) >= 3, process)
         os.kill(process.pid, signal.SIGKILL)
-    stop = logged_steps(folder) + 4
-    done = run_python("train.py", *start, f"train.max_steps={stop}")
-    assert done.returncode == 0, done.stderr
-    assert "resumed at step" in done.stderr
-    unkilled = small_run.run(image_root, whole, *words, f"train.max_steps={stop}")
-    assert summary_of(folder)["params_sha256"] == unkilled["params_sha256"]
+    words.append(f"train.max_steps={logged_steps(folder) + 4}")
+    resumed = small_run.run(image_root, folder, *words)
+    whole = small_run.run(image_root, tmp_path / "whole", *words)
+    assert resumed["params_sha256"] == whole["params_sha256"]
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["squares", "noisy"])
+def test_scripts_take_runs_of_torch_datasets(kind, image_root, tmp_path, whole_runs):
+    folder = tmp_path / "run"
+    summary = small_run.run(image_root, folder, *words_of(kind))
     photo = image_root / "val" / "dots" / "00.jpg"
     done = run_python("scripts/predict.py", folder, photo, "--format", "jsonl")
     assert len(json.loads(done.stdout)["predictions"]) == 3, done.stderr
@@ -103,7 +113,14 @@ def test_killed_run_of_a_torch_dataset_resumes_and_is_used_by_all_scripts(image_
     done = run_python("scripts/evaluate.py", folder)
     (evaluation,) = folder.glob("evaluation/**/evaluation.json")
     top1 = json.loads(evaluation.read_text())["top1"]
-    assert top1 == pytest.approx(summary_of(folder)["top1"]), done.stderr
-    for script, *options in (["report.py"], ["export.py", "--to", "pt2", "--preprocessing"]):
+    assert top1 == pytest.approx(summary["best_top1"]), done.stderr
+    for script, *options in (["report.py"], ["export.py", "--to", "pt2"]):
         done = run_python(f"scripts/{script}", folder, *options)
         assert done.returncode == 0, done.stderr
+
+
+def test_images_of_one_channel_are_not_predicted_from_files(image_root, tmp_path, whole_runs):
+    words = [*words_of("grey"), "data.mean=[0.5]", "data.std=[0.25]"]
+    small_run.run(image_root, tmp_path / "run", *words, "train.max_steps=1")
+    with pytest.raises(UserError, match="expects images of 1 channels, image files have 3; train"):
+        Predictor(open_trained(tmp_path / "run"), torch.device("cpu"))

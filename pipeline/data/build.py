@@ -139,24 +139,29 @@ def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose)
     }
     if source in DATASETS:
         return DATASETS[source](data, train, val, options)
-    named = import_object(source, "data.source")
-    if not takes_transforms(named):
+    if returns_torch_datasets(source):
         found = create_object(source, "data.source", tuple | list, data)
         return torch_splits(found, config, train, val)
     held = held_out(data)
-    if held and not hasattr(named, "holds_out"):
+    if held and not hasattr(import_object(source, "data.source"), "holds_out"):
         wrong = f"data.source={source} does not read it"
         raise UserError(held.origin, wrong, "for images in class folders set data=folder")
     return create_object(source, "data.source", tuple, data, train, val, options)
 
 
-def takes_transforms(function: Any) -> bool:
-    """Whether a function takes the arguments of those in DATASETS, not `data` alone."""
-    try:
-        inspect.signature(function).bind("data", "train", "val", "options")
-    except TypeError:
+def returns_torch_datasets(source: str) -> bool:
+    """Whether data.source names a function of `data` alone, not one like those in DATASETS.
+
+    Raises UserError if there is no such function.
+    """
+    if source in DATASETS:
         return False
-    return True
+    try:
+        signature = inspect.signature(import_object(source, "data.source"))
+        signature.bind("data", "train", "val", "options")
+    except TypeError:
+        return True
+    return False
 
 
 def folder(

@@ -67,6 +67,18 @@ def masks(data):
     return Masks(36), Masks(15), CLASSES
 
 
+class Grey(Squares):
+    """Float tensors [1, H, W]."""
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return torch.from_numpy(image[..., 0])[None] / 255, label
+
+
+def grey(data):
+    return Grey(36), Grey(15)
+
+
 def fake(data):
     train = FakeData(36, (3, 40, 48), 3)
     return train, FakeData(15, (3, 40, 48), 3, random_offset=36), CLASSES

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from pipeline.data.shared import SharedArray
+from pipeline.data.shared import SharedArray, SharedObject
 from pipeline.feed.pinned import page_locked
 from tests.helpers.limits import file_size_limit, soft_limit
 from tests.helpers.processes import HANGS_SECONDS, needs_linux
@@ -106,3 +106,46 @@ def test_buffers_are_page_locked_on_a_gpu(caplog):
         assert caplog.text.count("cannot be page-locked") == 1
         assert torch.equal(pixels.to("cuda", non_blocking=True).cpu(), pixels)
     assert int(cudart.cudaHostUnregister(labels.data_ptr())) == 0
+
+
+def test_object_is_shared_without_copies_of_its_arrays(tmp_path):
+    """Contiguous or not, tensors, and a part of a memory-mapped file; writes stay in the child."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (40, 3, 32, 32), np.uint8)
+    mapped = np.memmap(tmp_path / "mapped", np.int32, "w+", 64, (5000,))
+    mapped[:] = np.arange(5000)
+    found = {
+        "array": images,
+        "transposed": images.transpose(0, 2, 3, 1),
+        "tensor": torch.arange(30_000).reshape(3, 10_000),
+        "bfloat16": torch.ones(3, dtype=torch.bfloat16),
+        "part": mapped[4000:],
+        "names": ["a", "b"],
+    }
+    shared = SharedObject(found)
+    code = """
+value = shared.value
+assert value["array"].sum() == value["transposed"].sum() == total
+assert value["transposed"].shape == (40, 32, 32, 3)
+assert value["tensor"][2, 9999] == 29999 and value["bfloat16"].sum() == 3
+assert (value["part"][0], value["part"][-1]) == (4000, 4999)
+value["array"][:] = 0
+value["part"][:] = 0
+assert value["names"] == ["a", "b"] and not value["array"].any()
+"""
+    context = multiprocessing.get_context("forkserver")
+    variables = {"shared": shared, "total": int(images.sum())}
+    process = context.Process(target=exec, args=(code, variables))
+    process.start()
+    process.join(HANGS_SECONDS)
+    process.kill()
+    assert process.exitcode == 0
+    assert shared.value["array"].any() and mapped[4000] == 4000
+    assert len(shared._pickled) < 5000 and shared.value["array"] is not images
+
+
+def test_object_that_cannot_be_pickled_is_an_error():
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=print, args=(SharedObject([lambda: 0]),))
+    with pytest.raises(UserError, match=r"^data.source: a dataset cannot be sent to the workers"):
+        process.start()
