@@ -8,16 +8,19 @@ CPU's mode, the number of workers then follows the log rows, which changes no re
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
 from conf.errors import LoaderError, describe
 from engine.distributed import World
-from engine.run import Run
-from engine.state import TrainState, restored_on_exit
+from engine.log.console import say
+from engine.memory import fit_memory
+from engine.run import Parts, Run
+from engine.state import restored_on_exit
 from engine.step_graph import StepGraph
+from engine.stop_signal import StopSignal
 from pipeline.feed.batch import Batch
 from pipeline.feed.feed import Feed, is_measured
 from pipeline.feed.step_times import StepTimes, mean_of
@@ -126,13 +129,16 @@ class Rule:
 class Tuner:
     """Measures at the start, and follows the run. `rule`: None while nothing is followed."""
 
-    def __init__(self, feed: Feed, world: World, say: Callable[[str], None]) -> None:
+    def __init__(self, feed: Feed, world: World) -> None:
         self.feed = feed
         self.world = world
-        self.say = say
         self.rule: Rule | None = None
         self.first_row = 0  # of the present window
         self.seen = 0  # rows so far
+
+    def say(self, text: str) -> None:
+        if self.world.is_main:
+            say(f"autotune  {text}")
 
     def follow(self, rows: Sequence[StepTimes]) -> None:
         """Set the number of workers after a log row of this rank; called after each step."""
@@ -152,7 +158,7 @@ class Tuner:
         feed = self.feed
         batch = next(feed.train.batches(first_step, first_step + 1)).clone()
         feed.step_rate = self.measure_step(train_on_batch, batch)
-        self.say(f"autotune  the step takes {feed.step_rate:,.0f} images/s on a batch on the GPU")
+        self.say(f"the step takes {feed.step_rate:,.0f} images/s on a batch on the GPU")
         first = self.measure_mode(feed.datasets.decode_modes[0], first_step)
         mode = self.choose_mode(first.rate, first_step)
         workers = feed.num_cores
@@ -164,7 +170,7 @@ class Tuner:
             workers = max(2, workers - 1)  # a thread of this process waits for the device
         feed.pool.activate(workers)
         feed.set_decode_mode(mode, demand=ENOUGH_ON_DEVICE * feed.step_rate)
-        self.say(f"autotune  decoder={feed.decoder_name}, at first workers={workers}")
+        self.say(f"decoder={feed.decoder_name}, at first workers={workers}")
 
     def measure_step(self, train_on_batch: StepGraph, batch: Batch) -> float:
         """Return the images/s of the step on a batch on the device: the median of rounds."""
@@ -209,18 +215,20 @@ class Tuner:
             per_worker = times._replace(storage_ms=0.0).per_worker
             times = times._replace(rate=feed.num_cores * per_worker)
         text = f"{feed.num_cores} workers with decoder={feed.decoder_name}"
-        self.say(f"autotune  {text} make {times.rate:,.0f} images/s")
+        self.say(f"{text} make {times.rate:,.0f} images/s")
         return times
 
 
-def tune_loader(
-    feed: Feed, train_on_batch: StepGraph, state: TrainState, run: Run, say: Callable[[str], None]
-) -> Tuner:
-    """Measure for loader.workers=auto; return what follows the run. Collective."""
-    tuner = Tuner(feed, run.world, say)
+def fit_to_machine(parts: Parts, feed: Feed, step: StepGraph, run: Run, stop: StopSignal) -> Tuner:
+    """Choose what the config leaves open: micro-batches, decode mode and workers. Collective."""
+    schedule, state = parts.schedule, parts.state
+    first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
+    fit_memory(step, schedule, run.world, first_batches)
+    tuner = Tuner(feed, run.world)
     measured = is_measured(run.config, run.world.device)
-    if measured and run.stop_step - state.step >= MIN_BATCHES:
+    if measured and schedule.stop_step - state.step >= MIN_BATCHES:
         with restored_on_exit(state):
-            tuner.start(train_on_batch, state.step)
-        train_on_batch.reset()
+            tuner.start(step, state.step)
+        step.reset()
+    run.note_measured(schedule.fitted_micro_batch, feed.decode_mode)
     return tuner

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import models
 from engine.distributed import World
-from engine.metrics import Metrics
+from engine.metrics import Metrics, check_predicted
+from engine.run import Parts
 from engine.stop_signal import StopSignal
 from pipeline.feed.batch import Batch
 from pipeline.feed.feed import Feed
@@ -82,3 +83,14 @@ def validation_batches(feed: Feed, stop: StopSignal, num_micro_batches: int) -> 
     """
     for batch in stop.interruptible(feed.val.batches(0, feed.num_val_batches)):
         yield from batch.split(num_micro_batches)
+
+
+def dry_run(parts: Parts, predict: Measure, validate: Measure) -> None:
+    """Predict and validate zeros, so that errors come before the run directory. Collective."""
+    world, state, metrics = parts.world, parts.state, parts.metrics
+    batch = Batch.zeros(parts.compute.fields, world.device)
+    with parts.compute.for_validation():
+        (predicted,) = evaluate([state.model], predict, [batch], world)
+        check_predicted(predicted.rows, parts.datasets.classes)
+        (validated,) = evaluate([state.model], validate, [batch], world)
+        metrics.check_best_by(metrics.computations(validated.rows))

@@ -36,6 +36,7 @@ from engine.distributed import World, join_world
 from engine.log.verdict import judge
 from engine.memory import fit_memory
 from engine.meter import Meter
+from engine.run import Parts, resolve_config
 from pipeline.feed.batch import Batch
 from pipeline.feed.clock import StepClock
 from pipeline.feed.feed import Feed, open_feed
@@ -58,7 +59,7 @@ def measure_stages(config: Config, *, seconds: float) -> Iterator[Stage]:
     if os.environ.get("WORLD_SIZE", "1") != "1":  # first: ranks that join wait for each other
         raise UserError("torchrun", "this script measures one process", "start it without")
     with join_world(config.train.device) as world:
-        config = for_measuring(train.resolve_config(config, world), world)
+        config = for_measuring(resolve_config(config, world), world)
         parts = train.build_parts(config, world, {})
         yield measure_loader(parts, world, seconds)
         yield from measure_steps(parts, world, seconds)
@@ -75,7 +76,7 @@ def for_measuring(config: Config, world: World) -> Config:
     return config
 
 
-def measure_loader(parts: train.Parts, world: World, seconds: float) -> Stage:
+def measure_loader(parts: Parts, world: World, seconds: float) -> Stage:
     """Measure complete batches in host memory, as fast as the loader delivers them."""
     with open_feed(parts.schedule.config, parts.datasets, world) as feed:
         batches = feed.train.loader.batches(0, FOREVER)
@@ -114,9 +115,9 @@ def take(sizes: Iterator[int], steps: int) -> None:
         next(sizes)
 
 
-def measure_steps(parts: train.Parts, world: World, seconds: float) -> Iterator[Stage]:
+def measure_steps(parts: Parts, world: World, seconds: float) -> Iterator[Stage]:
     """Measure train.py's optimiser step, on batches that stay on the device and then fed."""
-    compute, state, schedule = parts.compute, parts.state, parts.schedule
+    compute, schedule = parts.compute, parts.schedule
     config = schedule.config
     device = world.device
     meter = Meter(world, StepClock(device.type == "cuda"))
@@ -128,9 +129,9 @@ def measure_steps(parts: train.Parts, world: World, seconds: float) -> Iterator[
 
     finish = torch.get_device_module(device).synchronize
     with open_feed(config, parts.datasets, world, compute.dtype, compute.channels_last) as feed:
-        step = train.build_step(schedule, compute, parts.loss_fn, state, world, feed.mix)
+        step = train.TrainStep(parts, feed.mix)
         kept = [batch.clone() for batch in feed.train.batches(0, KEPT_BATCHES)]
-        fit_memory(schedule, step, state, world, kept[:1])
+        fit_memory(step, schedule, world, kept[:1])
         sizes = trained(cycle(kept))
         take(sizes, WARM_UP_STEPS.get(device.type, 2))
         finish()

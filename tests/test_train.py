@@ -214,7 +214,7 @@ def test_signal_while_saving(call_main, folder, nine_steps, monkeypatch):
 def test_a_stop_before_the_first_step(numbers, call_main, train_run, nine_steps, monkeypatch):
     """There is no result; the same command then trains from the beginning."""
     with monkeypatch.context() as patch:
-        patch.setattr(train, "tune_loader", lambda *_, **__: [*map(signal.raise_signal, numbers)])
+        patch.setattr(train, "fit_to_machine", lambda *_: [*map(signal.raise_signal, numbers)])
         status, said, _ = call_main()
     assert status == 128 + numbers[0]
     assert "result" not in said

@@ -49,10 +49,8 @@ def build(
     world: World, *overrides: str, mixed: bool = False
 ) -> tuple[Compute, TrainState, StepGraph]:
     parts = train.build_parts(from_overrides([*OPTIONS, *overrides]), world, {})
-    compute, state = parts.compute, parts.state
-    mix = mixing(compute, mixed=mixed).mix
-    step = train.build_step(parts.schedule, compute, parts.loss_fn, state, world, mix)
-    return compute, state, step
+    step = train.TrainStep(parts, mixing(parts.compute, mixed=mixed).mix)
+    return parts.compute, parts.state, step
 
 
 def random_batch(compute: Compute, step: int, *, mixed: bool = False) -> Batch:
@@ -187,9 +185,9 @@ def test_a_step_that_a_graph_would_change_is_not_captured(why, world, caplog):
     for waits in (True, False):
         compute, state, train_on_batch = build(world, "model.name=efficientnet_b0")
         train_on_batch.disabled_reason = "" if waits else "for the comparison"
-        step_function = train_on_batch.step_function
+        launch = train_on_batch.launch
 
-        def changed(batch, function=step_function):
+        def changed(batch, function=launch):
             values = function(batch)
             if why == "draws on the host":
                 np.random.beta(1, 1)
@@ -203,7 +201,7 @@ def test_a_step_that_a_graph_would_change_is_not_captured(why, world, caplog):
         if why == "waits in the optimiser":
             state.optimizer.register_step_pre_hook(wait)
         else:
-            train_on_batch.step_function = changed
+            train_on_batch.launch = changed
         train_steps(compute, train_on_batch)
         assert train_on_batch.disabled_reason
         found.append(weights(state))

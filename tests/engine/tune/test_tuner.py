@@ -21,7 +21,7 @@ class Rated(Tuner):
     def __init__(self, rates: dict[str, float], step_rate: float) -> None:
         datasets = SimpleNamespace(decode_modes=tuple(rates))
         feed: Any = SimpleNamespace(datasets=datasets, step_rate=step_rate)
-        super().__init__(feed, ALONE, print)
+        super().__init__(feed, ALONE)
         self.rates = rates
 
     def measure_mode(self, mode: str, first_step: int) -> StepTimes:
@@ -77,7 +77,7 @@ class Followed:
         self.rows: list[StepTimes] = []
         train = SimpleNamespace(loader=SimpleNamespace(queue_size=20))
         feed: Any = SimpleNamespace(pool=self, train=train, most_workers=WARM.most_workers)
-        self.tuner = Tuner(feed, ALONE, print)
+        self.tuner = Tuner(feed, ALONE)
         self.tuner.rule = Rule(100, StepTimes(rate=100, workers=3))
 
     def activate(self, workers: int) -> None:
