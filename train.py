@@ -326,7 +326,7 @@ def build_parts(config: Config, world: World, stored: dict[str, Any]) -> Parts:
     with world.shared_errors():
         metrics = Metrics.of(config)
         datasets = build_datasets(config, world.device, identity.get("decode_mode"))
-        build_batch_transforms(config, datasets)  # raises UserError for an invalid list
+        mixing = build_batch_transforms(config, datasets)  # raises UserError for an invalid list
         schedule = make_schedule(config, len(datasets.train), world, identity)
         compute = choose_compute(config, datasets, schedule, world.device, forward)
         set_up_kernels(config.train.deterministic, compute.precision)
@@ -338,6 +338,8 @@ def build_parts(config: Config, world: World, stored: dict[str, Any]) -> Parts:
     parts = Parts(world, datasets, schedule, compute, loss_fn, metrics, state)
     dry_run(
         parts,
+        mixing,
+        criterion,
         lambda network, batch: predictions(forward(network, batch)),
         validation_values,
     )
