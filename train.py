@@ -116,7 +116,8 @@ class TrainStep(StepGraph):
     """
 
     def __init__(self, parts: Parts, mix: Callable[[Batch], Batch]) -> None:
-        schedule, compute, device = parts.schedule, parts.compute, parts.world.device
+        schedule, compute = parts.schedule, parts.compute
+        device = parts.world.device
         example = Batch.zeros(compute.fields, device)
         network = parts.world.wrap(parts.state.model, partial(forward, batch=example))
         super().__init__(network, parts.state)
@@ -269,7 +270,8 @@ def validate(parts: Parts, feed: Feed, stop: StopSignal, log: RunLog) -> None:
     (`loss_raw`, `top1_raw`, ...). A signal ends the validation early and nothing is recorded: the
     next start validates again.
     """
-    world, schedule, metrics, state = parts.world, parts.schedule, parts.metrics, parts.state
+    world, schedule = parts.world, parts.schedule
+    metrics, state = parts.metrics, parts.state
     networks = [state.model] if state.ema is None else [state.ema.module, state.model]
     with log.pause(f"validating {len(parts.datasets.val):,} images"):
         for network in networks:

@@ -32,8 +32,7 @@ class Schedule:
     config: Config
     images: int  # number of training images
     ranks: int = 1
-    # The most images of a micro-batch, if the first step of the run was out of memory with more;
-    # set by `fit_memory`
+    # The most images of a micro-batch if `fit_memory` found that more are out of memory
     fitted_micro_batch: int | None = None
 
     @property

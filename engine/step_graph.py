@@ -64,10 +64,7 @@ class StepGraph(AbstractContextManager["StepGraph"], ABC):
 
     @abstractmethod
     def launch(self, batch: Batch) -> Values:
-        """Train on a batch, without waiting for the GPU.
-
-        All tensors that this uses, except the batch, must keep their addresses.
-        """
+        """Train, without waiting for the GPU. All tensors but the batch keep their addresses."""
 
     def __call__(self, batch: Batch) -> Values:
         """Train on a batch. The next step overwrites the values that are returned."""

@@ -93,8 +93,7 @@ def dry_run(
 ) -> None:
     """Predict, validate and compute the loss of two samples of zeros. Collective.
 
-    So an error of train.py is raised before the run directory exists. The state stays unchanged.
-    `criterion`: that of `parts.loss_fn`.
+    It raises errors before the run directory exists. `criterion`: that of `parts.loss_fn`.
     """
     world, state, metrics = parts.world, parts.state, parts.metrics
     batch = Batch.zeros(parts.compute.fields, world.device, samples=2)  # as BatchNorm needs

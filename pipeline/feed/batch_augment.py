@@ -6,15 +6,15 @@ float32 [n, B]; and `partners`, int64 [B], the row that each row is mixed with. 
 and targets, and must not wait for the device.
 
 `draw` runs on the host before the step. Its generator is a pure function of (seed, step), and it
-draws for the global batch, of which every rank takes its rows. So neither the draws of an image nor
-its partner depend on the number of ranks. For random numbers per pixel, a transform calls torch,
-which is seeded for each (seed, step, rank).
+returns float [n, rows] for the global batch, of which every rank takes its rows. So neither the
+draws of an image nor its partner depend on the number of ranks. For random numbers per pixel, a
+transform calls torch, which is seeded for each (seed, step, rank).
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,17 +31,7 @@ from pipeline.feed.batch import TARGET, Batch
 # images as a single process does.
 BLOCK = 4
 ALPHA = number(0.001, 1000)
-
-
 Pair = tuple[Tensor, Tensor]  # images and targets
-
-
-class BatchTransform(Protocol):
-    def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
-        """Draw float [n, rows] for a global batch of images of `size` pixels."""
-
-    def __call__(self, images: Tensor, targets: Tensor, numbers: Tensor, partners: Tensor) -> Pair:
-        """Transform a batch."""
 
 
 @dataclass(kw_only=True)
@@ -150,7 +140,7 @@ class RandomErasing:
         return images * _outside(numbers, images), targets  # normalised: the mean is 0
 
 
-BATCH_TRANSFORMS: dict[str, Callable[..., BatchTransform]] = {
+BATCH_TRANSFORMS: dict[str, Callable[..., Any]] = {
     "mixup": Mixup,
     "cutmix": Cutmix,
     "mixup_or_cutmix": MixupOrCutmix,
@@ -162,7 +152,7 @@ BATCH_TRANSFORMS: dict[str, Callable[..., BatchTransform]] = {
 class BatchTransforms:
     """Batch transforms for training, in order; a batch is this rank's part of the global batch."""
 
-    transforms: Sequence[BatchTransform]
+    transforms: Sequence[Any]
     num_classes: int
     seed: int
     image_names: Sequence[str]  # of the image fields
@@ -171,11 +161,6 @@ class BatchTransforms:
     dtype: torch.dtype = torch.float32  # of the images after the last transform
     rank: int = 0
     world_size: int = 1
-
-    @property
-    def takes(self) -> torch.dtype:
-        """The dtype of the images before `mix`, which rounds once, after the last transform."""
-        return torch.float32 if self.transforms else self.dtype
 
     def draw(self, fields: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
         """Return fields for `mix`: the numbers of each image field and transform, [B, n].
@@ -299,9 +284,7 @@ def build_batch_transforms(
     )
 
 
-def find_mixed_field(
-    transforms: Sequence[BatchTransform], fields: Mapping[str, Field]
-) -> str | None:
+def find_mixed_field(transforms: Sequence[Any], fields: Mapping[str, Field]) -> str | None:
     """Return the field that batch transforms mix like the images: the only one that is no image.
 
     None if they mix nothing. Raises UserError if no field, or more than one, can be mixed.

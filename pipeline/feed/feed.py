@@ -158,7 +158,8 @@ def open_feed(
     train_loader = Loader(pool, 0, train_sampler.samples, in_use)
     val_loader = Loader(pool, 1, val_samples.__getitem__, in_use)
     mixing = build_batch_transforms(config, datasets, dtype, world.rank, world.size)
-    train = Prefetcher(train_loader, replace(images, dtype=mixing.takes), mixing.draw)
+    takes = torch.float32 if mixing.transforms else dtype  # `mix` rounds once, at its end
+    train = Prefetcher(train_loader, replace(images, dtype=takes), mixing.draw)
     val = Prefetcher(val_loader, images)
     feed = Feed(
         config, datasets, pool, train, val, len(val_samples), num_cores, max_workers, mixing.mix

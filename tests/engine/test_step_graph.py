@@ -58,7 +58,8 @@ def random_batch(compute: Compute, step: int, *, mixed: bool = False) -> Batch:
     rng = torch.Generator().manual_seed(step)
     fields = {"label": torch.randint(0, CLASSES, (ROWS,), generator=rng)}
     transforms = mixing(compute, mixed=mixed)
-    images = torch.randn(ROWS, 3, SIZE, SIZE, generator=rng).to(transforms.takes)
+    images = torch.randn(ROWS, 3, SIZE, SIZE, generator=rng)
+    images = images.to(torch.float32 if mixed else compute.dtype)
     fields |= transforms.draw({"image": images}, step)
     layout = torch.channels_last if compute.channels_last else torch.contiguous_format
     samples = torch.stack([torch.full((ROWS,), step), torch.arange(ROWS)], 1)
