@@ -119,7 +119,8 @@ def test_keys_of_a_loss_that_is_not_used_are_refused(call_main, train_run, folde
     for typed in ("train.label_smoothing=0.2", "train.class_weights=balanced"):
         status, _, error = call_main("train.max_steps=1", typed)
         key = typed.partition("=")[0]
-        assert (status, error) == (2, f"-c: {key}: training_loss does not use it; leave it out\n")
+        assert status == 2
+        assert error.endswith(f": {key}: training_loss does not use it; leave it out\n")
         assert not folder.exists()
     assert train_run("recipe=imagenet_rn50_modern", "model=resnet_tiny", *OWN_DATA)["step"] == 1
 
