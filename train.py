@@ -84,7 +84,7 @@ def train(config: Config) -> dict[str, Any]:
         feed = enter(open_feed(run.config, parts.datasets, run.world, **parts.compute.image_format))
         step = enter(TrainStep(parts, feed.mix))
         stop = enter(StopSignal(run.world, feed.pool))
-        tuner = fit_to_machine(parts, feed, step, run, stop)  # micro-batches, decoder, workers
+        fit_to_machine(parts, feed, step, run, stop)  # micro-batches, decoder, workers
         log = enter(open_log(parts, feed, step, run))
         if is_validation_missing(schedule, state):
             validate(parts, feed, stop, log)
@@ -98,7 +98,6 @@ def train(config: Config) -> dict[str, Any]:
             due = schedule.due(state.step)  # log, epoch, validate, save
             row = log.end_step(values, due)
             check_loss(row, run.path)  # the newest row, usually of an earlier step
-            tuner.follow(log.timed_rows)  # loader.workers=auto: more or fewer workers
             if due.validate:
                 validate(parts, feed, stop, log)
             if due.save:

@@ -23,11 +23,11 @@ def is_object_name(value: Any) -> bool:
     return all(map(str.isidentifier, [*module.split("."), name]))
 
 
-def module_exists(value: str) -> bool:
-    """Whether the module of `module:name` is a file or a package of this checkout."""
+def module_files(value: str) -> list[Path]:
+    """Return the file of this checkout that is the module of `module:name`, or no file."""
     path = ROOT.joinpath(*value.partition(":")[0].split("."))
-    files = path.with_suffix(".py"), path / "__init__.py"
-    return any(file.is_file() and file.resolve().is_relative_to(ROOT) for file in files)
+    files = filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py"))
+    return [*filter(lambda file: file.resolve().is_relative_to(ROOT), files)]
 
 
 def object_names_in(value: Any) -> set[str]:
@@ -41,7 +41,7 @@ def object_names_in(value: Any) -> set[str]:
 
 def require_module(value: str, key: str) -> None:
     """Refuse a name whose module is not inside this checkout."""
-    if not is_object_name(value) or not module_exists(value):
+    if not is_object_name(value) or not module_files(value):
         module = value.partition(":")[0]
         wrong = f"there is no {module.replace('.', '/')}.py in {ROOT}"
         cure = f"correct the name or leave it out; `grep -r {module} conf` finds it in YAML files"

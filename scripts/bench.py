@@ -33,7 +33,7 @@ from conf import schema
 from conf.errors import UserError
 from conf.schema import Config
 from engine.distributed import World, join_world
-from engine.log.verdict import judge
+from engine.log.verdict import verdict_of
 from engine.memory import fit_memory
 from engine.meter import Meter
 from engine.run import Parts, resolve_config
@@ -146,9 +146,10 @@ def measure_steps(parts: Parts, world: World, seconds: float) -> Iterator[Stage]
         fed = measure_windows(sizes, seconds, finish)
         if device.type != "cpu":
             feed.step_rate = median(alone)  # for the verdict
-        verdict = judge([feed.step_times()], 0.0, world, feed)
+        ranks = world.all_gather(feed.step_times())
+        verdict = verdict_of(ranks, 0.0, feed, step.disabled_reason)
     lines = ["the step, fed by the loader"]
-    lines += [f"verdict   {sentence}" for sentence in verdict.sentences]
+    lines += [f"verdict   {sentence}" for sentence in verdict]
     yield Stage("train", fed, "\n".join(lines))
 
 

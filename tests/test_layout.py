@@ -8,7 +8,14 @@ from pathlib import Path
 from tests.helpers.processes import ROOT, run_python
 
 # Part -> what it may import, in addition to itself.
-LOW = ("conf.errors", "conf.schema", "conf.named", "conf.start", "conf.terminal")
+LOW = (
+    "conf.constraints",
+    "conf.errors",
+    "conf.schema",
+    "conf.named",
+    "conf.start",
+    "conf.terminal",
+)
 PARTS = ("conf", "pipeline", "models", "engine")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "conf": (),

@@ -1,6 +1,7 @@
 """Optional objects that observe a run; `log.observers` names them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,6 +83,31 @@ class Observer:
 
         `rows`: see `validated`; a label is a position in `classes`.
         """
+
+
+class Observers:
+    """The observers of a run. After an error of one of them, there is one warning."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._guard = tracker.guard
+        self._started: list[tuple[str, Observer]] = []
+        tracker.callback(self._started.clear)  # otherwise they keep the run alive
+
+    def start(self, log: ObservedRun) -> None:
+        """Create the observers of log.observers. Raises UserError of a constructor."""
+        for name, observer, parameters in named_observers(log.config):
+            create = partial(observer, log, **parameters)
+            started = self._guard(name, create, reraise=UserError)
+            if started is not None:
+                self._started.append((name, started))
+                log.tracker.callback(self._guard, name, started.close)
+
+    def notify(self, event: Callable[[Observer], Any]) -> dict[str, Any]:
+        """Call a method of each observer; return all values that they add."""
+        added: dict[str, Any] = {}
+        for name, observer in self._started:
+            added |= self._guard(name, event, observer) or {}
+        return added
 
 
 def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str, Any]]]:

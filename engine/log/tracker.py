@@ -22,7 +22,7 @@ from engine.state import TrainState
 
 logger = logging.getLogger(__name__)
 
-# Times of a row, in the group `time`. StepTimes has them without `_fraction`.
+# Fields of StepTimes in a row: the group `time`
 TIME = (
     "data_wait_fraction ranks_wait_fraction late_fraction copy_fraction compute_fraction copy_ms "
     "step_ms step_worst_ms"

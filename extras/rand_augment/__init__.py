@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
-from conf.schema import FRACTION, NULL, each, number, one_of, whole
+from conf.constraints import NULL, UNIT_INTERVAL, choice, integer_interval, interval, list_of
 from pipeline.data.augment import draw_interpolation, parameter
 from pipeline.data.decode import INTERPOLATIONS
 
@@ -35,7 +35,7 @@ class Operation(NamedTuple):
 
 
 STRENGTHS = 30  # steps from the weakest to the strongest: torchvision's 31 bins, counted from 0
-LEVEL = whole(0, 255)
+LEVEL = integer_interval(0, 255)
 
 
 def _rotation(degrees: float, size: tuple[int, int]) -> tuple[float, ...]:
@@ -160,21 +160,21 @@ class RandAugment:
     the dataset as `fill`.
     """
 
-    count: int = parameter(whole(1, 100), 2)  # operations per image
+    count: int = parameter(integer_interval(1, 100), 2)  # operations per image
     # strength; null draws that of each operation, all with the same probability
-    magnitude: float | None = parameter(number(0, STRENGTHS) | NULL, 9)
+    magnitude: float | None = parameter(interval(0, STRENGTHS) | NULL, 9)
     # standard deviation of the strength of each operation, which is drawn from a normal
     # distribution, rounded and clipped to [0, STRENGTHS]
-    magnitude_std: float = parameter(number(0, STRENGTHS), 0)
-    p: float = parameter(FRACTION, 1)  # probability of each operation
+    magnitude_std: float = parameter(interval(0, STRENGTHS), 0)
+    p: float = parameter(UNIT_INTERVAL, 1)  # probability of each operation
     # Their list and their strengths: those of torchvision's RandAugment, the wide ones of its
     # TrivialAugmentWide, or those of timm that increase with the magnitude.
-    operations: str = parameter(one_of(*LISTS), "torchvision")
+    operations: str = parameter(choice(*LISTS), "torchvision")
     # of shear, translation and rotation: torchvision's default is nearest; random draws bilinear or
     # bicubic for each operation, as timm
-    interpolation: str = parameter(one_of("nearest", *INTERPOLATIONS, "random"), "nearest")
+    interpolation: str = parameter(choice("nearest", *INTERPOLATIONS, "random"), "nearest")
     # level, or [red, green, blue], of the pixels from outside the image
-    fill: int | Sequence[int] = parameter(LEVEL | each(LEVEL, 3, 3), 0)
+    fill: int | Sequence[int] = parameter(LEVEL | list_of(LEVEL, 3, 3), 0)
 
     def __call__(self, image: np.ndarray, rng: random.Random) -> np.ndarray:
         rgb = rgb_image(image)

@@ -23,15 +23,23 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
+from conf.constraints import (
+    UNIT_INTERVAL,
+    Constraint,
+    choice,
+    integer_interval,
+    interval,
+    list_of,
+    ordered_pair,
+)
 from conf.errors import UserError, did_you_mean
 from conf.named import create_object, import_object, is_object_name, split_entry
-from conf.schema import FRACTION, Check, each, number, one_of, span, whole
 from pipeline.data.decode import INTERPOLATIONS, Box, CropResize, Picture, crop, size_of
 
 LARGEST = 4096  # side of an image after a transform, in pixels
-PIXELS = whole(1, LARGEST)
+PIXELS = integer_interval(1, LARGEST)
 NUMPY_GENERATOR = np.random.MT19937(0)  # NumPy's global generator inside `seeded`
-UNCHECKED = Check(lambda value: True, "any value")
+UNCHECKED = Constraint(lambda value: True, "any value")
 # The transforms of torchvision's v2 that need only one image and own draws and keep size and uint8.
 V2_NAMES = tuple(
     "AugMix AutoAugment ElasticTransform RandAugment RandomAffine RandomPerspective RandomRotation "
@@ -91,9 +99,9 @@ def name_of(transform: Transform) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def parameter(check: Check, default: Any = MISSING) -> Any:
+def parameter(constraint: Constraint, default: Any = MISSING) -> Any:
     """A transform's parameter, which `build_by_name` checks; and its default if it has one."""
-    return field(default=default, metadata={"check": check})
+    return field(default=default, metadata={"constraint": constraint})
 
 
 def draw_interpolation(choice: str, rng: random.Random) -> str:
@@ -109,10 +117,11 @@ class RandomResizedCrop(Geometry):
 
     size: int = parameter(PIXELS)  # side of the result in pixels
     # range of the region's area as a fraction of the image's area
-    scale: Sequence[float] = parameter(span(1), (0.08, 1.0))
-    ratio: Sequence[float] = parameter(span(1000), (3 / 4, 4 / 3))  # range of width / height
+    scale: Sequence[float] = parameter(ordered_pair(1), (0.08, 1.0))
+    # range of width / height
+    ratio: Sequence[float] = parameter(ordered_pair(1000), (3 / 4, 4 / 3))
     # random: each image draws one, as in timm's RandomResizedCropAndInterpolation
-    interpolation: str = parameter(one_of(*INTERPOLATIONS, "random"), "bilinear")
+    interpolation: str = parameter(choice(*INTERPOLATIONS, "random"), "bilinear")
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         box = self.box(*picture.size, rng)
@@ -146,10 +155,10 @@ class Resize(Geometry):
     """
 
     # side of the following crop in pixels; with the default ratio, the shorter side itself
-    size: int | Sequence[int] = parameter(PIXELS | each(PIXELS, 2, 2))
+    size: int | Sequence[int] = parameter(PIXELS | list_of(PIXELS, 2, 2))
     # 0.875 is usual for ImageNet: 256 px before a crop of 224 px
-    crop_ratio: float = parameter(number(0.01, 1), 1.0)
-    interpolation: str = parameter(one_of(*INTERPOLATIONS), "bilinear")  # with antialiasing
+    crop_ratio: float = parameter(interval(0.01, 1), 1.0)
+    interpolation: str = parameter(choice(*INTERPOLATIONS), "bilinear")  # with antialiasing
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         if isinstance(self.size, int):
@@ -181,9 +190,9 @@ class RandomCrop(Geometry):
 
     size: int = parameter(PIXELS)
     # width of the border that is added on every side first, in pixels
-    padding: int = parameter(whole(0, LARGEST), 0)
+    padding: int = parameter(integer_interval(0, LARGEST), 0)
     # what the border shows: constant is black, reflect the image, mirrored at its edge
-    padding_mode: str = parameter(one_of("constant", "reflect"), "constant")
+    padding_mode: str = parameter(choice("constant", "reflect"), "constant")
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         width, height = picture.size
@@ -202,7 +211,7 @@ class RandomCrop(Geometry):
 class HorizontalFlip(Geometry):
     """Flip left to right with probability p."""
 
-    p: float = parameter(FRACTION, 0.5)
+    p: float = parameter(UNIT_INTERVAL, 0.5)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         return picture.mirrored() if rng.random() < self.p else picture
@@ -369,7 +378,7 @@ def _check_parameters(transform: Any, origin: str) -> None:
     if not is_dataclass(transform):
         return
     for one in fields(transform):
-        check = one.metadata.get("check", UNCHECKED)
+        constraint = one.metadata.get("constraint", UNCHECKED)
         value = getattr(transform, one.name)
-        if not check.allows(value):
-            raise UserError(origin, f"{one.name}={value}: give {check.says}")
+        if not constraint.check(value):
+            raise UserError(origin, f"{one.name}={value}: give {constraint.description}")

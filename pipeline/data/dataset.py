@@ -34,8 +34,8 @@ from pipeline.data.listing import THREADS
 
 T = TypeVar("T")
 
-READ_AHEAD = 16  # files of a worker that are read at a time, if it waits for storage
-READERS = ThreadPoolExecutor(READ_AHEAD)  # starts its threads when it is first used
+READ_AHEAD = 64  # most files that a worker reads at a time
+READERS = ThreadPoolExecutor(READ_AHEAD)  # starts threads when it needs them
 SAMPLED = 256  # files of a split whose sizes are part of its fingerprint
 NOTED = 32  # files at which `notes` looks
 
@@ -96,7 +96,7 @@ class Dataset(ABC):
         yield from map(int, chain(same[position + 1 :], same[:position]))  # few are asked for
 
     def read_ahead(self, indices: Sequence[int]) -> None:  # noqa: B027 - few datasets have files
-        """Begin to read these samples: where each file has to be waited for, several at a time."""
+        """Begin to read the files of these samples, because the worker waits for storage."""
 
     def mean_bytes(self) -> float:
         """Return the mean file size in bytes; 0 if there are no files."""

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conf.constraints import UNIT_INTERVAL, integer_interval, interval, ordered_pair
 from conf.errors import UserError
-from conf.schema import FRACTION, Config, number, span, whole
+from conf.schema import Config
 from pipeline.data.augment import build_by_name, parameter
 from pipeline.data.build import Datasets
 from pipeline.data.field import Field
@@ -30,7 +31,7 @@ from pipeline.feed.batch import TARGET, Batch
 # Images are mixed within blocks of this many rows. A rank with a multiple of it mixes the same
 # images as a single process does.
 BLOCK = 4
-ALPHA = number(0.001, 1000)
+ALPHA = interval(0.001, 1000)
 Pair = tuple[Tensor, Tensor]  # images and targets
 
 
@@ -40,7 +41,7 @@ class Mixup:
 
     # The weight is drawn from Beta(alpha, alpha): near 0 or 1 for 0.2, uniform for 1.
     alpha: float = parameter(ALPHA, 0.2)
-    p: float = parameter(FRACTION, 1.0)  # probability for an image to be blended
+    p: float = parameter(UNIT_INTERVAL, 1.0)  # probability for an image to be blended
 
     def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
         return _draw_weights(self.alpha, self.p, rng, rows)[None]
@@ -59,7 +60,7 @@ class Cutmix:
     """
 
     alpha: float = parameter(ALPHA, 1.0)  # the box's fraction of the area is 1 - Beta(alpha, alpha)
-    p: float = parameter(FRACTION, 1.0)  # probability for an image to get a box
+    p: float = parameter(UNIT_INTERVAL, 1.0)  # probability for an image to get a box
 
     def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
         areas = 1 - _draw_weights(self.alpha, self.p, rng, rows)
@@ -83,11 +84,11 @@ class MixupOrCutmix:
 
     mixup_alpha: float = parameter(ALPHA, 0.2)  # as alpha of Mixup
     cutmix_alpha: float = parameter(ALPHA, 1.0)  # as alpha of Cutmix
-    p: float = parameter(FRACTION, 1.0)  # probability of either
-    switch_p: float = parameter(FRACTION, 0.5)  # probability of cutmix instead of mixup
+    p: float = parameter(UNIT_INTERVAL, 1.0)  # probability of either
+    switch_p: float = parameter(UNIT_INTERVAL, 0.5)  # probability of cutmix instead of mixup
     # Images of the global batch that share a draw: 1 for a draw per image, the batch size for one
     # per batch. The last group is smaller if the batch is no multiple of it.
-    group: int = parameter(whole(1, 10**6), 128)
+    group: int = parameter(integer_interval(1, 10**6), 128)
 
     def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
         num_groups = math.ceil(rows / self.group)
@@ -112,10 +113,10 @@ class MixupOrCutmix:
 class RandomErasing:
     """Set a random box of an image to the mean colour, as torchvision does (arXiv 1708.04896)."""
 
-    p: float = parameter(FRACTION, 0.25)  # probability for an image to lose a box
+    p: float = parameter(UNIT_INTERVAL, 0.25)  # probability for an image to lose a box
     # range of the box's area as a fraction of the image's area
-    scale: Sequence[float] = parameter(span(1), (0.02, 0.33))
-    ratio: Sequence[float] = parameter(span(1000), (0.3, 3.3))  # of its height / width
+    scale: Sequence[float] = parameter(ordered_pair(1), (0.02, 0.33))
+    ratio: Sequence[float] = parameter(ordered_pair(1000), (0.3, 3.3))  # of its height / width
 
     def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
         """Draw boxes as torchvision does: up to ten tries for a box smaller than the image.

@@ -42,7 +42,7 @@ class BatchEvents:
     begin: Any = None  # the step begins: its batch is ready
     ready: Any = None  # all ranks have their batches
     end: Any = HostEvent()  # the step has ended; at first, there is none to wait for
-    drained: bool = False  # before the step began, the GPU had finished all its work
+    gpu_idle: bool = False  # the GPU had finished all its work before the step began
 
 
 class StepClock:
@@ -87,7 +87,7 @@ class StepClock:
 
     def begin_step(self, events: BatchEvents) -> None:
         """Begin the step of a batch, once the current stream waits for its copy."""
-        events.drained = self.cuda and self._idle.query()
+        events.gpu_idle = self.cuda and self._idle.query()
         events.idle = self._idle
         events.begin = self.now()
         events.ready = events.begin
@@ -136,29 +136,32 @@ class StepClock:
         spans = ms("begin", "end")
         steps_ms = ms("ready", "end")  # without the time for which other ranks were waited for
         copies = ms("copy_begin", "copy_end")
+        total = max(float(gaps.sum() + spans.sum()), 1e-6)
         if self.cuda:  # until the copy has ended; the host is responsible for the rest of a gap
             waits = np.clip(ms("idle", "copy_end"), 0, gaps)
             copying = 0.0
         else:  # copies are made between the steps, by the process that waits for them
             waits = np.maximum(0, gaps - copies)
-            copying = float(copies.sum())
-        total = max(float(gaps.sum() + spans.sum()), 1e-6)
+            copying = float(copies.sum()) / total
+        data_wait = float(waits.sum()) / total
+        late = max(0.0, float(gaps.sum()) / total - data_wait - copying)
+        ranks_wait = float(ms("begin", "ready").sum()) / total
         began, waited_before = self._core
         now, waited = time.perf_counter(), waited_for_core()
         self._core = now, waited
         return StepTimes(
             steps=len(events),
             seconds=total / 1000,
-            data_wait=float(waits.sum()) / total,
-            late=max(0.0, float(gaps.sum() - waits.sum()) - copying) / total,
-            copy=float(copies.sum()) / total,
-            ranks_wait=float(ms("begin", "ready").sum()) / total,
-            drained=float(np.mean(column(events, "drained"))),
-            core_wait=min(1.0, (waited - waited_before) / max(now - began, 1e-6)),
+            data_wait_fraction=data_wait,
+            late_fraction=late,
+            ranks_wait_fraction=ranks_wait,
+            copy_fraction=float(copies.sum()) / total,
+            compute_fraction=max(0.0, 1 - data_wait - late - copying - ranks_wait),
+            cpu_wait_fraction=min(1.0, (waited - waited_before) / max(now - began, 1e-6)),
+            idle_steps_fraction=float(np.mean(column(events, "gpu_idle"))),
             copy_ms=float(np.median(copies)),
             step_ms=float(np.median(steps_ms)),
             step_worst_ms=float(steps_ms.max()),
-            on_gpu=self.cuda,
         )
 
 

@@ -65,27 +65,11 @@ class Feed:
         self.datasets.train.stage.set_decode_mode(mode, workers=workers, demand=demand)
 
     def step_times(self, steps: int = sys.maxsize, *, skip: int = 0) -> StepTimes:
-        """Return `StepClock.step_times` of the training, with its rates and workers."""
-        loader = self.train.loader
+        """Return `StepClock.step_times`, with the images/s and the times of a worker."""
         times = self.train.clock.step_times(steps, skip=skip)
-        train = self.datasets.train
-        return times._replace(
-            rate=times.steps * loader.ring.local_batch_size / times.seconds,
-            step_rate=self.step_rate,
-            workers=self.pool.active,
-            decoder="none" if train.stage.device_decodes else train.decoder,
-            decode_mode=self.decode_mode,
-            **loader.ring.worker_ms(),
-        )
-
-    def most_workers(self, times: StepTimes) -> int:
-        """Return the number of workers for which there are cores; more if storage is slow.
-
-        `times`: of a worker. If it waits for storage a tenth as long as it computes, 30 % more
-        workers are useful: they wait at random, so that often several wait at a time.
-        """
-        waiting = times.storage_ms / max(times.cpu_ms, 1e-6)
-        return min(self.max_workers, round(self.num_cores * (1 + 3 * waiting)))
+        ring = self.train.loader.ring
+        rate = times.steps * ring.local_batch_size / times.seconds
+        return times._replace(images_per_second=rate, **ring.worker_ms())
 
     def measure(self, first_step: int) -> StepTimes:
         """Make batches that nothing uses; return their images/s, and the times of a worker."""
@@ -99,7 +83,7 @@ class Feed:
         while seconds < MEASURE_SECONDS:
             images += len(next(batches).samples)
             seconds = time.perf_counter() - began
-        return StepTimes(rate=images / seconds, **loader.ring.worker_ms())
+        return StepTimes(images_per_second=images / seconds, **loader.ring.worker_ms())
 
     @contextmanager
     def for_validation(self) -> Iterator[None]:
@@ -132,10 +116,10 @@ def open_feed(
     num_cores = machine.cores_for_workers(world.local_size)
     workers = config.loader.workers
     if workers == "auto":
-        workers = num_cores  # all cores validate, even if few workers are enough for training
+        workers = num_cores
     max_workers = workers
     if is_measured(config, world.device):
-        max_workers = 2 * num_cores  # those that wait for storage need no core
+        max_workers = 2 * (num_cores + 1)  # those that wait for storage need no core
     batch_size = config.loader.batch_size
     of_world = {"batch_size": batch_size, "rank": world.rank, "world_size": world.size}
     labels = datasets.train.labels if config.train.class_weights == "sampled" else None

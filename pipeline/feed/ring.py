@@ -90,7 +90,11 @@ class Ring:
         core = sum(column(replies, "core_seconds"))
         # The clocks of the thread and of the kernel differ slightly.
         storage = max(0.0, sum(column(replies, "storage_seconds")))
-        return {"cpu_ms": cpu * scale, "storage_ms": storage * scale, "core_ms": core * scale}
+        return {
+            "image_cpu_ms": cpu * scale,
+            "image_storage_ms": storage * scale,
+            "image_cpu_wait_ms": core * scale,
+        }
 
     def candidates(self, index: int) -> Iterable[int]:
         """Return a sample and, if unreadable ones are skipped, those that may replace it."""

@@ -24,15 +24,20 @@ from pipeline.feed.forkserver import IGNORED_SIGNALS
 from pipeline.feed.ring import Reply, Ring, Skipped, SlotArrays, Task
 
 WORKER_NAME = "loader worker"  # of each worker process; other processes unblock signals
-# A worker reads ahead if, per sample, it waits this much longer for storage than for a core, as a
-# mean of about ten tasks. Reading in other threads costs 0.1 to 0.2 ms of a core per sample.
-WAIT_SECONDS = 5e-4
+# A worker that waits longer for storage, per sample as a mean of about ten tasks, reads FIRST_AHEAD
+# files at a time, then twice as many. Reading in threads costs 0.1 to 0.2 ms of a core per sample.
+WAIT_SECONDS = 3e-4
+FIRST_AHEAD = 16
 
 
-def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -> Reply:
+def run_task(
+    task: Task, rings: Sequence[Ring], following: Sequence[int] = (), num_ahead: int = 0
+) -> Reply:
     """Fill the rows of a task, in a worker. The reply reports an exception; the worker goes on.
 
-    `following`: the samples of this task and of those after it, to read several at a time.
+    Args:
+        following: indices of the samples of this task and of those after it.
+        num_ahead: how many of them to read at a time; 0 reads each when it is needed.
     """
     ring = rings[task.ring]
     began = time.perf_counter()
@@ -43,7 +48,7 @@ def run_task(task: Task, rings: Sequence[Ring], following: Sequence[int] = ()) -
     ring.dataset.stage.begin_rows(batch, range(task.row, task.row + len(task.samples)))
     skipped: list[Skipped] = []
     for done, (epoch, index) in enumerate(task.samples.tolist()):
-        ring.dataset.read_ahead(following[done : done + READ_AHEAD])
+        ring.dataset.read_ahead(following[done : done + num_ahead])
         row = task.row + done
         try:
             used = _fill_row(ring, batch, row, epoch, index, skipped)
@@ -120,22 +125,20 @@ def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
     torch.default_generator.seed()  # else all workers would draw the same numbers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     tasks: list[Task] = []
-    mean_excess = 0.0  # seconds per sample by which storage takes longer than waiting for a core
-    reads_ahead = False  # once true, it stays true: reading ahead hides the waits from these times
+    mean_wait = 0.0  # seconds per sample
+    num_ahead = 0  # files to read at a time; never reduced, because reading ahead hides the waits
     with contextlib.suppress(EOFError, OSError):  # the training process closed its end, or died
         while True:
             while not tasks or pipe.poll():
                 tasks.append(pipe.recv())
-            following: list[int] = []
-            if reads_ahead:
-                same = [task.samples[:, 1] for task in tasks if task.ring == tasks[0].ring]
-                following = np.concatenate(same).tolist()
-            reply = run_task(tasks.pop(0), rings, following)
+            same = [task.samples[:, 1] for task in tasks if task.ring == tasks[0].ring]
+            following = np.concatenate(same).tolist()
+            reply = run_task(tasks.pop(0), rings, following, num_ahead)
             pipe.send(reply)
-            excess = max(0.0, reply.storage_seconds - reply.core_seconds) / max(1, reply.rows)
-            mean_excess += (excess - mean_excess) / 10
-            if mean_excess > WAIT_SECONDS:
-                reads_ahead = True
+            mean_wait += (reply.storage_seconds / max(1, reply.rows) - mean_wait) / 10
+            if mean_wait > WAIT_SECONDS:
+                num_ahead = min(READ_AHEAD, max(FIRST_AHEAD, 2 * num_ahead))
+                mean_wait = 0.0
 
 
 def _unblock_signals(_: object) -> None:

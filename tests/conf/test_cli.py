@@ -1,5 +1,6 @@
 """The command line: composing, --help, --cfg job."""
 
+import csv
 import os
 import re
 import shutil
@@ -15,8 +16,8 @@ import yaml
 
 from conf import cli
 from conf.compose import from_overrides
-from conf.overrides import SECTIONS
-from conf.schema import FIELDS, FOLDER, Config, config_values, group_names, sentences
+from conf.overrides import answer_to
+from conf.schema import FIELDS, FOLDER, SECTIONS, Config, config_values, group_names, sentences
 from tests.conf.refused import DATA
 from tests.helpers.processes import (
     ROOT,
@@ -47,7 +48,7 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path)
         assert choices.split("=")[1].replace("|", " ").split() == group_names(group)
     for name, field in FIELDS.items():
         (line,) = (line for line in lines if line[2:].startswith(f"{name}="))
-        assert line[:2] == ("* " if field.metadata["in_identity"] else "  ")
+        assert line[:2] == ("* " if field.metadata["affects_result"] else "  ")
         assert line.endswith(" " + sentences()[name])
     assert sentences()["optim.lr"].startswith("peak learning rate for the global batch; it is")
     imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
@@ -59,6 +60,11 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path)
 def test_flags_of_other_trainers_are_answered_with_keys_that_exist():
     answers = (FOLDER / "flags.csv").read_text()
     assert set(re.findall(r"\b([a-z]+\.[a-z_]+)=", answers)) <= FIELDS.keys()
+    # The long options of each trainer
+    with Path(__file__).with_name("options.csv").open(newline="", encoding="utf-8") as file:
+        options = {word for row in csv.DictReader(file) for word in row["options"].split()}
+    assert {option for option in options if not answer_to(option)} == set()
+    assert "BatchNorm" in answer_to("--bn-momentum")
 
 
 def test_section_help():

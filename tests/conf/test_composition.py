@@ -51,6 +51,12 @@ def test_a_stored_config_is_unchanged(values):
     assert from_checkpoint({**values, "data.former": 3, "ranks": 8}).data.on_error == "raise"
 
 
+def test_former_names_of_a_stored_config(values):
+    """A checkpoint can be evaluated whose transforms and loss have another name today."""
+    former = {**values, "augment.train": ["former"], "train.loss": "former"}
+    assert from_checkpoint(former).train.loss == "former"
+
+
 def test_deleted_code_of_a_stored_config(values):
     """It is left out where it does not affect the result, as in a fork that deletes an extra."""
     gone = {**values, "log.observers": ["gone:Observer"], "model.rewrite": "gone:rewrite"}

@@ -15,7 +15,9 @@ from engine.step_graph import StepGraph
 from pipeline.feed.batch import Batch
 from pipeline.feed.step_times import StepTimes
 
-WAITED = StepTimes(steps=4, seconds=2.0, data_wait=0.9, copy=0.05, copy_ms=0.1, step_ms=1.0)
+WAITED = StepTimes(
+    steps=4, seconds=2.0, data_wait_fraction=0.9, copy_fraction=0.05, copy_ms=0.1, step_ms=1.0
+)
 ALONE = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
 
 

@@ -17,8 +17,8 @@ from torch.distributed.run import get_args_parser
 
 from conf import cli
 from conf.compose import from_overrides
-from conf.overrides import SECTIONS, read_overrides
-from conf.schema import FIELDS, NAMES, group_names
+from conf.overrides import read_overrides
+from conf.schema import FIELDS, NAMES, SECTIONS, group_names
 from scripts.lib import notebook
 from tests.helpers.processes import ROOT, needs_extras
 

@@ -12,7 +12,7 @@ def test_size():
 
 def test_what_each_key_affects():
     """The others affect the result. tests/repository/equal has the list of all keys."""
-    found = {name for name, f in FIELDS.items() if not f.metadata["in_identity"]}
+    found = {name for name, f in FIELDS.items() if not f.metadata["affects_result"]}
     sections = {"checkpoint", "run", "log"}
     assert {name for name in found if name.split(".")[0] not in sections} == {
         *("data.storage", "data.on_device", "data.on_error", "data.max_bad_fraction"),

@@ -211,7 +211,7 @@ def test_the_plan_names_what_training_refuses(root):
         "model.weights=pretrained": "there are none of resnet_tiny;",
         "model.weights=gone.pth": "cannot be read (",
         "optim.args={a: 1}": "",
-        "train.best_by=f1": "",
+        "train.best_by=-top1": "has the wrong sign;",
     }
     for word, reason in said.items():
         row = only(look(root, word, sample=1)["plan"])

@@ -94,17 +94,17 @@ def test_values_are_added_without_waiting_for_the_gpu():
 def row_of(times: StepTimes, ranks: int = 1) -> dict[str, Any]:
     """Of steps 1 to 4 of 100, which have 16 of 36 images."""
     given = schedule(36, 16, 300, 100, ranks=ranks)
-    return train_row(4, {"loss": 2.5, "norm": 1.0}, times, given)
+    return train_row(4, {"loss": 2.5, "norm": 1.0}, times, given, workers=2)
 
 
 def test_row_of_an_interval():
-    row = row_of(WAITED._replace(rate=4 * 16 / 2))
+    row = row_of(WAITED._replace(images_per_second=4 * 16 / 2))
     assert (row["images_per_second"], row["seconds_left"]) == (4 * 16 / 2, 96 * 16 / 32)
     assert (row["step"], row["epoch"], row["lr"]) == (4, 4 / 2.25, 0.1)
     assert (row["loss"], row["norm"], row["data_wait_fraction"]) == (2.5, 1.0, 0.9)
     assert (row["copy_ms"], row["step_ms"], row["copy_fraction"]) == (0.1, 1.0, 0.05)
     assert "ranks_wait_fraction" not in row
-    row = row_of(WAITED._replace(ranks_wait=0.04, rate=32 / 2), ranks=2)
+    row = row_of(WAITED._replace(ranks_wait_fraction=0.04, images_per_second=32 / 2), ranks=2)
     assert row["ranks_wait_fraction"] == 0.04
     assert row["images_per_second"] == 2 * 32 / 2
 

@@ -11,7 +11,6 @@ import pytest
 
 from conf.errors import UserError
 from engine.log.observer import ObservedRun, Observer
-from engine.log.verdict import Verdict
 from pipeline.feed.batch import Batch
 from tests.helpers.results import rows
 from tests.helpers.small_run import run
@@ -97,13 +96,21 @@ def test_a_mistake_ends_the_run_before_its_first_step(image_root, tmp_path, capl
     assert not warning.exc_info
 
 
+def test_the_header_is_repeated_after_rows_of_this_start(image_root, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("engine.log.runlog.HEADER_ROWS", 4)
+    for steps in (5, 10):
+        options = ["loader.workers=0", "log.every_steps=1", "train.epochs=9"]
+        run(image_root, tmp_path / "run", *options, f"train.max_steps={steps}")
+        lines = [line for line in capsys.readouterr().out.splitlines() if "valid" not in line]
+        table = "".join(line.split()[0] + " " for line in lines if line.startswith(" "))
+        assert re.sub(r"\S+/9", "row", table) == "epoch row row row epoch row row "
+
+
 def test_an_epoch_with_the_same_bottleneck_prints_no_verdict(
     image_root, tmp_path, monkeypatch, capsys
 ):
     # Five epochs, and the run: its verdict is printed after the last epoch.
-    causes = ["a", "a", "", "b", "c", "c"]
-    sentences = [("a: 1.",), ("a: 2.",), (), ("b: 3.",), ("c: 4.",), ("c: 5.",)]
-    verdicts = map(Verdict, causes, sentences)
-    monkeypatch.setattr("engine.log.runlog.judge", lambda *_: next(verdicts))
+    verdicts = iter([["a: 1."], ["a: 2."], [], ["b: 3."], ["c: 4."], ["c: 5."]])
+    monkeypatch.setattr("engine.log.runlog.verdict_of", lambda *_: next(verdicts))
     run(image_root, tmp_path / "run", "train.epochs=5")
     assert re.findall(r"verdict +(.*)", capsys.readouterr().out) == ["a: 1.", "b: 3.", "c: 5."]

@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -12,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.log import telemetry
-from engine.log.telemetry import GIB, GpuMonitor, find_gpu, memory_figures
-from tests.helpers.processes import HANGS_SECONDS, needs_linux, wait_for
+from engine.log.telemetry import GIB, GpuMonitor, memory_figures
+from tests.helpers.processes import needs_linux
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 UUIDS = ["12-34", "56-78"]  # of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order
@@ -39,7 +37,6 @@ def nvml_with(**effects: Any) -> Mock:
 
 def install(nvml: Mock, monkeypatch: pytest.MonkeyPatch) -> Mock:
     properties = [SimpleNamespace(uuid=uuid) for uuid in UUIDS]
-    monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 0.001)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: properties[gpu.index])
     return nvml
@@ -55,9 +52,8 @@ def install(nvml: Mock, monkeypatch: pytest.MonkeyPatch) -> Mock:
 )
 def test_without_nvml(nvml, warning, monkeypatch, caplog):
     install(nvml, monkeypatch)
-    with GpuMonitor(CUDA) as monitor:
-        wait_for("its end", lambda: all(t.name != "telemetry" for t in threading.enumerate()))
-        assert (monitor.read(), monitor.slowed()) == ({}, 0)
+    monitor = GpuMonitor(CUDA)
+    assert (monitor.sample(), monitor.throttled) == ({}, False)
     (message,) = caplog.messages
     assert warning in message
 
@@ -65,34 +61,31 @@ def test_without_nvml(nvml, warning, monkeypatch, caplog):
 def test_the_gpu_is_found_by_its_uuid(monkeypatch):
     """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 cuda:1 in torch; NVML ignores the variable."""
     known = {f"GPU-{UUIDS[1]}".encode(): "gpu"}
-    nvml = install(nvml_with(nvmlDeviceGetHandleByUUID=known.__getitem__), monkeypatch)
-    assert find_gpu(torch.device("cuda", 1)) == (nvml, "gpu")
+    install(nvml_with(nvmlDeviceGetHandleByUUID=known.__getitem__), monkeypatch)
+    assert GpuMonitor(torch.device("cuda", 1)).sample()["gpu/power_watts"] == 650
 
 
-def test_reduced_clocks(monkeypatch):
-    """Not an idle GPU, clocks set by a user, and only in the curve the power limit."""
-    masks = [0x001, 0x002, 0x004, 0x004, 0x024, 0x102, 0x068] * 3 + [0x000, 0x000, 0x010]
-    asked, release = iter(range(10**9)), threading.Event()
+@pytest.mark.parametrize(
+    ("mask", "reduced", "throttled"),
+    [  # none, idle, set by a user
+        *((mask, 0.0, False) for mask in (0x000, 0x001, 0x002, 0x102)),
+        (0x004, 1.0, False),  # the power limit
+        *((mask, 1.0, True) for mask in (0x024, 0x068, 0x008, 0x010, 0x040, 0x080)),
+    ],
+)
+def test_reduced_clocks(mask, reduced, throttled, monkeypatch):
+    query = {"nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: mask}
+    install(nvml_with(**query), monkeypatch)
+    monitor = GpuMonitor(CUDA)
+    assert monitor.sample()["gpu/throttled_fraction"] == reduced
+    assert monitor.throttled == throttled
 
-    def mask(handle):
-        number = next(asked)
-        if number == 24:
-            release.wait(HANGS_SECONDS)  # in the driver: 24 samples are complete
-        return masks[number] if number < 24 else 0
 
-    query = "nvmlDeviceGetCurrentClocksThrottleReasons"
-    of_sms = Mock(side_effect=lambda gpu, clock: {1: 1980}[clock])
-    nvml = install(nvml_with(**{query: mask, "nvmlDeviceGetClockInfo": of_sms}), monkeypatch)
-    with GpuMonitor(CUDA) as monitor:
-        wait_for("24 samples", lambda: getattr(nvml, query).call_count == 25)
-        means = monitor.read()
-        assert (means["gpu/throttled_fraction"], means["gpu/sm_clock_mhz"]) == (13 / 24, 1980)
-        assert monitor.slowed() == 7 / 24
-        release.set()
-        temperature = nvml.nvmlDeviceGetTemperature
-        after = temperature.call_count + 20
-        wait_for("20 samples", lambda: temperature.call_count >= after)
-        assert monitor.read()["gpu/throttled_fraction"] == 0
+def test_what_a_gpu_does_not_support_is_left_out(monkeypatch):
+    refused = dict.fromkeys(["nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperature"], OSError("no"))
+    install(nvml_with(**refused), monkeypatch)
+    found = {"gpu/utilization": 90, "gpu/sm_clock_mhz": 1980, "gpu/throttled_fraction": 0.0}
+    assert GpuMonitor(CUDA).sample() == found
 
 
 def test_memory_of_processes():
@@ -110,9 +103,8 @@ def test_memory_of_processes():
 @pytest.mark.gpu
 def test_nvml(caplog):
     pytest.importorskip("pynvml")
-    found = {}
-    with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
-        wait_for("all of them", lambda: found.update(monitor.read()) or len(found) >= 5)
+    with caplog.at_level(logging.INFO):
+        found = GpuMonitor(CUDA).sample()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert 10 < found["gpu/power_watts"] < 2000
     assert 0 <= found["gpu/utilization"] <= 100

@@ -1,16 +1,14 @@
-"""Which decode mode loader.workers=auto takes, and how it follows what the clock reports."""
+"""Decode mode and number of workers that loader.workers=auto selects."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine.distributed import World
-from engine.tune import Rule, Tuner
+from engine.tune import Tuner, workers_for
 from pipeline.feed.step_times import StepTimes
 from tests.engine.plans import ALONE
-from tests.engine.tune.hosts import Host, Simulation
 
 MODES = ("cpu", "hybrid", "gpu")
 
@@ -26,11 +24,11 @@ class Rated(Tuner):
 
     def measure_mode(self, mode: str, first_step: int) -> StepTimes:
         self.newest = mode
-        return StepTimes(rate=self.rates[mode])
+        return StepTimes(images_per_second=self.rates[mode])
 
     def choose(self) -> str:
         first = self.measure_mode(next(iter(self.rates)), 0)
-        return self.choose_mode(first.rate, 0)
+        return self.choose_mode(first.images_per_second, 0)
 
 
 @pytest.mark.parametrize(
@@ -64,53 +62,16 @@ def test_a_mode_that_a_rank_lacks_is_not_tried(monkeypatch):
     assert (tuner.choose(), tuner.newest) == ("cpu", "cpu")
 
 
-# The step takes 100 images/s, and a worker makes 40.
-WARM = Host(16, 100, 40)
-COLD = replace(WARM, worker=5, storage=7.0)
-
-
-class Followed:
-    """A run on simulated hosts, one after the other."""
-
-    def __init__(self) -> None:
-        self.active = 3
-        self.rows: list[StepTimes] = []
-        train = SimpleNamespace(loader=SimpleNamespace(queue_size=20))
-        feed: Any = SimpleNamespace(pool=self, train=train, most_workers=WARM.most_workers)
-        self.tuner = Tuner(feed, ALONE)
-        self.tuner.rule = Rule(100, StepTimes(rate=100, workers=3))
-
-    def activate(self, workers: int) -> None:
-        self.active = workers
-
-    def log(self, times: StepTimes) -> int:
-        """Return the number of workers after a log row."""
-        self.rows.append(times)
-        self.tuner.follow(self.rows)
-        return self.active
-
-    def train(self, host: Host, num_rows: int) -> int:
-        """Return the number of workers after some log rows."""
-        simulation = Simulation(host, seed=0)
-        for _ in range(num_rows):
-            self.log(simulation.row(self.active, 0))
-        return self.active
-
-
-def test_a_cold_page_cache():
-    """Workers that wait for storage need no core, so there may be more of them."""
-    run = Followed()
-    assert run.train(WARM, 4) == 3
-    during = run.train(COLD, 6)
-    assert during > WARM.num_cores
-    assert COLD.rate(during, 0) == COLD.best_rate(0)
-    assert run.train(WARM, 12) <= 4
-
-
-def test_short_windows_wait_for_more_rows():
-    """One must be longer than the queue, which hides a lack, and than two seconds."""
-    run = Followed()
-    slow = {"rate": 10.0, "data_wait": 0.9, "workers": 3, "cpu_ms": 200.0, "storage_ms": 1e4}
-    assert run.log(StepTimes(steps=30, seconds=1.0, **slow)) == 3
-    assert run.log(StepTimes(steps=30, seconds=1.5, **slow)) > 3
-    assert Followed().log(StepTimes(steps=20, seconds=9.0, **slow)) == 3
+@pytest.mark.parametrize(
+    ("step_rate", "storage", "workers"),
+    [
+        (1000, 0.0, 15),  # the workers make 5,000 images/s
+        (6000, 0.0, 16),  # the training process waits, and leaves its core to a worker
+        (1000, 0.09, 15),
+        (1000, 1.5, 22),  # half of the workers wait for storage at a time
+        (6000, 12.0, 80),
+    ],
+)
+def test_workers_that_wait_for_storage_need_no_core(step_rate, storage, workers):
+    times = StepTimes(images_per_second=5000, image_cpu_ms=3.0, image_storage_ms=storage)
+    assert workers_for(times, 15, step_rate) == workers

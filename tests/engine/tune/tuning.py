@@ -1,4 +1,4 @@
-"""Measuring on a CPU as on a GPU, with simulated cores, and following every row."""
+"""Measuring on a CPU as on a GPU, with simulated cores."""
 
 import math
 from collections.abc import Callable
@@ -6,10 +6,9 @@ from typing import Any
 
 from engine import tune
 from pipeline.feed import feed, machine
-from pipeline.feed.step_times import StepTimes
 
 Patch = Callable[[object, str, Any], None]  # `setattr`, or that of a monkeypatch
-CORES = 2  # of which the training process keeps one; there are buffers for two workers
+CORES = 2  # of which the training process keeps one
 
 
 def measure_on_cpu(patch: Patch) -> None:
@@ -21,13 +20,3 @@ def measure_on_cpu(patch: Patch) -> None:
     patch(tune, "MIN_BATCHES", 2)
     patch(feed, "MEASURE_SECONDS", 0.05)
     patch(tune, "ROUND_SECONDS", 0.01)
-    patch(tune, "WINDOW_SECONDS", 0.0)
-
-
-def change_always(patch: Patch) -> None:
-    """Change the number of workers after each window, between 1 and 2."""
-
-    def next_number(rule: tune.Rule, window: StepTimes, most: int) -> int:
-        return 3 - window.workers
-
-    patch(tune.Rule, "next_number", next_number)

@@ -281,7 +281,7 @@ def test_two_workers_send_files_on_two_cores(image_root, tmp_path, monkeypatch, 
     measure_on_cpu(monkeypatch.setattr)
     monkeypatch.setattr("engine.tune.Tuner.choose_mode", lambda *_: "hybrid")
     small_run.run(image_root, tmp_path / "run", "loader.workers=auto", "augment=imagenet")
-    assert "decoder=hybrid, at first workers=2" in capfd.readouterr().out
+    assert "decoder=hybrid, workers=2" in capfd.readouterr().out
 
 
 @pytest.mark.usefixtures("pillow", "toy_runs", "own_logging")

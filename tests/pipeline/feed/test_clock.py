@@ -68,8 +68,9 @@ def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu):
     run(clock, gpu, copied=30, begin=40, end=100)
     times = clock.step_times()
     assert (times.steps, times.seconds, times.step_ms, times.copy_ms) == (1, 0.1, 60, 30)
-    assert (times.data_wait, times.late, times.compute) == pytest.approx((0.3, 0.1, 0.6))
-    assert times.copy == pytest.approx(0.3)
+    shares = times.data_wait_fraction, times.late_fraction, times.compute_fraction
+    assert shares == pytest.approx((0.3, 0.1, 0.6))
+    assert times.copy_fraction == pytest.approx(0.3)
 
 
 def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu):
@@ -82,7 +83,7 @@ def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu):
 
     def read(steps, **options):
         times = clock.step_times(steps, **options)
-        return times.steps, times.seconds, times.drained
+        return times.steps, times.seconds, times.idle_steps_fraction
 
     assert [read(2, skip=1), read(1, skip=9), read(9)] == [(1, 1, 1.0), (1, 2, 0.0), (1, 4, 0.0)]
     assert gpu.waits == [61_000, 63_000, 67_000]
@@ -100,16 +101,18 @@ def test_points_within_a_step_on_a_cpu(clock, monkeypatch):
         clock.now += seconds
         found.end_step()
     times = found.step_times()
-    assert times.core_wait == pytest.approx(3 / 32)
-    assert times.ranks_wait == pytest.approx(3 / 32)
-    assert (times.compute, times.step_worst_ms) == pytest.approx((29 / 32, 11_000))
+    assert times.cpu_wait_fraction == pytest.approx(3 / 32)
+    assert times.ranks_wait_fraction == pytest.approx(3 / 32)
+    assert (times.compute_fraction, times.step_worst_ms) == pytest.approx((29 / 32, 11_000))
 
 
 def test_mean_of_rows():
-    """Seconds weigh the numbers; what is no average is that of the last row."""
+    """Weighted by their seconds, which are added."""
     rows = [
-        StepTimes(steps=10, seconds=1.0, rate=100.0, workers=3, decoder="pillow"),
-        StepTimes(steps=30, seconds=3.0, rate=200.0, workers=4, decoder="region"),
+        StepTimes(steps=10, seconds=1.0, images_per_second=100.0),
+        StepTimes(steps=30, seconds=3.0, images_per_second=200.0),
     ]
-    mean = StepTimes(steps=40, seconds=4.0, rate=175.0, workers=4, decoder="region")
+    mean = StepTimes(steps=40, seconds=4.0, images_per_second=175.0)
     assert (mean_of(rows), mean_of(rows[1:])) == (mean, rows[1])
+    assert mean_of([StepTimes(), rows[0]]) == rows[0]
+    assert mean_of([]) == mean_of([StepTimes()]) == StepTimes()

@@ -150,13 +150,14 @@ def test_workers_compute_in_one_thread_and_draw_different_numbers(monkeypatch):
 
 
 def test_a_worker_that_waits_for_storage_reads_ahead(image_root, monkeypatch):
-    """From its second task on, also of the task after it; the images are the same."""
+    """Twice as many after each task, also of the task after it; the images are the same."""
 
     class Ahead(FolderDataset):
         def targets(self, *_):
             return {"label": len(self._ahead)}
 
     monkeypatch.setattr("pipeline.feed.worker.WAIT_SECONDS", -1.0)  # every task waits longer
+    monkeypatch.setattr("pipeline.feed.worker.FIRST_AHEAD", 4)
     monkeypatch.setattr("pipeline.feed.worker.READ_AHEAD", 8)
     plain = crops(image_root / "train")
     plain.epoch = 5
@@ -166,7 +167,7 @@ def test_a_worker_that_waits_for_storage_reads_ahead(image_root, monkeypatch):
         pool.activate(1)
         pool.wait([pool.submit(Task(0, n, 0, samples[8 * n : 8 * n + 8])) for n in range(3)])
     ahead = ring.memory["label"].array.ravel().tolist()
-    assert ahead == 8 * [0] + 8 * [7] + [7, 6, 5, 4, 3, 2, 1, 0]
+    assert ahead == 8 * [0] + 8 * [3] + [7, 6, 5, 4, 3, 2, 1, 0]
     for index, image in enumerate(ring.memory["image"].array.reshape(24, SIZE, SIZE, 3)):
         assert np.array_equal(image, plain[index]["image"])
 

@@ -96,9 +96,9 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock):
                 with prefetcher.clock.pause():
                     clock.now += 1
         found = prefetcher.clock.step_times()
-    assert (found.steps, found.copy, found.copy_ms) == (4, 0, 0)
+    assert (found.steps, found.copy_fraction, found.copy_ms) == (4, 0, 0)
     assert found.step_ms == pytest.approx(100) == found.step_worst_ms
-    assert (found.data_wait, found.late) == pytest.approx((0.5, 0), abs=1e-9)
+    assert (found.data_wait_fraction, found.late_fraction) == pytest.approx((0.5, 0), abs=1e-9)
 
 
 class Stream:

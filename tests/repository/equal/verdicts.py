@@ -5,18 +5,41 @@ from typing import Any
 
 def cause_of(ranks: list[dict[str, Any]]) -> str:
     """Adapter: the cause that the verdict names, such as "input-bound by storage"."""
-    from engine.log.verdict import verdict
+    from engine.log.verdict import Setup, cause_in, judge
     from pipeline.feed.step_times import StepTimes
 
-    measured = []
+    row = []
     for rank in ranks:
-        values = {name: value for name, value in rank.items() if name in StepTimes._fields}
-        if values["decoder"] in ("gpu", "hybrid"):
-            decoder = "none" if values["decoder"] == "gpu" else "region"
-            values |= {"decode_mode": values["decoder"], "decoder": decoder}
-        values |= {"steps": 1, "seconds": rank["period_ms"] / 1e3}
-        measured.append(StepTimes(**values))
-    return verdict(measured)[0]
+        between = rank["data_wait"] + rank["late"] + (0.0 if rank["on_gpu"] else rank["copy"])
+        row.append(
+            StepTimes(
+                steps=1,
+                seconds=rank["period_ms"] / 1e3,
+                images_per_second=rank["rate"],
+                data_wait_fraction=rank["data_wait"],
+                late_fraction=rank["late"],
+                ranks_wait_fraction=rank["ranks_wait"],
+                copy_fraction=rank["copy"],
+                compute_fraction=1 - between - rank["ranks_wait"],
+                cpu_wait_fraction=rank["core_wait"],
+                idle_steps_fraction=rank["drained"],
+                copy_ms=rank["copy_ms"],
+                image_cpu_ms=rank["cpu_ms"],
+                image_storage_ms=rank["storage_ms"],
+                image_cpu_wait_ms=rank["core_ms"],
+            )
+        )
+    first = ranks[0]
+    on_device = first["decoder"] in ("gpu", "hybrid")
+    setup = Setup(
+        on_gpu=first["on_gpu"],
+        workers=first["workers"],
+        decode_mode=first["decoder"] if on_device else "cpu",
+        workers_only_read=first["decoder"] == "gpu",
+        step_images_per_second=first["step_rate"],
+        graph_refused=first["graph_refused"] or "",
+    )
+    return cause_in(judge(row, setup))
 
 
 def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
