@@ -4,38 +4,27 @@
     torchrun --nproc-per-node 8 train.py data.root=/imagenet
 
 This file contains the algorithm from top to bottom: the loop, the step, its loss, the validation.
-models/ has the networks. Fork this file: no module that it imports depends on it. Scripts call
-`resolve_config`, the functions `build_...`, `forward`, `validation_values` and `predictions`. All
-ranks must call what is marked "Collective.", at the same step.
+models/ has the networks. Fork this file: no module that it imports depends on it. Scripts call the
+functions `build_...`, `forward`, `validation_values` and `predictions`. All ranks must call what is
+marked "Collective.", at the same step.
 """
 
 if __name__ == "__main__":
     # Before torch is imported, so that --help and a typo are answered in a fraction of a second.
-    import gc
     import os
     import sys
 
-    FOLDER, SCRIPT = os.path.split(os.path.abspath(__file__))
-    sys.path.insert(0, FOLDER)  # missing with PYTHONSAFEPATH=1
-    from conf.start import keep_compiled_kernels, set_up_process
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # missing with PYTHONSAFEPATH=1
+    from conf.start import boot
 
-    set_up_process()
-    from conf.cli import announce, parse
-
-    CONFIG = parse(sys.argv[1:], script=SCRIPT, purpose=__doc__)
-    announce()
-    gc.disable()  # until `train` ends: imports, torch.compile and then the steps are faster
-    keep_compiled_kernels()
+    CONFIG = boot(__file__, __doc__)
     from pipeline.feed.forkserver import start_forkserver
 
-    if CONFIG.loader.workers != 0:
-        start_forkserver()  # it imports what workers need, while this process imports and builds
+    start_forkserver(CONFIG.loader.workers)  # it imports what workers need, in the background
 
-import gc
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -44,8 +33,8 @@ from torch import Tensor, nn
 
 import models
 from conf import cli
-from conf.named import create_object, split_entry
-from conf.schema import CHOOSE_SAMPLES, Config, config_values
+from conf.named import create_object
+from conf.schema import Config
 from engine.checkpoint import find_checkpoint
 from engine.classifier import classifier_means, classifier_values
 from engine.compute import (
@@ -61,24 +50,23 @@ from engine.compute import (
 from engine.distributed import World, average_gradients, join_world, set_ddp_sync
 from engine.log.observer import named_observers
 from engine.log.plan import print_plan
-from engine.log.runlog import RunLog
-from engine.log.tracker import Tracker
+from engine.log.runlog import RunLog, open_log
 from engine.losses import Criterion, Loss, build_criterion, class_weights
-from engine.memory import explain_limit, fit_memory
-from engine.metrics import Metrics, Values, check_predicted
+from engine.memory import explain_limit
+from engine.metrics import Metrics, Values
 from engine.optim import build_optimizer
-from engine.run import Run, checkpoint_metadata
+from engine.run import Parts, Run, checkpoint_metadata, resolve_config
 from engine.schedule import Schedule, make_schedule
 from engine.state import MovingAverage, TrainState, check_loss, seed_step
 from engine.step_graph import StepGraph
 from engine.stop_signal import StopSignal
-from engine.tune import tune_loader
-from engine.validation import evaluate, validation_batches
+from engine.tune import fit_to_machine
+from engine.validation import dry_run, evaluate, validation_batches
 from pipeline.data.build import Datasets, build_datasets
 from pipeline.data.field import TARGET
 from pipeline.feed.batch import Batch
 from pipeline.feed.batch_augment import build_batch_transforms
-from pipeline.feed.feed import open_feed
+from pipeline.feed.feed import Feed, open_feed
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -90,74 +78,77 @@ def train(config: Config) -> dict[str, Any]:
     started = time.monotonic()
     with ExitStack() as stack:
         enter = stack.enter_context
-        world = enter(join_world(config.train.device, config.loader.timeout_seconds))
-        config = resolve_config(config, world)
-        run = enter(Run(config, world))
-        parts = build_parts(config, world, run.read_checkpoint())
-        schedule, compute, state = parts.schedule, parts.compute, parts.state
-        run.resume(
-            state, checkpoint_metadata(parts.datasets, schedule, compute), schedule.stop_step
-        )
-        print_plan(parts.datasets, schedule, compute, state, run)
+        run, parts = enter(open_run(config))  # joins the ranks, builds the parts, resumes
         if run.finished_summary is not None:
             return run.finished_summary
-
-        feed = enter(open_feed(config, parts.datasets, world, compute.dtype, compute.channels_last))
-        tracker = enter(Tracker(run.path if world.is_main else None, config, state))
-        tracker.print(f"loader    workers={feed.pool.active} decoder={feed.decoder_name}")
-        train_on_batch = enter(build_step(schedule, compute, parts.loss_fn, state, world))
-        stop = enter(StopSignal(world, feed.pool))
-        first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
-        # fit_memory may reduce the micro-batch: of train_on_batch, and of the schedule it returns.
-        schedule = fit_memory(schedule, train_on_batch, state, world, first_batches)
-        tune_loader(feed, train_on_batch, state, run, tracker.print)
-        run.note_measured(schedule.fitted_micro_batch, feed.decode_mode)
-        log = RunLog(feed, schedule, compute, train_on_batch, state, run, tracker, parts.metrics)
-        enter(garbage_collection_paused())
+        schedule, state = parts.schedule, parts.state
+        feed = enter(open_feed(run.config, parts.datasets, run.world, **parts.compute.image_format))
+        step = enter(TrainStep(parts, feed.mix))
+        stop = enter(StopSignal(run.world, feed.pool))
+        fit_to_machine(parts, feed, step, run, stop)  # micro-batches, decoder, workers
+        log = enter(open_log(parts, feed, step, run))
         if is_validation_missing(schedule, state):
-            validate(log, stop)
-            save(log)
+            validate(parts, feed, stop, log)
+            save(run, state, log)
 
         # When one rank receives a signal, all ranks end the loop before the same step.
         for batch in stop.interruptible(feed.train.batches(state.step, schedule.stop_step)):
             log.begin_step(batch)
-            values = train_on_batch(batch)  # lr, forward, backward, all-reduce, clip, update, EMA
+            values = step(batch)  # lr, mixup, forward, backward, all-reduce, clip, update, EMA
             state.step += 1
             due = schedule.due(state.step)  # log, epoch, validate, save
             row = log.end_step(values, due)
             check_loss(row, run.path)  # the newest row, usually of an earlier step
             if due.validate:
-                validate(log, stop)
+                validate(parts, feed, stop, log)
             if due.save:
-                save(log)
+                save(run, state, log)
         check_loss(log.end_interval(), run.path)
         if state.step != run.last_saved_step:
-            save(log)
+            save(run, state, log)
         return log.finish(stop, started)
 
 
-def build_step(
-    schedule: Schedule, compute: Compute, loss_fn: Loss, state: TrainState, world: World
-) -> StepGraph:
-    """Return what runs `train_step` on a batch; on a GPU, it replays a CUDA graph. Collective."""
-    config = schedule.config
-    example = Batch.zeros(compute.fields, world.device)
-    network = world.wrap(state.model, partial(forward, batch=example))
-    # Not earlier: a search takes seconds, too long for the one example of `build_parts`.
-    torch.backends.cudnn.benchmark = is_search_worthwhile(config, schedule.stop_step)
-    # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
-    dtype = torch.float64 if world.device.type == "cpu" else torch.float32
-    lr = torch.zeros((), dtype=dtype, device=world.device)
-    clip_norm = config.optim.clip_norm
-    step_function = partial(train_step, state, network, loss_fn, lr=lr, clip_norm=clip_norm)
+class TrainStep(StepGraph):
+    """`step(batch)` seeds torch, sets the learning rate and calls `train_step`. Collective.
 
-    def before_step(step: int) -> None:
-        seed_step(config.train.seed, step, world.rank, world.device)
-        lr.fill_(schedule.lr(step))
+    On a GPU, a CUDA graph of `train_step` is replayed: see `StepGraph`.
+    """
 
-    train_on_batch = StepGraph(step_function, before_step, state.clear_gradients, network)
-    train_on_batch.set_micro_batches(schedule.num_micro_batches)
-    return train_on_batch
+    def __init__(self, parts: Parts, mix: Callable[[Batch], Batch]) -> None:
+        schedule, compute = parts.schedule, parts.compute
+        device = parts.world.device
+        example = Batch.zeros(compute.fields, device)
+        network = parts.world.wrap(parts.state.model, partial(forward, batch=example))
+        super().__init__(network, parts.state)
+        # Not earlier: a search takes seconds, too long for the examples of `build_parts`.
+        torch.backends.cudnn.benchmark = is_search_worthwhile(schedule.config, schedule.stop_step)
+        self.parts = parts
+        self.mix = compile_function(mix, compute.compile_mode)
+        # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        groups = self.state.optimizer.param_groups
+        self.lrs = [torch.zeros((), dtype=dtype, device=device) for _ in groups]
+
+    def __call__(self, batch: Batch) -> Values:
+        """Train on a batch. The next step overwrites the values that are returned."""
+        schedule, world = self.parts.schedule, self.parts.world
+        seed_step(schedule.config.train.seed, batch.step, world.rank, world.device)
+        for group, lr in zip(self.state.optimizer.param_groups, self.lrs, strict=True):
+            group["lr"] = lr.fill_(schedule.lr(batch.step) * group.get("lr_scale", 1.0))
+        return super().__call__(batch)
+
+    def launch(self, batch: Batch) -> Values:
+        schedule = self.parts.schedule
+        return train_step(
+            self.state,
+            self.network,
+            self.parts.loss_fn,
+            batch,
+            mix=self.mix,
+            clip_norm=schedule.config.optim.clip_norm,
+            num_micro_batches=schedule.num_micro_batches,
+        )
 
 
 def train_step(
@@ -166,29 +157,25 @@ def train_step(
     loss_fn: Loss,
     batch: Batch,
     *,
-    lr: float | Tensor,
+    mix: Callable[[Batch], Batch] = lambda batch: batch,
     clip_norm: float | None = None,
     num_micro_batches: int = 1,
 ) -> Values:
-    """Forward, loss, backward, all-reduce, clip, update, moving average.
+    """Mixup and the like, forward, loss, backward, all-reduce, clip, update, moving average.
 
     Nothing here waits for the device, except an fp16 step of an optimiser that is not fused.
 
     Args:
         network: the model, or DDP around it if there are several nodes.
         loss_fn: `training_loss`, or what `build_loss` makes of it.
-        lr: learning rate of the optimiser step, a number or float [] on the device; a parameter
-            group with an `lr_scale` uses lr * lr_scale.
+        mix: `Feed.mix`, the transforms of augment.batch.
         clip_norm: maximum global gradient norm; None disables clipping.
         num_micro_batches: number of parts of the batch; each image has the same weight.
 
     Returns:
         Named values to log, "loss" among them. One that you add appears in all logs and the report.
     """
-    for group in state.optimizer.param_groups:
-        group["lr"] = lr
-        if "lr_scale" in group:
-            group["lr"] = lr * group["lr_scale"]
+    batch = mix(batch)
     means: Values = {}
     for number, micro_batch in enumerate(batch.split(num_micro_batches), start=1):
         set_ddp_sync(network, enabled=number == num_micro_batches)
@@ -213,17 +200,14 @@ def train_step(
     return means
 
 
-def build_loss(config: Config, datasets: Datasets, compute: Compute) -> Loss:
-    """Return `training_loss` with the criterion of the config, compiled and under autocast.
-
-    Raises UserError if train.loss or a key that belongs to it is wrong.
-    """
-    weights = class_weights(config.train, datasets, compute.device)
-    criterion = build_criterion(config.train, weights)
+def build_loss(criterion: Criterion, compute: Compute) -> Loss:
+    """Return `training_loss` with a criterion, compiled and under autocast."""
     compiled = compile_function(training_loss, compute.compile_mode)
-    context = compute.autocast()  # made once: it queries the device
+    context = compute.autocast()  # created once, because it queries the device
 
-    def loss_fn(network: nn.Module, batch: Batch) -> tuple[Tensor, Values]:
+    def loss_fn(
+        network: nn.Module, batch: Batch, criterion: Criterion = criterion
+    ) -> tuple[Tensor, Values]:
         with context:
             return compiled(network, batch, criterion=criterion)
 
@@ -270,11 +254,6 @@ def validation_values(network: nn.Module, batch: Batch) -> Values:
     return classifier_values(forward(network, batch).float(), batch["label"])
 
 
-def predicted_values(network: nn.Module, batch: Batch) -> Values:
-    """Return what `predictions` makes of a batch; a start tries it before the training."""
-    return predictions(forward(network, batch))
-
-
 def predictions(outputs: Tensor) -> Values:
     """Return what scripts/predict.py prints about each image, from the network's outputs.
 
@@ -284,28 +263,29 @@ def predictions(outputs: Tensor) -> Values:
     return {"probability": outputs.float().softmax(1)}
 
 
-def validate(log: RunLog, stop: StopSignal) -> None:
+def validate(parts: Parts, feed: Feed, stop: StopSignal, log: RunLog) -> None:
     """Validate each image once, and note in the state if the model is the best. Collective.
 
     With train.ema_decay, the moving average is validated, and the raw model alongside it
     (`loss_raw`, `top1_raw`, ...). A signal ends the validation early and nothing is recorded: the
     next start validates again.
     """
-    state, feed = log.state, log.feed
+    world, schedule = parts.world, parts.schedule
+    metrics, state = parts.metrics, parts.state
     networks = [state.model] if state.ema is None else [state.ema.module, state.model]
-    with log.pause(f"validating {len(feed.datasets.val):,} images"):
+    with log.pause(f"validating {len(parts.datasets.val):,} images"):
         for network in networks:
-            log.world.broadcast_buffers(network)
-        batches = validation_batches(feed, stop, log.schedule.num_micro_batches)
-        with log.compute.for_validation(), feed.for_validation():
-            result, *raw_results = evaluate(networks, validation_values, batches, log.world)
-        if result.images < len(feed.datasets.val):
+            world.broadcast_buffers(network)
+        batches = validation_batches(feed, stop, schedule.num_micro_batches)
+        with parts.compute.for_validation(), feed.for_validation():
+            result, *raw_results = evaluate(networks, validation_values, batches, world)
+        if result.images < len(parts.datasets.val):
             return  # a signal has ended it
-        row = {"step": state.step, "epoch": log.schedule.epoch(state.step)}
-        row |= result.values(log.metrics)
+        row = {"step": state.step, "epoch": schedule.epoch(state.step)}
+        row |= result.values(metrics)
         for raw in raw_results:
-            row |= {f"{name}_raw": value for name, value in raw.values(log.metrics).items()}
-        best = log.metrics.prefers(row, state.best_validation)
+            row |= {f"{name}_raw": value for name, value in raw.values(metrics).items()}
+        best = metrics.prefers(row, state.best_validation)
         state.last_validation = row
         if best:
             state.best_validation = row
@@ -318,45 +298,27 @@ def is_validation_missing(schedule: Schedule, state: TrainState) -> bool:
     return schedule.due(state.step).validate and not validated
 
 
-def save(log: RunLog) -> None:
+def save(run: Run, state: TrainState, log: RunLog) -> None:
     """Start to write a checkpoint; a thread writes it while training continues. Collective."""
     with log.pause():
         log.tracker.flush()  # so that a kill leaves no gap in the curves
-        log.run.save(log.state)
-        gc.collect(1)  # the loop collects nothing; 1: newer objects, in Python 3.14 perhaps more
+        run.save(state)
 
 
-def resolve_config(config: Config, world: World) -> Config:
-    """Apply train.prepare, and share rank 0's `run` keys with all ranks. Collective.
-
-    The ranks would resolve ${now:} differently. Raises UserError if their types of device differ,
-    or their values of a key that is not in CHOOSE_SAMPLES; and what train.prepare raises.
-    """
-    if config.train.prepare is not None:
-        name, parameters = split_entry(config.train.prepare, "train.prepare")
-        config = create_object(name, "train.prepare", Config, config, world, **parameters)
-    config = replace(config, run=world.on_rank_0(lambda: config.run))
-    shared = config_values(config)
-    for name in CHOOSE_SAMPLES:
-        del shared[name]
-    shared["train.device"] = world.device.type
-    world.require_same(shared)
-    return config
+@contextmanager
+def open_run(config: Config) -> Iterator[tuple[Run, Parts]]:
+    """Join the ranks, build the parts, and begin or resume the run. Collective."""
+    with join_world(config.train.device, config.loader.timeout_seconds) as world:
+        config = resolve_config(config, world)
+        with Run(config, world) as run:
+            parts = build_parts(config, world, run.read_checkpoint())
+            run.resume(parts.state, checkpoint_metadata(parts), parts.schedule.stop_step)
+            print_plan(parts, run)
+            with garbage_collection_paused():
+                yield run, parts
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a training consists of, before it loads batches."""
-
-    datasets: Datasets
-    schedule: Schedule
-    compute: Compute
-    loss_fn: Loss
-    metrics: Metrics
-    state: TrainState
-
-
-def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Parts:
+def build_parts(config: Config, world: World, stored: dict[str, Any]) -> Parts:
     """Find the images, and build what the training needs. Collective.
 
     `stored`: the content of the checkpoint to resume; empty at step 0. Raises UserError for nearly
@@ -366,21 +328,24 @@ def build_parts(config: Config, world: World, stored: Mapping[str, Any]) -> Part
     with world.shared_errors():
         metrics = Metrics.of(config)
         datasets = build_datasets(config, world.device, identity.get("decode_mode"))
-        build_batch_transforms(config, datasets)  # raises UserError for an invalid list
+        mixing = build_batch_transforms(config, datasets)  # raises UserError for an invalid list
         schedule = make_schedule(config, len(datasets.train), world, identity)
         compute = choose_compute(config, datasets, schedule, world.device, forward)
         set_up_kernels(config.train.deterministic, compute.precision)
-        loss_fn = build_loss(config, datasets, compute)
+        weights = class_weights(config.train, datasets, world.device)
+        criterion = build_criterion(config.train, weights)
+        loss_fn = build_loss(criterion, compute)
         state = build_state(config, datasets, compute, world)
         named_observers(config)  # refuses a wrong name
-    # Predict and validate zeros, so that mistakes are refused before the training.
-    with compute.for_validation():
-        example = Batch.zeros(compute.fields, world.device)
-        (predicted,) = evaluate([state.model], predicted_values, [example], world)
-        check_predicted(predicted.rows, datasets.classes)
-        (dry_run,) = evaluate([state.model], validation_values, [example], world)
-    metrics.check_best_by(metrics.computations(dry_run.rows))
-    return Parts(datasets, schedule, compute, loss_fn, metrics, state)
+    parts = Parts(world, datasets, schedule, compute, loss_fn, metrics, state)
+    dry_run(
+        parts,
+        mixing,
+        criterion,
+        lambda network, batch: predictions(forward(network, batch)),
+        validation_values,
+    )
+    return parts
 
 
 def build_state(config: Config, datasets: Datasets, compute: Compute, world: World) -> TrainState:

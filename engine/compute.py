@@ -61,6 +61,11 @@ class Compute:
         """Dtype of the images on the device: two bytes per value halve what a layer reads."""
         return dtype_of(self.precision)
 
+    @property
+    def image_format(self) -> dict[str, Any]:
+        """Arguments of `open_feed` about the images on the device."""
+        return {"dtype": self.dtype, "channels_last": self.channels_last}
+
     def autocast(self) -> torch.autocast:
         """Return the context of every forward pass."""
         return autocast(self.device.type, self.precision)

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from conf.errors import UserError, did_you_mean
-from conf.schema import TrainConfig, show
+from conf.named import require_call
+from conf.schema import Config, TrainConfig, override_keys, show
 from pipeline.data.build import Datasets
-from pipeline.feed.batch import Batch
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """(logits float32 [B, classes], targets int64 [B] or float32 [B, classes]) -> float32 []."""
-Loss = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
+Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 """(network, batch) -> the mean loss, float32 [], and named values to log: `train.training_loss`."""
 
 
@@ -41,7 +41,18 @@ def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) ->
             given = f"train.{name}={show(getattr(config, name))}"
             cure = f"give train.{name}={show(defaults[name])}, or another loss"
             raise UserError(given, f"train.loss={config.loss} does not take it", cure)
-    return partial(loss_function, **{name: values[name] for name in keys})
+    arguments = {name: values[name] for name in keys}
+    example = torch.empty(0)
+    require_call(loss_function, f"train.loss={config.loss}", example, example, **arguments)
+    return partial(loss_function, **arguments)
+
+
+def refuse_loss_keys(config: Config) -> None:
+    """Raise UserError for a typed key of LOSSES: `training_loss` does not call the criterion."""
+    keys = {"train.loss", *map("train.{}".format, keys_of(*LOSSES.values()))}
+    typed = sorted(keys & override_keys(config.overrides))
+    if typed:
+        raise UserError(typed[0], "training_loss does not use it", "leave it out")
 
 
 def keys_of(*loss_functions: Callable[..., Tensor]) -> set[str]:

@@ -5,14 +5,13 @@ import logging
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 
 from conf.errors import RunError, reached_limit
 from engine.distributed import World, on_this_rank_alone
 from engine.schedule import Schedule
-from engine.state import TrainState, restored_on_exit
+from engine.state import restored_on_exit
 from engine.step_graph import StepGraph
 from pipeline.feed.batch import Batch
 
@@ -25,52 +24,40 @@ OUT_OF_MEMORY = re.compile(
 )
 
 
-def fit_memory(
-    schedule: Schedule,
-    train_on_batch: StepGraph,
-    state: TrainState,
-    world: World,
-    batches: Iterable[Batch],
-) -> Schedule:
-    """Try a run's first step; return the schedule with micro-batches that fit. Collective.
+def fit_memory(step: StepGraph, schedule: Schedule, world: World, batches: Iterable[Batch]) -> None:
+    """Try a run's first step, and set the micro-batch of the schedule to what fits. Collective.
 
     While a rank is out of memory, all ranks halve the micro-batch; the state stays as it was.
     BatchNorm works over a micro-batch, so a resumed run keeps what it has. With model.sync_bn,
     nothing is tried, because the forward pass waits for the other ranks.
 
-    Args:
-        train_on_batch: its number of micro-batches is set to that of the schedule.
-        batches: the first batch, which is read only if the step is tried.
+    `batches`: the first batch, which is read only if the step is tried.
     """
     size = schedule.local_batch_size  # most images of a micro-batch
-    fitted = schedule
-    fixed = schedule.config.train.micro_batch or state.step > 0
+    fixed = schedule.config.train.micro_batch or step.state.step > 0
     waits = schedule.config.model.sync_bn and world.size > 1
     if world.device.type not in TRIED_ON or fixed or waits:
-        return schedule
+        return
     for batch in batches:
-        while not all(world.all_gather(_fits(train_on_batch, state, batch, fitted))):
+        while not all(world.all_gather(_fits(step, batch))):
             if size == 1:
                 key = f"loader.batch_size={schedule.batch_size}"
                 wrong = f"out of memory on {world.device} with micro-batches of 1"
                 raise RunError(f"{key}: {wrong}; use a smaller model.name or data.image_size")
             size //= 2
-            fitted = replace(schedule, fitted_micro_batch=size)
+            schedule.fitted_micro_batch = size
     if world.device.type == "cuda":  # StepGraph reads the peak: leave out the trials
         torch.cuda.reset_peak_memory_stats()
-    if fitted is not schedule:
+    if schedule.fitted_micro_batch is not None:
         text = "out of memory with %d images at a time: training as with train.micro_batch=%d"
         logger.warning(text, schedule.local_batch_size, size)
-        train_on_batch.set_micro_batches(fitted.num_micro_batches)
-    return fitted
 
 
-def _fits(train_on_batch: StepGraph, state: TrainState, batch: Batch, schedule: Schedule) -> bool:
-    """Return whether a step in the schedule's micro-batches fits on this rank; undo the step."""
-    alone = on_this_rank_alone(train_on_batch.network)
-    with alone, suppress(torch.OutOfMemoryError), restored_on_exit(state):
-        train_on_batch.before_step(batch.step)
-        train_on_batch.step_function(batch, num_micro_batches=schedule.num_micro_batches)
+def _fits(step: StepGraph, batch: Batch) -> bool:
+    """Return whether a step fits into the memory of this rank; undo the step."""
+    alone = on_this_rank_alone(step.network)
+    with alone, suppress(torch.OutOfMemoryError), restored_on_exit(step.state):
+        step.launch(batch)
         return True
     gc.collect()  # the error may be part of a cycle that keeps tensors
     torch.cuda.empty_cache()  # blocks of the sizes that were too large

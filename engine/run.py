@@ -5,6 +5,7 @@ training, loads the state and claims the folder; `save` writes checkpoints while
 """
 
 import fcntl
+import gc
 import hashlib
 import json
 import logging
@@ -12,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,14 @@ from omegaconf import OmegaConf
 
 from conf.compose import to_yaml
 from conf.errors import RunError, UserError
+from conf.named import create_object, split_entry
 from conf.schema import CHOOSE_SAMPLES, Config, config_values, result_keys, show
 from engine import checkpoint
 from engine.compute import Compute
 from engine.distributed import World
 from engine.files import replace_file
+from engine.losses import Loss
+from engine.metrics import Metrics
 from engine.schedule import Schedule
 from engine.state import TrainState, diverged
 from pipeline.data.build import Datasets
@@ -45,6 +50,19 @@ UNEQUAL = (
 )
 RUN_FILES = {"config.yaml", "checkpoints", ".lock"}  # a folder with other files holds one of these
 MOST_SHOWN = 6  # keys that a refusal lists
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a training consists of, before it loads batches: the result of `train.build_parts`."""
+
+    world: World
+    datasets: Datasets
+    schedule: Schedule
+    compute: Compute
+    loss_fn: Loss
+    metrics: Metrics
+    state: TrainState
 
 
 class Run(AbstractContextManager["Run"]):
@@ -200,6 +218,7 @@ class Run(AbstractContextManager["Run"]):
             parameters = [name for name, _ in state.model.named_parameters()]
             self._writing = self._thread.submit(self._write, content, parameters)
         self.last_saved_step = state.step
+        gc.collect(1)  # the loop collects nothing; 1: newer objects, in Python 3.14 perhaps more
 
     def _write(self, content: dict[str, Any], parameters: Sequence[str]) -> None:
         weights = content["state"]["model"]
@@ -230,12 +249,31 @@ class Run(AbstractContextManager["Run"]):
             os.close(self._lock)
 
 
-def checkpoint_metadata(datasets: Datasets, schedule: Schedule, compute: Compute) -> dict[str, Any]:
+def resolve_config(config: Config, world: World) -> Config:
+    """Apply train.prepare, and share rank 0's `run` keys with all ranks. Collective.
+
+    The ranks would resolve ${now:} differently. Raises UserError if their types of device differ,
+    or their values of a key that is not in CHOOSE_SAMPLES; and what train.prepare raises.
+    """
+    if config.train.prepare is not None:
+        name, parameters = split_entry(config.train.prepare, "train.prepare")
+        config = create_object(name, "train.prepare", Config, config, world, **parameters)
+    config = replace(config, run=world.on_rank_0(lambda: config.run))
+    shared = config_values(config)
+    for name in CHOOSE_SAMPLES:
+        del shared[name]
+    shared["train.device"] = world.device.type
+    world.require_same(shared)
+    return config
+
+
+def checkpoint_metadata(parts: Parts) -> dict[str, Any]:
     """Return what each checkpoint of a run stores in addition to its step and its state.
 
     `identity` is compared when the run resumes; `config` and `model_input` are for programs that
     use the model; `made_by` is for the reader.
     """
+    datasets, schedule, compute = parts.datasets, parts.schedule, parts.compute
     image = datasets.train.fields[IMAGE]
     return {
         "identity": run_identity(datasets, schedule, compute),

@@ -25,14 +25,14 @@ class Due:
     save: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class Schedule:
     """The optimiser steps of a run. Each is over the global batch, the images of all ranks."""
 
     config: Config
     images: int  # number of training images
     ranks: int = 1
-    # The most images of a micro-batch, if the first step of the run was out of memory with more
+    # The most images of a micro-batch if `fit_memory` found that more are out of memory
     fitted_micro_batch: int | None = None
 
     @property

@@ -7,10 +7,8 @@ bitwise equal. For the rules, see https://docs.pytorch.org/docs/stable/notes/cud
 
 import logging
 import random
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -18,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.metrics import Values
+from engine.state import TrainState
 from pipeline.feed.batch import Batch
 
 logger = logging.getLogger(__name__)
@@ -33,25 +32,17 @@ FIRST_STEPS = STEPS_BEFORE_CAPTURE_DDP + 1
 VALIDATION_SHARE = 0.25
 
 
-@dataclass(eq=False)
-class StepGraph(AbstractContextManager["StepGraph"]):
-    """Runs a training step: as a CUDA graph on a GPU, as a plain function elsewhere.
+class StepGraph(AbstractContextManager["StepGraph"], ABC):
+    """Runs a training step, `launch`: as a CUDA graph on a GPU, as a plain function elsewhere.
 
     The first steps, and all steps after a capture that failed, launch their kernels one by one. All
     batches have the same shape.
     """
 
-    # Trains on a batch, and must not wait for the GPU. All tensors that it uses, except the batch,
-    # must keep their addresses.
-    step_function: Callable[..., Values]
-    # Called with the number of a step before `step_function`, to fill tensors that change from step
-    # to step, such as the learning rate.
-    before_step: Callable[[int], None]
-    # Called after a capture that failed: its gradients would be added to those of the next step.
-    clear_gradients: Callable[[], None]
-    network: nn.Module  # what is trained; more steps precede a capture if it is DDP
-
-    def __post_init__(self) -> None:
+    def __init__(self, network: nn.Module, state: TrainState) -> None:
+        """`network`: what is trained; more steps precede a capture if it is DDP."""
+        self.network = network
+        self.state = state
         has_ddp = isinstance(self.network, DistributedDataParallel)
         on_gpu = next(self.network.parameters()).is_cuda
         # Why there is no graph
@@ -71,16 +62,19 @@ class StepGraph(AbstractContextManager["StepGraph"]):
             self._captured[0].reset()
             self._captured = None
 
+    @abstractmethod
+    def launch(self, batch: Batch) -> Values:
+        """Train, without waiting for the GPU. All tensors but the batch keep their addresses."""
+
     def __call__(self, batch: Batch) -> Values:
         """Train on a batch. The next step overwrites the values that are returned."""
-        self.before_step(batch.step)
         if self.disabled_reason:
-            return self.step_function(batch)
+            return self.launch(batch)
         self._steps += 1
         if self._captured is None and self._steps > self.steps_before_capture:
             self._capture(batch)
         if self._captured is None:
-            values = self.step_function(batch)
+            values = self.launch(batch)
             peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
             self._needed = max(self._needed, peak)
             return values
@@ -88,10 +82,6 @@ class StepGraph(AbstractContextManager["StepGraph"]):
         static.copy_(batch)
         graph.replay()
         return values
-
-    def set_micro_batches(self, number: int) -> None:
-        """Split the batch of each later step into `number` parts."""
-        self.step_function = partial(self.step_function, num_micro_batches=number)
 
     def reset(self) -> None:
         """Drop the graph after tensors of the step have moved; later steps capture another one."""
@@ -115,12 +105,12 @@ class StepGraph(AbstractContextManager["StepGraph"]):
         try:
             # Other threads may call CUDA meanwhile: they upload batches and write checkpoints.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                values = self.step_function(static)
+                values = self.launch(static)
             if host_random_states() != drawn:
                 raise RuntimeError("it draws random numbers on the host, which a graph repeats")
         except RuntimeError as error:
             generator.graphsafe_set_state(before)  # a failed capture leaves capture mode on
-            self.clear_gradients()
+            self.state.clear_gradients()  # they would be added to those of the next step
             self._disable(str(error).splitlines()[0])
         else:
             self._captured = graph, static, values

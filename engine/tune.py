@@ -7,15 +7,17 @@ a little; the number of workers changes no result.
 
 import logging
 import math
-from collections.abc import Callable
 from functools import partial
 from statistics import median
 
 from conf.errors import LoaderError, describe
 from engine.distributed import World
-from engine.run import Run
-from engine.state import TrainState, restored_on_exit
+from engine.log.console import say
+from engine.memory import fit_memory
+from engine.run import Parts, Run
+from engine.state import restored_on_exit
 from engine.step_graph import StepGraph
+from engine.stop_signal import StopSignal
 from pipeline.feed.batch import Batch
 from pipeline.feed.feed import Feed, is_measured
 from pipeline.feed.step_times import StepTimes
@@ -35,17 +37,20 @@ ENOUGH_ON_DEVICE = 1.25
 class Tuner:
     """Measures the rates, and sets the decode mode and the number of workers."""
 
-    def __init__(self, feed: Feed, world: World, say: Callable[[str], None]) -> None:
+    def __init__(self, feed: Feed, world: World) -> None:
         self.feed = feed
         self.world = world
-        self.say = say
+
+    def say(self, text: str) -> None:
+        if self.world.is_main:
+            say(f"autotune  {text}")
 
     def start(self, train_on_batch: StepGraph, first_step: int) -> None:
         """Measure, then set the feed's mode and workers. Changes the state. Collective."""
         feed = self.feed
         batch = next(feed.train.batches(first_step, first_step + 1)).clone()
         feed.step_rate = self.measure_step(train_on_batch, batch)
-        self.say(f"autotune  the step takes {feed.step_rate:,.0f} images/s on a batch on the GPU")
+        self.say(f"the step takes {feed.step_rate:,.0f} images/s on a batch on the GPU")
         first = self.measure_mode(feed.datasets.decode_modes[0], first_step)
         mode = self.choose_mode(first.images_per_second, first_step)
         workers = max(2, feed.num_cores - 1)  # a thread of this process waits for the device
@@ -53,7 +58,7 @@ class Tuner:
             workers = min(feed.max_workers, workers_for(first, feed.num_cores, feed.step_rate))
         feed.pool.activate(workers)
         feed.set_decode_mode(mode, demand=ENOUGH_ON_DEVICE * feed.step_rate)
-        self.say(f"autotune  decoder={feed.decoder_name}, workers={workers}")
+        self.say(f"decoder={feed.decoder_name}, workers={workers}")
 
     def measure_step(self, train_on_batch: StepGraph, batch: Batch) -> float:
         """Return the images/s of the step on a batch on the device: the median of rounds."""
@@ -98,7 +103,7 @@ class Tuner:
             of_one = times._replace(image_storage_ms=0.0).worker_images_per_second
             times = times._replace(images_per_second=feed.num_cores * of_one)
         text = f"{feed.num_cores} workers with decoder={feed.decoder_name}"
-        self.say(f"autotune  {text} make {times.images_per_second:,.0f} images/s")
+        self.say(f"{text} make {times.images_per_second:,.0f} images/s")
         return times
 
 
@@ -113,12 +118,14 @@ def workers_for(times: StepTimes, num_cores: int, step_rate: float) -> int:
     return round(num_cores * (1 + waiting))
 
 
-def tune_loader(
-    feed: Feed, train_on_batch: StepGraph, state: TrainState, run: Run, say: Callable[[str], None]
-) -> None:
-    """Measure for loader.workers=auto. Collective."""
+def fit_to_machine(parts: Parts, feed: Feed, step: StepGraph, run: Run, stop: StopSignal) -> None:
+    """Choose what the config leaves open: micro-batches, decode mode and workers. Collective."""
+    schedule, state = parts.schedule, parts.state
+    first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
+    fit_memory(step, schedule, run.world, first_batches)
     measured = is_measured(run.config, run.world.device)
-    if measured and run.stop_step - state.step >= MIN_BATCHES:
+    if measured and schedule.stop_step - state.step >= MIN_BATCHES:
         with restored_on_exit(state):
-            Tuner(feed, run.world, say).start(train_on_batch, state.step)
-        train_on_batch.reset()
+            Tuner(feed, run.world).start(step, state.step)
+        step.reset()
+    run.note_measured(schedule.fitted_micro_batch, feed.decode_mode)

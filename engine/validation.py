@@ -8,9 +8,13 @@ from torch import Tensor, nn
 
 import models
 from engine.distributed import World
-from engine.metrics import Metrics
+from engine.losses import Criterion, refuse_loss_keys
+from engine.metrics import Metrics, check_predicted
+from engine.run import Parts
+from engine.state import restored_on_exit
 from engine.stop_signal import StopSignal
 from pipeline.feed.batch import Batch
+from pipeline.feed.batch_augment import BatchTransforms
 from pipeline.feed.feed import Feed
 
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
@@ -82,3 +86,31 @@ def validation_batches(feed: Feed, stop: StopSignal, num_micro_batches: int) -> 
     """
     for batch in stop.interruptible(feed.val.batches(0, feed.num_val_batches)):
         yield from batch.split(num_micro_batches)
+
+
+def dry_run(
+    parts: Parts, mixing: BatchTransforms, criterion: Criterion, predict: Measure, validate: Measure
+) -> None:
+    """Predict, validate and compute the loss of two samples of zeros. Collective.
+
+    It raises errors before the run directory exists. `criterion`: that of `parts.loss_fn`.
+    """
+    world, state, metrics = parts.world, parts.state, parts.metrics
+    batch = Batch.zeros(parts.compute.fields, world.device, samples=2)  # as BatchNorm needs
+    used = []
+
+    def noted(logits: Tensor, targets: Tensor) -> Tensor:
+        used.append(targets)
+        return criterion(logits, targets)
+
+    with parts.compute.for_validation():
+        (predicted,) = evaluate([state.model], predict, [batch], world)
+        check_predicted(predicted.rows, parts.datasets.classes)
+        (validated,) = evaluate([state.model], validate, [batch], world)
+        metrics.check_best_by(metrics.computations(validated.rows))
+        for name, numbers in mixing.draw(batch.fields, batch.step).items():
+            batch.fields[name] = numbers.to(world.device)
+        with restored_on_exit(state), torch.no_grad():
+            parts.loss_fn(state.model, mixing.mix(batch), criterion=noted)
+    if not used:
+        refuse_loss_keys(parts.schedule.config)

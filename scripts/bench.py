@@ -36,6 +36,7 @@ from engine.distributed import World, join_world
 from engine.log.verdict import verdict_of
 from engine.memory import fit_memory
 from engine.meter import Meter
+from engine.run import Parts, resolve_config
 from pipeline.feed.batch import Batch
 from pipeline.feed.clock import StepClock
 from pipeline.feed.feed import Feed, open_feed
@@ -58,7 +59,7 @@ def measure_stages(config: Config, *, seconds: float) -> Iterator[Stage]:
     if os.environ.get("WORLD_SIZE", "1") != "1":  # first: ranks that join wait for each other
         raise UserError("torchrun", "this script measures one process", "start it without")
     with join_world(config.train.device) as world:
-        config = for_measuring(train.resolve_config(config, world), world)
+        config = for_measuring(resolve_config(config, world), world)
         parts = train.build_parts(config, world, {})
         yield measure_loader(parts, world, seconds)
         yield from measure_steps(parts, world, seconds)
@@ -75,7 +76,7 @@ def for_measuring(config: Config, world: World) -> Config:
     return config
 
 
-def measure_loader(parts: train.Parts, world: World, seconds: float) -> Stage:
+def measure_loader(parts: Parts, world: World, seconds: float) -> Stage:
     """Measure complete batches in host memory, as fast as the loader delivers them."""
     with open_feed(parts.schedule.config, parts.datasets, world) as feed:
         batches = feed.train.loader.batches(0, FOREVER)
@@ -114,23 +115,23 @@ def take(sizes: Iterator[int], steps: int) -> None:
         next(sizes)
 
 
-def measure_steps(parts: train.Parts, world: World, seconds: float) -> Iterator[Stage]:
+def measure_steps(parts: Parts, world: World, seconds: float) -> Iterator[Stage]:
     """Measure train.py's optimiser step, on batches that stay on the device and then fed."""
-    compute, state, schedule = parts.compute, parts.state, parts.schedule
+    compute, schedule = parts.compute, parts.schedule
     config = schedule.config
     device = world.device
-    train_on_batch = train.build_step(schedule, compute, parts.loss_fn, state, world)
     meter = Meter(world, StepClock(device.type == "cuda"))
 
     def trained(batches: Iterable[Batch]) -> Iterator[int]:
         for batch in batches:
-            meter.add(train_on_batch(batch))
+            meter.add(step(batch))
             yield len(batch.samples)
 
     finish = torch.get_device_module(device).synchronize
     with open_feed(config, parts.datasets, world, compute.dtype, compute.channels_last) as feed:
+        step = train.TrainStep(parts, feed.mix)
         kept = [batch.clone() for batch in feed.train.batches(0, KEPT_BATCHES)]
-        fit_memory(schedule, train_on_batch, state, world, kept[:1])
+        fit_memory(step, schedule, world, kept[:1])
         sizes = trained(cycle(kept))
         take(sizes, WARM_UP_STEPS.get(device.type, 2))
         finish()
@@ -146,7 +147,7 @@ def measure_steps(parts: train.Parts, world: World, seconds: float) -> Iterator[
         if device.type != "cpu":
             feed.step_rate = median(alone)  # for the verdict
         ranks = world.all_gather(feed.step_times())
-        verdict = verdict_of(ranks, 0.0, feed, train_on_batch.disabled_reason)
+        verdict = verdict_of(ranks, 0.0, feed, step.disabled_reason)
     lines = ["the step, fed by the loader"]
     lines += [f"verdict   {sentence}" for sentence in verdict]
     yield Stage("train", fed, "\n".join(lines))

@@ -43,6 +43,7 @@ from conf.errors import RunError, UserError, describe
 from conf.schema import Config
 from engine.distributed import World, resolve_device
 from engine.log.plan import planned, setup_notes
+from engine.run import resolve_config
 from pipeline.data import decode
 from pipeline.data.build import build_datasets
 from pipeline.data.dataset import FolderDataset
@@ -316,7 +317,7 @@ def plan(case: Case) -> Iterator[Row]:
     if case.is_refused:
         return
     world = World(0, 1, 1, resolve_device(case.config.train.device))
-    config = case.config = train.resolve_config(case.config, world)
+    config = case.config = resolve_config(case.config, world)
     # Refuses what a training refuses; downloads published weights.
     parts = train.build_parts(config, world, {})
     for note in setup_notes(config, parts.datasets, world):

@@ -452,8 +452,8 @@ def evaluate_one(options: argparse.Namespace) -> int:
         given = f"--against {options.against}"
         others = read_json(options.against / HITS, given, "evaluate the model again")
     trained = open_trained(options.checkpoint, options.overrides, classes=options.classes)
-    if trained.config.loader.workers != 0:
-        start_forkserver()  # it imports what the workers need, while this process builds the model
+    # It imports what the workers need, while this process builds the model.
+    start_forkserver(trained.config.loader.workers)
     with join_world(trained.config.train.device, trained.config.loader.timeout_seconds) as world:
         trained = with_config(trained, options.overrides, world)
         name = name_of(trained)

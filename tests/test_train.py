@@ -18,9 +18,11 @@ import pytest
 import train
 from conf.errors import UserError
 from engine import checkpoint, compute
+from engine.losses import LOSSES
 from engine.run import Run
 from engine.state import params_sha256
 from models import build
+from tests.engine.plans import ALONE
 from tests.helpers.limits import file_size_limit
 from tests.helpers.results import check_not_trained, column, rows, same, stored, summary_of, tree
 from tests.helpers.small_run import command, compose, run
@@ -28,6 +30,7 @@ from tests.helpers.small_run import command, compose, run
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
 BOARD = "log.trackers=[tensorboard]"
 ACCEPT = "checkpoint.accept_changes=true"
+OWN_DATA = ["augment=demo", "data.image_size=32", "train.max_steps=1"]
 WORSE = ["optim.lr=3", "schedule.name=constant", ACCEPT]
 
 
@@ -85,6 +88,47 @@ def test_run_directory(nine_steps):
     assert last["epoch"] == 2
     saved = {"step-00000005.pt", "step-00000009.pt", "best.pt"}
     assert {*os.listdir(folder / "checkpoints")} == saved
+
+
+def square_loss(network, batch, criterion=None):
+    """A loss of another task, without the criterion."""
+    return network(batch["image"]).square().mean(), {}
+
+
+def test_a_loss_that_fails_leaves_no_directory(call_main, folder, monkeypatch):
+    def failing(network, batch, criterion):
+        assert criterion(network(batch["image"]), batch["target"]).ndim == 1
+
+    monkeypatch.setattr(train, "training_loss", failing)
+    with pytest.raises(AssertionError):
+        call_main("augment.batch=[mixup]")
+    assert not folder.exists()
+
+
+def test_a_loss_that_lacks_a_parameter_is_refused(call_main, folder, monkeypatch):
+    monkeypatch.setitem(LOSSES, "mine", lambda logits, targets, *, missing: logits.mean())
+    status, _, error = call_main("train.loss=mine", "train.label_smoothing=0")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "train.loss=mine: cannot be called with (Tensor, Tensor): missing a required" in error
+    assert not folder.exists()
+
+
+def test_keys_of_a_loss_that_is_not_used_are_refused(call_main, train_run, folder, monkeypatch):
+    """Those of a recipe are ignored."""
+    monkeypatch.setattr(train, "training_loss", square_loss)
+    for typed in ("train.label_smoothing=0.2", "train.class_weights=balanced"):
+        status, _, error = call_main("train.max_steps=1", typed)
+        key = typed.partition("=")[0]
+        assert status == 2
+        assert error.endswith(f": {key}: training_loss does not use it; leave it out\n")
+        assert not folder.exists()
+    assert train_run("recipe=imagenet_rn50_modern", "model=resnet_tiny", *OWN_DATA)["step"] == 1
+
+
+def test_what_is_tried_changes_no_buffer(image_root, folder):
+    parts = train.build_parts(compose(image_root, folder), ALONE, {})
+    assert parts.state.model.bn1.num_batches_tracked == 0
+    assert parts.state.model.training
 
 
 def test_validation_does_not_count_as_training(train_run, folder, monkeypatch, jump):
@@ -214,7 +258,7 @@ def test_signal_while_saving(call_main, folder, nine_steps, monkeypatch):
 def test_a_stop_before_the_first_step(numbers, call_main, train_run, nine_steps, monkeypatch):
     """There is no result; the same command then trains from the beginning."""
     with monkeypatch.context() as patch:
-        patch.setattr(train, "tune_loader", lambda *_, **__: [*map(signal.raise_signal, numbers)])
+        patch.setattr(train, "fit_to_machine", lambda *_: [*map(signal.raise_signal, numbers)])
         status, said, _ = call_main()
     assert status == 128 + numbers[0]
     assert "result" not in said

@@ -37,17 +37,14 @@ def drawn(step: int) -> Batch:
     return batch_of(step, image=images, label=labels, target=targets)
 
 
-def test_a_parameter_group_may_scale_the_learning_rate():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
-    groups = [{"params": [model[1].weight]}, {"params": [model[1].bias], "lr_scale": 0.5}]
-    state = TrainState(model, torch.optim.SGD(groups, lr=1.0))
-    train.train_step(state, model, train.training_loss, drawn(0), lr=0.2)
-    assert [group["lr"] for group in state.optimizer.param_groups] == [0.2, 0.1]
-
-
 def vector(model: nn.Module) -> np.ndarray:
     """Return all parameters, float64 [n]."""
     return nn.utils.parameters_to_vector(model.parameters()).detach().double().numpy()
+
+
+def set_lr(state: TrainState, lr: float) -> None:
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
 
 
 class Reference:
@@ -95,7 +92,8 @@ def test_five_steps_equal_numpy():
     reference = Reference(model)
     for step, lr in enumerate(LEARNING_RATES):
         expected = reference.step(step, drawn(step), lr)
-        values = train.train_step(state, model, loss, drawn(step), lr=lr, clip_norm=CLIP_NORM)
+        set_lr(state, lr)
+        values = train.train_step(state, model, loss, drawn(step), clip_norm=CLIP_NORM)
         # A fork may log further values.
         assert {name: values[name].item() for name in expected} == pytest.approx(expected, rel=1e-5)
         np.testing.assert_allclose(vector(model), reference.weights, rtol=1e-4, atol=1e-6)
@@ -145,7 +143,8 @@ def after_five_steps(num_micro_batches: int) -> list[Any]:
     for step, lr in enumerate(LEARNING_RATES):
         batch = drawn(step)
         batch.fields["image"] = batch["image"].double()
-        options = {"lr": lr, "clip_norm": CLIP_NORM, "num_micro_batches": num_micro_batches}
+        set_lr(state, lr)
+        options = {"clip_norm": CLIP_NORM, "num_micro_batches": num_micro_batches}
         found.append(train.train_step(state, model, toy_loss, batch, **options))
     return [*found, dict(model.state_dict())]
 
@@ -162,7 +161,8 @@ FIRST_SCALE = 65536.0  # of torch.amp.GradScaler
 def new_state(name: str, *, fused: bool = False, fp16: bool = True) -> TrainState:
     model = classifier()
     args = {"fused": True} if fused and name in ("sgd", "adamw") else {}
-    optimizer = build_optimizer(model, replace(OPTIMIZERS[name], args=args, weight_decay=0.1))
+    config = replace(OPTIMIZERS[name], args=args, lr=0.1, weight_decay=0.1)
+    optimizer = build_optimizer(model, config)
     scaler = torch.amp.GradScaler("cpu", enabled=fp16)
     return TrainState(model, optimizer, MovingAverage(model, 0.5), scaler=scaler)
 
@@ -178,7 +178,7 @@ def test_a_scaled_loss_changes_nothing():
     states = [new_state("sgd", fp16=fp16) for fp16 in (False, True)]
     for step in range(3):
         for state in states:
-            train.train_step(state, state.model, toy_loss, drawn(step), lr=0.1, clip_norm=0.1)
+            train.train_step(state, state.model, toy_loss, drawn(step), clip_norm=0.1)
     one, other = (state.state_dict() for state in states)
     assert same([one["model"], one["ema"]], [other["model"], other["ema"]])
 
@@ -188,12 +188,12 @@ def test_a_scaled_loss_changes_nothing():
 def test_a_step_that_overflows_is_skipped(name, fused):
     """The scale is halved, and later steps update."""
     state = new_state(name, fused=fused)
-    train.train_step(state, state.model, toy_loss, drawn(1), lr=0.1)
+    train.train_step(state, state.model, toy_loss, drawn(1))
     before = [p.clone() for p in state.model.parameters()]
-    values = train.train_step(state, state.model, overflow, drawn(2), lr=0.1)
+    values = train.train_step(state, state.model, overflow, drawn(2))
     assert all(map(torch.equal, state.model.parameters(), before))
     assert values["loss_scale"] == FIRST_SCALE / 2
-    train.train_step(state, state.model, toy_loss, drawn(3), lr=0.1)
+    train.train_step(state, state.model, toy_loss, drawn(3))
     assert not any(map(torch.equal, state.model.parameters(), before))
     both = nn.ModuleList([state.model, state.ema])
     assert nn.utils.parameters_to_vector(both.parameters()).isfinite().all()
@@ -206,9 +206,9 @@ def test_an_overflow_in_the_first_step_leaves_no_trace(name, fused):
     states = [new_state(name, fused=fused) for _ in range(2)]
     torch.use_deterministic_algorithms(True)  # new memory is filled
     try:
-        train.train_step(states[0], states[0].model, overflow, drawn(1), lr=0.1)
+        train.train_step(states[0], states[0].model, overflow, drawn(1))
         for state in states:
-            train.train_step(state, state.model, toy_loss, drawn(2), lr=0.1)
+            train.train_step(state, state.model, toy_loss, drawn(2))
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(map(torch.equal, *(state.model.parameters() for state in states)))
@@ -216,14 +216,14 @@ def test_an_overflow_in_the_first_step_leaves_no_trace(name, fused):
 
 def test_the_scale_is_stored():
     state = new_state("sgd")
-    train.train_step(state, state.model, overflow, drawn(0), lr=0.1)
+    train.train_step(state, state.model, overflow, drawn(0))
     stored = copy.deepcopy(state.state_dict())
     with restored_on_exit(state):  # for example the steps of loader.workers=auto
-        train.train_step(state, state.model, overflow, drawn(0), lr=0.1)
+        train.train_step(state, state.model, overflow, drawn(0))
     resumed = new_state("sgd")
     resumed.load_state_dict(stored)
     for each in (state, resumed):
-        values = train.train_step(each, each.model, toy_loss, drawn(1), lr=0.1)
+        values = train.train_step(each, each.model, toy_loss, drawn(1))
         assert values["loss_scale"] == FIRST_SCALE / 2
     new_state("sgd").load_state_dict({**stored, "loss_scale": {}})  # of a run in bf16
     new_state("sgd", fp16=False).load_state_dict(stored)

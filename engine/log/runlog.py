@@ -19,7 +19,7 @@ from engine.log.tracker import TIME, Tracker
 from engine.log.verdict import SHORT_EPOCH, SHORT_RUN, cause_in, verdict_of
 from engine.meter import Meter
 from engine.metrics import Metrics
-from engine.run import Run
+from engine.run import Parts, Run
 from engine.schedule import Due, Schedule
 from engine.state import TrainState, params_sha256
 from engine.step_graph import FIRST_STEPS, StepGraph
@@ -30,6 +30,17 @@ from pipeline.feed.feed import Feed
 from pipeline.feed.step_times import StepTimes, mean_of
 
 HEADER_ROWS = 40  # the columns are named again after so many rows: a terminal has fewer lines
+
+
+@contextmanager
+def open_log(parts: Parts, feed: Feed, step: StepGraph, run: Run) -> Iterator["RunLog"]:
+    """Print the columns and start the observers; close all outputs on exit. Collective."""
+    folder = run.path if run.world.is_main else None
+    with Tracker(folder, run.config, parts.state) as tracker:
+        tracker.print(f"loader    workers={feed.pool.active} decoder={feed.decoder_name}")
+        yield RunLog(
+            feed, parts.schedule, parts.compute, step, parts.state, run, tracker, parts.metrics
+        )
 
 
 @dataclass

@@ -194,7 +194,7 @@ class JpegEngineStage(DeviceStage):
             levels = slot.memory(IMAGE, pixels.shape, torch.uint8)
             self._decode(fields, channels_first(levels), affine)
             return self.following.on_device({**fields, IMAGE: levels}, slot)
-        out = slot.output(IMAGE, channels_first(pixels).shape)
+        out = slot.images(IMAGE, channels_first(pixels).shape)
         self._decode(fields, out, affine)
         return {IMAGE: out}
 

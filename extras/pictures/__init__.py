@@ -33,7 +33,8 @@ class Pictures(Observer):
     def begin_step(self, batch: Batch) -> None:
         if batch.step == 0:
             train = self.log.feed.train
-            draw = partial(draw_batch, batch, train.format, self.log.datasets.classes)
+            mixed = self.log.feed.mix(batch.clone())
+            draw = partial(draw_batch, mixed, train.format, self.log.datasets.classes)
             self.log.tracker.write_images(draw, batch.step + 1)
             train.clock.skip()
 

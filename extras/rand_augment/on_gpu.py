@@ -72,7 +72,7 @@ class DrawnOperations(DeviceStage):
         if not levels.is_cuda:
             levels = slot.copy(IMAGE, levels)
         images = channels_first(levels)
-        out = slot.output(IMAGE, images.shape)
+        out = slot.images(IMAGE, images.shape)
         apply_operations(images, fields[OPERATIONS], out, slot.format.affine(3))
         return {IMAGE: out}
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -123,28 +122,17 @@ class DeviceSlot:
         return tensor
 
     def images(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Return the tensor of images [B, ..., C, H, W] that the step reads."""
+        """Return the tensor of images [B, ..., C, H, W] that `DeviceStage.on_device` returns."""
         if not self.format.channels_last:
             return self.memory(name + PLANES, shape, self.format.dtype)
         *rows, channels, height, width = shape
         memory = self.memory(name + ROWS, (*rows, height, width, channels), self.format.dtype)
         return channels_first(memory)
 
-    def output(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Return the tensor for images that `DeviceStage.on_device` returns."""
-        return self.images(name, shape)
-
-    def mixed(self, fields: dict[str, Tensor], step: int) -> dict[str, Tensor]:
-        """Return the fields of a batch after batch transforms; here, there are none."""
-        return fields
-
-    def capture(self, pool: Any) -> None:
-        """Prepare `mixed` for the batches after the first one of this slot."""
-
     def normalise(self, name: str, levels: Tensor) -> Tensor:
-        """Normalise images [B, ..., H, W, C] on the host, in float32, into `output`."""
+        """Normalise images [B, ..., H, W, C] on the host, in float32, into `images`."""
         *rows, height, width, channels = levels.shape
-        out = self.output(name, (*rows, channels, height, width))
+        out = self.images(name, (*rows, channels, height, width))
         if self.format.device.type == "cpu":
             # Rows of W * C values: loops over C values take a CPU ten times as long.
             scale, shift = self.format.affine(channels).repeat(1, width)

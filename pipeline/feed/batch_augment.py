@@ -1,23 +1,19 @@
 """Transforms of a whole training batch on the device, written as an ordered list in the config.
 
-Journey of a batch, 5: on the prefetcher's side stream, after normalisation. A transform is a
-function of (images, targets, share): float32 [B, C, S, S], float32 [B, classes], and which part of
-the global batch they are. The prefetcher rounds to the training dtype once, after the last one.
+`train_step` begins with them, inside its CUDA graph. A transform is called with images, float32
+[B, C, S, S]; targets, float32 [B, n]; the numbers that its method `draw` returned for these rows,
+float32 [n, B]; and `partners`, int64 [B], the row that each row is mixed with. It returns images
+and targets, and must not wait for the device.
 
-If each transform draws its parameters in `draw_numbers` and gets them from `share.numbers`, the
-rest becomes a CUDA graph: it may not depend on the host or wait for the device.
-
-Parameters are drawn on the host, one set per image or group of images, from a generator that is a
-pure function of (seed, step). Every rank draws for the global batch and takes its own, so the draws
-of an image, and the image it is mixed with, do not depend on the number of ranks. For random
-numbers per pixel, use `torch.Generator(images.device).manual_seed(int(share.rng.integers(2**63)))`:
-torch's global generator would give different numbers after a restart. A transform with such numbers
-must not call `share.numbers`: in a CUDA graph, there is no `share.rng`.
+`draw` runs on the host before the step. Its generator is a pure function of (seed, step), and it
+returns float [n, rows] for the global batch, of which every rank takes its rows. So neither the
+draws of an image nor its partner depend on the number of ranks. For random numbers per pixel, a
+transform calls torch, which is seeded for each (seed, step, rank).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,70 +25,14 @@ from conf.errors import UserError
 from conf.schema import Config
 from pipeline.data.augment import build_by_name, parameter
 from pipeline.data.build import Datasets
-from pipeline.data.field import Field
+from pipeline.data.field import TARGET, Field
+from pipeline.feed.batch import Batch
 
-# Images are mixed within blocks of this many rows. A rank whose share of the batch is a multiple of
-# it mixes the same images as a single process does.
+# Images are mixed within blocks of this many rows. A rank with a multiple of it mixes the same
+# images as a single process does.
 BLOCK = 4
 ALPHA = interval(0.001, 1000)
-
-
-@dataclass(frozen=True)
-class BatchShare:
-    """A rank's rows of the global batch, and the random numbers of all rows."""
-
-    # numpy's generator of this step, in the same state on every rank; None in a CUDA graph
-    rng: Any
-    total: int  # rows of the global batch: draw this many of everything
-    first: int  # this rank's first row
-    count: int  # its number of rows
-    drawn: Iterator[Tensor] | None = None  # on the device: `numbers` returns these, and draws none
-    used: list[Tensor] = field(default_factory=list)  # what `numbers` has drawn and returned
-
-    def of_rank(self, values: np.ndarray) -> np.ndarray:
-        """Return this rank's part of values [..., total]."""
-        return values[..., self.first : self.first + self.count]
-
-    def draw(self, transform: Any, size: int) -> np.ndarray:
-        """Return this rank's part, float [n, B], of what `draw_numbers` of a transform draws.
-
-        It gets this share and the size of the images, and returns float [n, total].
-        """
-        return self.of_rank(transform.draw_numbers(self, size))
-
-    def numbers(self, transform: Any, images: Tensor) -> Tensor:
-        """Return what `draw` returns as float32 on the device of the images."""
-        if self.drawn is not None:
-            return next(self.drawn)
-        values = self.draw(transform, images.shape[-1])
-        numbers = replace_numbers(torch.empty(values.shape, device=images.device), values)
-        self.used.append(numbers)
-        return numbers
-
-    def draw_weights(self, alpha: float, p: float) -> np.ndarray:
-        """Draw float [total]: with probability p from Beta(alpha, alpha), else 1."""
-        chosen = self.rng.random(self.total) < p
-        weights = self.rng.beta(alpha, alpha, self.total)
-        return np.where(chosen, weights, 1.0)
-
-    def blend(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Return weight * row + (1 - weight) * partner for float32 rows and weights [B, ...].
-
-        The partner is the row before it in its block; that of the first row is the last one.
-        """
-        block = math.gcd(self.total, self.count, BLOCK)
-        if block == 1:
-            block = len(rows)
-        result = torch.empty_like(rows)  # in the same memory format
-        old = rows.unflatten(0, (-1, block))
-        own = weight.unflatten(0, (-1, block))
-        new = result.unflatten(0, (-1, block))
-        torch.lerp(old[:, :-1], old[:, 1:], own[:, 1:], out=new[:, 1:])
-        torch.lerp(old[:, -1], old[:, 0], own[:, 0], out=new[:, 0])
-        return result
-
-
-BatchTransform = Callable[[Tensor, Tensor, BatchShare], tuple[Tensor, Tensor]]
+Pair = tuple[Tensor, Tensor]  # images and targets
 
 
 @dataclass(kw_only=True)
@@ -103,13 +43,13 @@ class Mixup:
     alpha: float = parameter(ALPHA, 0.2)
     p: float = parameter(UNIT_INTERVAL, 1.0)  # probability for an image to be blended
 
-    def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
-        own = share.numbers(self, images)[0, :, None]
-        images = share.blend(images, own[:, :, None, None])
-        return images, share.blend(targets, own)
+    def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
+        return _draw_weights(self.alpha, self.p, rng, rows)[None]
 
-    def draw_numbers(self, share: BatchShare, size: int) -> np.ndarray:
-        return share.draw_weights(self.alpha, self.p)[None]
+    def __call__(self, images: Tensor, targets: Tensor, numbers: Tensor, partners: Tensor) -> Pair:
+        weights = numbers[0, :, None]
+        images = blend(images, weights[:, :, None, None], partners)
+        return images, blend(targets, weights, partners)
 
 
 @dataclass(kw_only=True)
@@ -122,15 +62,15 @@ class Cutmix:
     alpha: float = parameter(ALPHA, 1.0)  # the box's fraction of the area is 1 - Beta(alpha, alpha)
     p: float = parameter(UNIT_INTERVAL, 1.0)  # probability for an image to get a box
 
-    def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
-        own, boxes = share.numbers(self, images).split([1, 4])
-        images = share.blend(images, _outside(boxes, images))
-        return images, share.blend(targets, own.T)
-
-    def draw_numbers(self, share: BatchShare, size: int) -> np.ndarray:
-        areas = 1 - share.draw_weights(self.alpha, self.p)
-        boxes, areas = _pasted_boxes(areas, size, share.rng)
+    def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
+        areas = 1 - _draw_weights(self.alpha, self.p, rng, rows)
+        boxes, areas = _pasted_boxes(areas, size, rng)
         return np.vstack([1 - areas, boxes])
+
+    def __call__(self, images: Tensor, targets: Tensor, numbers: Tensor, partners: Tensor) -> Pair:
+        weights, boxes = numbers.split([1, 4])
+        images = blend(images, _outside(boxes, images), partners)
+        return images, blend(targets, weights.T, partners)
 
 
 @dataclass(kw_only=True)
@@ -150,14 +90,8 @@ class MixupOrCutmix:
     # per batch. The last group is smaller if the batch is no multiple of it.
     group: int = parameter(integer_interval(1, 10**6), 128)
 
-    def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
-        pixel_weights, target_weights, boxes = share.numbers(self, images).split([1, 1, 4])
-        own = pixel_weights.T[:, :, None, None] * _outside(boxes, images)
-        return share.blend(images, own), share.blend(targets, target_weights.T)
-
-    def draw_numbers(self, share: BatchShare, size: int) -> np.ndarray:
-        rng = share.rng
-        num_groups = math.ceil(share.total / self.group)
+    def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
+        num_groups = math.ceil(rows / self.group)
         changed = rng.random(num_groups) < self.p
         is_cutmix = rng.random(num_groups) < self.switch_p
         alpha = np.where(is_cutmix, self.cutmix_alpha, self.mixup_alpha)
@@ -166,8 +100,13 @@ class MixupOrCutmix:
         boxes, areas = _pasted_boxes(areas, size, rng)
         pixel_weights = np.where(is_cutmix, 1.0, weights)  # outside the box
         target_weights = np.where(is_cutmix, 1 - areas, weights)
-        groups = np.arange(share.total) // self.group
+        groups = np.arange(rows) // self.group
         return np.vstack([pixel_weights, target_weights, boxes])[:, groups]
+
+    def __call__(self, images: Tensor, targets: Tensor, numbers: Tensor, partners: Tensor) -> Pair:
+        pixel_weights, target_weights, boxes = numbers.split([1, 1, 4])
+        weights = pixel_weights.T[:, :, None, None] * _outside(boxes, images)
+        return blend(images, weights, partners), blend(targets, target_weights.T, partners)
 
 
 @dataclass(kw_only=True)
@@ -179,33 +118,30 @@ class RandomErasing:
     scale: Sequence[float] = parameter(ordered_pair(1), (0.02, 0.33))
     ratio: Sequence[float] = parameter(ordered_pair(1000), (0.3, 3.3))  # of its height / width
 
-    def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
-        outside = _outside(share.numbers(self, images), images)
-        return images * outside, targets  # normalised: the mean is 0
-
-    def draw_numbers(self, share: BatchShare, size: int) -> np.ndarray:
+    def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
         """Draw boxes as torchvision does: up to ten tries for a box smaller than the image.
 
         Returns left, top, right, bottom; an empty box if nothing is erased.
         """
-        rng = share.rng
-        count = share.total
-        erased = rng.random(count) < self.p
+        erased = rng.random(rows) < self.p
         smallest, largest = self.scale
         narrowest, widest = map(math.log, self.ratio)
-        area = size**2 * rng.uniform(smallest, largest, (10, count))
-        aspect = np.exp(rng.uniform(narrowest, widest, (10, count)))
+        area = size**2 * rng.uniform(smallest, largest, (10, rows))
+        aspect = np.exp(rng.uniform(narrowest, widest, (10, rows)))
         squares = np.stack([area / aspect, area * aspect])
         sizes = np.round(np.sqrt(squares))  # [width or height, try, image]
         fits = (sizes < size).all(axis=0)
         first = fits.argmax(axis=0)
         erased &= fits.any(axis=0)
-        sides = sizes[:, first, np.arange(count)] * erased
-        low = np.floor(rng.random((2, count)) * (size - sides + 1))
+        sides = sizes[:, first, np.arange(rows)] * erased
+        low = np.floor(rng.random((2, rows)) * (size - sides + 1))
         return np.concatenate([low, low + sides])
 
+    def __call__(self, images: Tensor, targets: Tensor, numbers: Tensor, partners: Tensor) -> Pair:
+        return images * _outside(numbers, images), targets  # normalised: the mean is 0
 
-BATCH_TRANSFORMS: dict[str, Callable[..., BatchTransform]] = {
+
+BATCH_TRANSFORMS: dict[str, Callable[..., Any]] = {
     "mixup": Mixup,
     "cutmix": Cutmix,
     "mixup_or_cutmix": MixupOrCutmix,
@@ -217,47 +153,82 @@ BATCH_TRANSFORMS: dict[str, Callable[..., BatchTransform]] = {
 class BatchTransforms:
     """Batch transforms for training, in order; a batch is this rank's part of the global batch."""
 
-    transforms: Sequence[BatchTransform]
+    transforms: Sequence[Any]
     num_classes: int
     seed: int
+    image_names: Sequence[str]  # of the image fields
+    # The field to mix: class numbers or floating-point numbers. None: only images are changed.
+    label: str | None
+    dtype: torch.dtype = torch.float32  # of the images after the last transform
     rank: int = 0
     world_size: int = 1
-    # The field to mix: class numbers or floating-point numbers. None: only images are changed.
-    label: str | None = "label"
+
+    def draw(self, fields: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """Return fields for `mix`: the numbers of each image field and transform, [B, n].
+
+        All image fields of a batch get the same draws.
+        """
+        drawn = {}
+        for name in self.image_names:
+            count, size = len(fields[name]), fields[name].shape[-1]
+            # The 1 distinguishes it from the sampler's generator.
+            rng = np.random.Generator(np.random.PCG64([self.seed, step, 0, 1]))
+            for place, transform in enumerate(self.transforms):
+                values = transform.draw(rng, count * self.world_size, size)
+                own = values[:, self.rank * count : (self.rank + 1) * count]
+                drawn[f"{name} {place}"] = torch.from_numpy(own.T).float()
+        return drawn
+
+    def mix(self, batch: Batch) -> Batch:
+        """Transform the images [B, ..., C, H, W], and add TARGET if labels are mixed.
+
+        All frames of a sample get the same draws. Transforms may work in place.
+        """
+        fields = dict(batch.fields)
+        partners = self.partners(batch.samples)
+        for name in self.image_names:
+            images, targets = batch[name], self.targets(batch.fields)
+            pixels = images.flatten(1, -3)  # [B, C, H, W]
+            mixed = targets[:, None].flatten(1)  # [B, n]
+            for place, transform in enumerate(self.transforms):
+                numbers = fields.pop(f"{name} {place}").T
+                pixels, mixed = transform(pixels, mixed, numbers, partners)
+            fields[name] = pixels.reshape(images.shape).to(self.dtype)
+            if self.label is not None:
+                fields[TARGET] = mixed.view(targets.shape)
+        return Batch(fields, batch.samples, batch.step)
 
     def targets(self, fields: Mapping[str, Tensor]) -> Tensor:
-        """What is mixed: one-hot float32 [B, classes], or the numbers, float32 [B, ...]."""
+        """Return a copy of what is mixed: one-hot float32 [B, classes], or numbers [B, ...]."""
         if self.label is None:
             first, *_ = fields.values()
             return torch.zeros(len(first), 0)
         label = fields[self.label]
         if label.is_floating_point():
-            return label.float()
+            return label.to(torch.float32, copy=True)
         targets = torch.zeros(len(label), self.num_classes, device=label.device)
         return targets.scatter_(1, label[:, None], 1)  # one_hot writes int64
 
-    def apply(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
-        """Transform float32 [B, ..., C, H, W], and targets if there are any.
-
-        All image fields of a batch, and all frames of a sample, get the same draws.
-        """
-        pixels = images.flatten(1, -3)  # [B, C, H, W]
-        mixed = targets[:, None].flatten(1)  # [B, n]
-        for transform in self.transforms:
-            pixels, mixed = transform(pixels, mixed, share)
-        return pixels.reshape(images.shape), mixed.view(targets.shape)
-
-    def share(self, step: int, count: int) -> BatchShare:
-        """Return the part of this rank, `count` rows, of the global batch of a step."""
-        # The 1 distinguishes it from the sampler's generator.
-        rng = np.random.Generator(np.random.PCG64([self.seed, step, 0, 1]))
-        return BatchShare(rng, count * self.world_size, self.rank * count, count)
+    def partners(self, rows: Tensor) -> Tensor:
+        """Return the row before each row in its block, int64 [B]; for the first, the last one."""
+        count = len(rows)
+        block = math.gcd(count * self.world_size, count, BLOCK)
+        if block == 1:
+            block = count
+        row = torch.arange(count, device=rows.device)
+        return torch.where(row % block == 0, row + block - 1, row - 1)
 
 
-def replace_numbers(numbers: Tensor, values: np.ndarray) -> Tensor:
-    """Overwrite float32 numbers with a few of the host, without synchronising; return them."""
-    host = torch.empty(values.shape, pin_memory=numbers.is_cuda).copy_(torch.from_numpy(values))
-    return numbers.copy_(host, non_blocking=numbers.is_cuda)
+def blend(rows: Tensor, weights: Tensor, partners: Tensor) -> Tensor:
+    """Return weight * row + (1 - weight) * partner for float32 rows and weights [B, ...]."""
+    return torch.lerp(rows[partners], rows, weights)
+
+
+def _draw_weights(alpha: float, p: float, rng: np.random.Generator, rows: int) -> np.ndarray:
+    """Draw float [rows]: with probability p from Beta(alpha, alpha), else 1."""
+    chosen = rng.random(rows) < p
+    weights = rng.beta(alpha, alpha, rows)
+    return np.where(chosen, weights, 1.0)
 
 
 def _pasted_boxes(
@@ -290,28 +261,31 @@ def _outside(boxes: Tensor, images: Tensor) -> Tensor:
 
 
 def build_batch_transforms(
-    config: Config, datasets: Datasets, rank: int = 0, world_size: int = 1
-) -> BatchTransforms | None:
-    """Build augment.batch for the training batches; None if the list is empty.
+    config: Config,
+    datasets: Datasets,
+    dtype: torch.dtype = torch.float32,
+    rank: int = 0,
+    world_size: int = 1,
+) -> BatchTransforms:
+    """Build augment.batch for the training batches, which `mix` turns into `dtype`.
 
     Raises UserError for an invalid transform, and for a mixing one if the samples have no label.
     """
+    fields = datasets.train.fields
     transforms = build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    if not transforms:
-        return None
     return BatchTransforms(
         transforms,
         num_classes=len(datasets.classes),
         seed=config.train.seed,
+        image_names=[name for name, field in fields.items() if field.image],
+        label=find_mixed_field(transforms, fields),
+        dtype=dtype,
         rank=rank,
         world_size=world_size,
-        label=find_mixed_field(transforms, datasets.train.fields),
     )
 
 
-def find_mixed_field(
-    transforms: Sequence[BatchTransform], fields: Mapping[str, Field]
-) -> str | None:
+def find_mixed_field(transforms: Sequence[Any], fields: Mapping[str, Field]) -> str | None:
     """Return the field that batch transforms mix like the images: the only one that is no image.
 
     None if they mix nothing. Raises UserError if no field, or more than one, can be mixed.

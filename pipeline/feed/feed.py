@@ -3,9 +3,9 @@
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from conf.schema import Config
 from pipeline.data.build import Datasets
 from pipeline.data.field import IMAGE
 from pipeline.feed import machine
-from pipeline.feed.batch import ImageFormat
+from pipeline.feed.batch import Batch, ImageFormat
 from pipeline.feed.batch_augment import build_batch_transforms
 from pipeline.feed.loader import Loader, Pool, slots_needed
 from pipeline.feed.pinned import page_locked
@@ -49,6 +49,7 @@ class Feed:
     num_val_batches: int  # number of validation batches, the same on each rank
     num_cores: int  # number of workers for which this rank has cores
     max_workers: int  # number of workers for which the buffers are allocated
+    mix: Callable[[Batch], Batch]  # augment.batch, for a training batch on the device
     decode_mode: str = "cpu"  # mode of the training samples, one of `datasets.decode_modes`
     step_rate: float = 0.0  # images/s of this rank's step without the loader; 0 if not measured
 
@@ -140,10 +141,13 @@ def open_feed(
     pool = Pool((train_ring, val_ring), timeout_seconds=config.loader.timeout_seconds)
     train_loader = Loader(pool, 0, train_sampler.samples, in_use)
     val_loader = Loader(pool, 1, val_samples.__getitem__, in_use)
-    batch_transforms = build_batch_transforms(config, datasets, world.rank, world.size)
-    train = Prefetcher(train_loader, images, batch_transforms)
+    mixing = build_batch_transforms(config, datasets, dtype, world.rank, world.size)
+    takes = torch.float32 if mixing.transforms else dtype  # `mix` rounds once, at its end
+    train = Prefetcher(train_loader, replace(images, dtype=takes), mixing.draw)
     val = Prefetcher(val_loader, images)
-    feed = Feed(config, datasets, pool, train, val, len(val_samples), num_cores, max_workers)
+    feed = Feed(
+        config, datasets, pool, train, val, len(val_samples), num_cores, max_workers, mixing.mix
+    )
     locked: AbstractContextManager[Any] = nullcontext()
     if train.cuda:
         locked = page_locked([*train_ring.buffers, *val_ring.buffers])

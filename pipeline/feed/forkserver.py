@@ -21,9 +21,9 @@ START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-def start_forkserver() -> None:
-    """Start the forkserver, if workers use one; its imports (2 s) continue in the background."""
-    if START_METHOD == "forkserver":
+def start_forkserver(workers: int | str) -> None:
+    """Start the forkserver, if loader.workers use one; its imports continue in the background."""
+    if START_METHOD == "forkserver" and workers != 0:
         # If it cannot start, the first worker starts it again, and raises the error.
         with suppress(LoaderError), starting_children():
             forkserver.ensure_running()

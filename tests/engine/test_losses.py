@@ -56,7 +56,7 @@ def test_labels_equal_one_hot_targets(name):
 
 def weights_of(given: Any, *classes: str) -> list[float] | None:
     split: Any = SimpleNamespace(labels=[0] * 6 + [1] * 3 + [2])
-    datasets = Datasets(split, split, classes, 8, 8)
+    datasets = Datasets(split, split, classes)
     weights = class_weights(TrainConfig(class_weights=given), datasets, torch.device("cpu"))
     return None if weights is None else weights.tolist()
 

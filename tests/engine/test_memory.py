@@ -17,9 +17,8 @@ from engine.distributed import World, join_world
 from engine.memory import explain_limit, fit_memory
 from engine.schedule import Schedule
 from engine.state import TrainState, params_sha256
-from engine.step_graph import StepGraph
 from pipeline.feed.batch import Batch
-from tests.engine.plans import ALONE
+from tests.engine.plans import ALONE, FunctionStep
 from tests.helpers.batches import toy_loss
 from tests.helpers.processes import run_python
 from tests.helpers.small_run import run
@@ -37,14 +36,14 @@ def built(*overrides: str, world: World = ALONE) -> Any:
     """A schedule, and the state, the step and a batch for it."""
     parts = train.build_parts(schedule_of(*overrides).config, world, {})
     schedule, state = parts.schedule, parts.state
-    step = train.build_step(schedule, parts.compute, parts.loss_fn, state, world)
+    step = train.TrainStep(parts, lambda batch: batch)
     batch = Batch.zeros(parts.datasets.train.fields, world.device, schedule.batch_size)
     return schedule, state, step, batch
 
 
 def limited_loss(most: int, network: nn.Module, batch: Batch, **options: Any) -> Any:
-    """Compute the loss of at most so many images: more do not fit into the memory."""
-    if len(batch.samples) > most:
+    """Compute the loss of at most so many images, with gradients: more do not fit."""
+    if torch.is_grad_enabled() and len(batch.samples) > most:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return toy_loss(network, batch, **options)
 
@@ -57,15 +56,16 @@ def test_micro_batches_halve_until_they_fit(monkeypatch, caplog, most, images, f
     given = f"loader.batch_size={images}", "train.ema_decay=0.9"
     schedule, state, train_on_batch, batch = built(*given)
     before = params_sha256(state.model)
-    fitted = fit_memory(schedule, train_on_batch, state, ALONE, [batch])
+    given_schedule = replace(schedule)
+    fit_memory(train_on_batch, schedule, ALONE, [batch])
     assert params_sha256(state.model) == before
     assert state.ema.n_averaged == 0
     assert not state.optimizer.state
     if found is None:
-        assert fitted == schedule
+        assert schedule == given_schedule
         assert not caplog.messages
         return
-    assert (fitted.num_micro_batches, fitted.fitted_micro_batch) == (-(-images // found), found)
+    assert (schedule.num_micro_batches, schedule.fitted_micro_batch) == (-(-images // found), found)
     assert caplog.messages[0].endswith(f": training as with train.micro_batch={found}")
     train_on_batch(batch)
     assert params_sha256(state.model) != before
@@ -74,9 +74,9 @@ def test_micro_batches_halve_until_they_fit(monkeypatch, caplog, most, images, f
 def test_not_even_one_image_fits(monkeypatch):
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, 0))
-    schedule, state, train_on_batch, batch = built("loader.batch_size=8")
+    schedule, _, train_on_batch, batch = built("loader.batch_size=8")
     with pytest.raises(RunError, match="cpu with micro-batches of 1; use a smaller model"):
-        fit_memory(schedule, train_on_batch, state, ALONE, [batch])
+        fit_memory(train_on_batch, schedule, ALONE, [batch])
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_not_even_one_image_fits(monkeypatch):
 def test_what_is_not_tried(world, step, overrides):
     schedule = schedule_of(*overrides)
     state = TrainState(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), step=step)
-    graph = StepGraph(lambda batch: {}, lambda step: None, state.clear_gradients, state.model)
-    never = map(pytest.fail, ["no step is tried"])
-    assert fit_memory(schedule, graph, state, world, never) == schedule
+    step = FunctionStep(state.model, state, lambda batch: {})
+    fit_memory(step, schedule, world, map(pytest.fail, ["no step is tried"]))
+    assert schedule.fitted_micro_batch is None
 
 
 @pytest.mark.parametrize(
@@ -132,12 +132,12 @@ def train_on_a_full_gpu(mode: str) -> None:
         schedule, state, train_on_batch, batch = built(*size, f"model.compile={mode}", world=world)
         with train_on_batch:
             before = params_sha256(state.model)
-            fitted = fit_memory(schedule, train_on_batch, state, world, [batch])
-            assert 1 < fitted.num_micro_batches < 512
+            fit_memory(train_on_batch, schedule, world, [batch])
+            assert 1 < schedule.num_micro_batches < 512
             assert params_sha256(state.model) == before
             for _ in range(6):
                 loss = train_on_batch(batch)["loss"]
-            print(fitted.num_micro_batches, train_on_batch.disabled_reason, float(loss))
+            print(schedule.num_micro_batches, train_on_batch.disabled_reason, float(loss))
 
 
 @pytest.mark.gpu

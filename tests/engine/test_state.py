@@ -40,8 +40,7 @@ def take_step(state: TrainState) -> None:
     labels = torch.randint(0, 5, (8,), generator=generator)
     network = nn.Sequential(nn.Dropout(0.2), state.model)
     batch = batch_of(state.step, image=images, label=labels)
-    lr = state.optimizer.defaults["lr"]
-    train.train_step(state, network, toy_loss, batch, lr=lr, clip_norm=5.0)
+    train.train_step(state, network, toy_loss, batch, clip_norm=5.0)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -13,12 +13,14 @@ from torch.amp import GradScaler
 
 import train
 from conf.compose import from_overrides
-from engine.compute import Compute, dtype_of
+from engine.compute import Compute
 from engine.distributed import World, join_world
 from engine.state import TrainState, params_sha256, restored_on_exit
 from engine.step_graph import STEPS_BEFORE_CAPTURE, StepGraph
 from models import zoo
+from pipeline.data.augment import build_by_name
 from pipeline.feed.batch import Batch
+from pipeline.feed.batch_augment import BATCH_TRANSFORMS, BatchTransforms
 from tests.helpers.batches import batch_of, on_device, toy_loss
 from tests.helpers.optimizers import OPTIMIZERS
 from tests.models.test_vit import short_vit
@@ -27,6 +29,7 @@ SIZE, CLASSES, ROWS, STEPS = 64, 1000, 16, 3 * STEPS_BEFORE_CAPTURE
 OPTIONS = ["data=fake", f"data.image_size={SIZE}", f"loader.batch_size={ROWS}"]
 OPTIONS += ["train.deterministic=true", "model.compile=off"]
 OPTIONS += ["schedule.warmup_epochs=0.1"]  # another learning rate at every step
+AUGMENT = ["mixup_or_cutmix", {"random_erasing": {"p": 0.5}}]
 
 
 @pytest.fixture
@@ -36,19 +39,28 @@ def world(toy_runs: None) -> Iterator[World]:
     torch.use_deterministic_algorithms(False)
 
 
-def build(world: World, *overrides: str) -> tuple[Compute, TrainState, StepGraph]:
+def mixing(compute: Compute, *, mixed: bool) -> BatchTransforms:
+    transforms = build_by_name(AUGMENT if mixed else [], BATCH_TRANSFORMS, key="augment.batch")
+    label = "label" if mixed else None
+    return BatchTransforms(transforms, CLASSES, 0, ["image"], label, compute.dtype)
+
+
+def build(
+    world: World, *overrides: str, mixed: bool = False
+) -> tuple[Compute, TrainState, StepGraph]:
     parts = train.build_parts(from_overrides([*OPTIONS, *overrides]), world, {})
-    compute, state = parts.compute, parts.state
-    return compute, state, train.build_step(parts.schedule, compute, parts.loss_fn, state, world)
+    step = train.TrainStep(parts, mixing(parts.compute, mixed=mixed).mix)
+    return parts.compute, parts.state, step
 
 
 def random_batch(compute: Compute, step: int, *, mixed: bool = False) -> Batch:
-    """A random batch on the device; with `mixed`, soft targets as from mixup."""
+    """A random batch on the device; with `mixed`, what it takes to mix it."""
     rng = torch.Generator().manual_seed(step)
     fields = {"label": torch.randint(0, CLASSES, (ROWS,), generator=rng)}
-    if mixed:
-        fields["target"] = torch.rand(ROWS, CLASSES, generator=rng).softmax(1)
-    images = torch.randn(ROWS, 3, SIZE, SIZE, generator=rng).to(dtype_of(compute.precision))
+    transforms = mixing(compute, mixed=mixed)
+    images = torch.randn(ROWS, 3, SIZE, SIZE, generator=rng)
+    images = images.to(torch.float32 if mixed else compute.dtype)
+    fields |= transforms.draw({"image": images}, step)
     layout = torch.channels_last if compute.channels_last else torch.contiguous_format
     samples = torch.stack([torch.full((ROWS,), step), torch.arange(ROWS)], 1)
     batch = batch_of(step, samples, image=images.to(memory_format=layout), **fields)
@@ -78,7 +90,8 @@ def weights(state: TrainState) -> list[str]:
             marks=pytest.mark.slow,
         ),
         (False, ["model.name=efficientnet_b0"]),  # dropout and stochastic depth
-        (False, ["model=resnet_tiny", "model.compile=default"]),
+        *((mixed, ["model=resnet_tiny", "model.compile=default"]) for mixed in (False, True)),
+        (True, ["model=resnet_tiny", "train.precision=fp32"]),
         (False, ["model=vit_s16", "optim=adamw", "model.compile=default"]),
         (False, ["model=resnet_tiny", "model.freeze=[conv1,bn1,layer1]", "train.ema_decay=0.9"]),
     ],
@@ -88,7 +101,7 @@ def test_a_graph_gives_the_same_bits(mixed, overrides, world, monkeypatch):
     found = []
     for refused in ("", "for the comparison"):
         torch._dynamo.reset()
-        compute, state, train_on_batch = build(world, *overrides)
+        compute, state, train_on_batch = build(world, *overrides, mixed=mixed)
         train_on_batch.disabled_reason = refused
         logged = []
         for number in range(STEPS):
@@ -99,6 +112,18 @@ def test_a_graph_gives_the_same_bits(mixed, overrides, world, monkeypatch):
     assert found[0] == found[1]
     # Each step has another batch. The head of a ViT begins with zeros: its first losses are equal.
     assert len({row["loss"] for row in found[0][1]}) >= STEPS - 1
+
+
+def test_a_parameter_group_may_scale_the_learning_rate(world):
+    compute, state, train_on_batch = build(world, "model=resnet_tiny", "optim.decay_norms=false")
+    groups = state.optimizer.param_groups
+    groups[0]["lr_scale"] = 0.5
+    rates = []
+    for number in range(2):
+        train_on_batch(random_batch(compute, number))
+        rates.append([group["lr"].item() for group in groups])
+    assert rates[0][0] == pytest.approx(0.5 * rates[0][1])
+    assert rates[1] == pytest.approx([2 * rate for rate in rates[0]])  # in the warm-up
 
 
 @pytest.mark.gpu
@@ -161,9 +186,9 @@ def test_a_step_that_a_graph_would_change_is_not_captured(why, world, caplog):
     for waits in (True, False):
         compute, state, train_on_batch = build(world, "model.name=efficientnet_b0")
         train_on_batch.disabled_reason = "" if waits else "for the comparison"
-        step_function = train_on_batch.step_function
+        launch = train_on_batch.launch
 
-        def changed(batch, function=step_function):
+        def changed(batch, function=launch):
             values = function(batch)
             if why == "draws on the host":
                 np.random.beta(1, 1)
@@ -177,7 +202,7 @@ def test_a_step_that_a_graph_would_change_is_not_captured(why, world, caplog):
         if why == "waits in the optimiser":
             state.optimizer.register_step_pre_hook(wait)
         else:
-            train_on_batch.step_function = changed
+            train_on_batch.launch = changed
         train_steps(compute, train_on_batch)
         assert train_on_batch.disabled_reason
         found.append(weights(state))
@@ -202,9 +227,9 @@ def test_a_step_that_fails_leaves_no_gradients(where):
     else:
         hook = states[0].optimizer.register_step_pre_hook(fail)
     with pytest.raises(RuntimeError, match="not permitted"):
-        train.train_step(states[0], states[0].model, toy_loss, batch, lr=0.1)
+        train.train_step(states[0], states[0].model, toy_loss, batch)
     states[0].clear_gradients()
     hook.remove()
     for state in states:
-        train.train_step(state, state.model, toy_loss, batch, lr=0.1)
+        train.train_step(state, state.model, toy_loss, batch)
     assert params_sha256(states[0].model) == params_sha256(states[1].model)

@@ -5,7 +5,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,12 +20,11 @@ from engine import memory
 from engine.distributed import World, average_gradients, join_world
 from engine.metrics import Values
 from engine.state import TrainState, params_sha256
-from engine.step_graph import StepGraph
 from engine.stop_signal import StopSignal
 from engine.validation import evaluate, validation_batches
 from pipeline.feed.batch import Batch
 from pipeline.feed.loader import Pool
-from tests.engine.plans import schedule
+from tests.engine.plans import FunctionStep, schedule
 from tests.helpers.batches import batch_of, toy_loss
 from train import train_step
 
@@ -121,14 +119,14 @@ def check_accumulation(world: World) -> None:
         network.register_comm_hook(None, in_bucket)
     for step in range(3):
         batch = batch_of(step, image=images[rows], label=labels[rows])
-        train_step(state, network, toy_loss, batch, lr=0.5, num_micro_batches=3)
+        train_step(state, network, toy_loss, batch, num_micro_batches=3)
     assert len(exchanged) == (0 if network is state.model else 3)
     alone = replace(world, size=1, local_size=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: False)
         for step in range(3):
             network = alone.wrap(whole.model, called_with(3, 2, 2))
-            train_step(whole, network, toy_loss, batch_of(step, image=images, label=labels), lr=0.5)
+            train_step(whole, network, toy_loss, batch_of(step, image=images, label=labels))
     for layer in (0, 1, 4):
         found, expected = (one.model[layer].weight.detach() for one in (state, whole))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -147,16 +145,21 @@ def check_memory(world: World) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return toy_loss(network, batch)
 
-    step_function = partial(train_step, state, network, loss, lr=0.5)
-    graph = StepGraph(step_function, lambda step: None, state.clear_gradients, network)
+    plan = schedule(batch=16, ranks=2)
+
+    def launch(batch: Batch) -> Values:
+        number = plan.num_micro_batches
+        return train_step(state, network, loss, batch, num_micro_batches=number)
+
+    step = FunctionStep(network, state, launch)
     before = params_sha256(state.model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "TRIED_ON", ("cpu",))
-        fitted = memory.fit_memory(schedule(batch=16, ranks=2), graph, state, world, [batch])
-    assert (fitted.num_micro_batches, fitted.fitted_micro_batch) == (4, 2)
+        memory.fit_memory(step, plan, world, [batch])
+    assert (plan.num_micro_batches, plan.fitted_micro_batch) == (4, 2)
     assert params_sha256(state.model) == before
     assert not state.optimizer.state
-    graph(batch)
+    step(batch)
     after = params_sha256(state.model)
     assert {*world.all_gather(after)} == {after} != {before}
 

@@ -71,7 +71,7 @@ def readers(taken: Path, image_root: Path) -> list[Reader]:
     """What opens a path: a run that resumes from it, or has it as its newest one, and weights."""
     config = small_run.compose(image_root, taken.parents[1], *OPTIONS)
     parts = train.build_parts(config, ALONE, checkpoint.load(taken))
-    metadata = checkpoint_metadata(parts.datasets, parts.schedule, parts.compute)
+    metadata = checkpoint_metadata(parts)
 
     def resume(path: Path) -> None:
         started = replace(

@@ -19,7 +19,7 @@ class Rated(Tuner):
     def __init__(self, rates: dict[str, float], step_rate: float) -> None:
         datasets = SimpleNamespace(decode_modes=tuple(rates))
         feed: Any = SimpleNamespace(datasets=datasets, step_rate=step_rate)
-        super().__init__(feed, ALONE, print)
+        super().__init__(feed, ALONE)
         self.rates = rates
 
     def measure_mode(self, mode: str, first_step: int) -> StepTimes:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torchvision.transforms import RandomErasing
 
 from pipeline.data.augment import build_by_name
-from pipeline.feed.batch_augment import BATCH_TRANSFORMS, BLOCK, BatchShare, BatchTransforms
+from pipeline.feed.batch_augment import BATCH_TRANSFORMS, BLOCK, BatchTransforms, blend
+from tests.helpers.batches import batch_of
 from tests.helpers.results import same
 
 COUNT, SIDE = 64, 32
@@ -26,8 +27,25 @@ def batch() -> tuple[Tensor, Tensor]:
     return images, torch.eye(COUNT)
 
 
-def share(seed: int = 0, step: int = 0, *, total: int = COUNT) -> BatchShare:
-    return BatchTransforms([], COUNT, seed).share(step, total)
+def transforms(*names: Any, seed: int = 0, rank: int = 0, ranks: int = 1) -> BatchTransforms:
+    """Transforms of a rank, for batches with targets."""
+    return BatchTransforms(
+        names, COUNT, seed, ["image"], label="target", rank=rank, world_size=ranks
+    )
+
+
+def drawn_by(seed: int, step: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64([seed, step, 0, 1]))
+
+
+def run(transform: Any, images: Tensor, targets: Tensor, step: int = 0, **place: int) -> Any:
+    """Draw, and return the images and the targets after the transform."""
+    mixing = transforms(transform, **place)
+    batch = batch_of(step, image=images, target=targets)
+    batch.fields.update(mixing.draw(batch.fields, step))
+    mixed = mixing.mix(batch)
+    assert [*mixed.fields] == ["image", "target"]
+    return mixed["image"], mixed["target"]
 
 
 def neighbours() -> np.ndarray:
@@ -41,11 +59,14 @@ def is_box(inside: np.ndarray) -> bool:
 
 
 def test_draws_differ_between_seeds_and_steps():
-    assert len({share(*place).rng.random() for place in ((0, 0), (1, 0), (0, 1), (1, 0))}) == 3
+    places = (0, 0), (1, 0), (0, 1), (1, 0)
+    found = [run(one("mixup"), *batch(), step, seed=seed)[1] for seed, step in places]
+    assert torch.equal(found[1], found[3])
+    assert len({targets.sum(0)[0].item() for targets in found}) == 3
 
 
 def test_mixup_blends_pixels_and_targets_alike():
-    images, targets = one("mixup", alpha=5.0)(*batch(), share())
+    images, targets = run(one("mixup", alpha=5.0), *batch())
     own = targets[range(COUNT), range(COUNT)]
     other = targets[range(COUNT), neighbours()]
     torch.testing.assert_close(targets.sum(1), torch.ones(COUNT))
@@ -57,7 +78,7 @@ def test_mixup_blends_pixels_and_targets_alike():
 
 
 def test_cutmix_pastes_a_box_and_its_area_is_the_weight():
-    images, targets = one("cutmix", alpha=1.0)(*batch(), share())
+    images, targets = run(one("cutmix", alpha=1.0), *batch())
     torch.testing.assert_close(targets.sum(1), torch.ones(COUNT))
     rows, others = torch.arange(COUNT), torch.from_numpy(neighbours())
     pasted = images == others[:, None, None, None] + 1
@@ -77,7 +98,7 @@ def test_erasing_clears_a_box_and_keeps_the_targets():
     erasing = one("random_erasing", p=0.25, scale=[0.1, 0.2], ratio=[0.5, 2.0])
     erased = []
     for step in range(20):
-        images, targets = erasing(*batch(), share(0, step))
+        images, targets = run(erasing, *batch(), step)
         assert torch.equal(targets, torch.eye(COUNT))
         cleared = images[:, :1] == 0  # [B, 1, S, S]
         assert torch.equal(images, batch()[0].masked_fill(cleared, 0))
@@ -92,7 +113,7 @@ def test_erasing_clears_a_box_and_keeps_the_targets():
 @pytest.mark.parametrize("ratio", [0.3, 1.0, 3.3])
 def test_erased_boxes_are_as_high_and_as_wide_as_torchvisions(ratio):
     options = {"scale": (0.1, 0.1), "ratio": (ratio, ratio)}
-    images, _ = one("random_erasing", p=1.0, **options)(*batch(), share())
+    images, _ = run(one("random_erasing", p=1.0, **options), *batch())
     erased = images[:, 0] == 0
     height, width = RandomErasing.get_params(images[0], **options)[2:4]
     assert (erased.any(2).sum(1) == height).all()
@@ -101,7 +122,7 @@ def test_erased_boxes_are_as_high_and_as_wide_as_torchvisions(ratio):
 
 def drawn(step: int, count: int, size: int) -> tuple[np.ndarray, ...]:
     """Whether cutmix, weights and (x, y) centres that mixup_or_cutmix draws by default."""
-    rng = share(0, step).rng
+    rng = drawn_by(0, step)
     rng.random(count)
     cut = rng.random(count) < 0.5
     alpha = np.where(cut, 1.0, 0.2)
@@ -123,7 +144,7 @@ def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(monkeypatch):
             places = iter(torch.from_numpy(centres))  # x, then y
             patch.setattr(torch, "randint", lambda *_, places=places, **__: next(places))
             expected = theirs(images, labels)
-        found = transform(images, torch.eye(BLOCK), share(0, step, total=BLOCK))
+        found = run(transform, images, torch.eye(BLOCK), step)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         kinds.append(cut)
     assert 20 < sum(kinds) < 44
@@ -134,7 +155,7 @@ def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(monkeypatch):
 )
 def test_a_group_shares_its_draws_and_the_last_may_be_smaller(group, sizes):
     transform = one("mixup_or_cutmix", switch_p=0, group=group)
-    _, targets = transform(torch.zeros(10, 1, 1, 1), torch.eye(10), share(total=10))
+    _, targets = run(transform, torch.zeros(10, 1, 1, 1), torch.eye(10))
     assert targets.diagonal().unique_consecutive(return_counts=True)[1].tolist() == sizes
 
 
@@ -149,13 +170,13 @@ def test_a_group_shares_its_draws_and_the_last_may_be_smaller(group, sizes):
 def test_ranks_together_make_the_batch_of_one_process(transform):
     total = 48
     images, targets = torch.randn(total, 3, 8, 8), torch.eye(total)
-    whole = transform(images, targets, share(3, 5, total=total))
+    whole = run(transform, images, targets, 5, seed=3)
     for ranks in (2, 4, 6):
         parts = []
         for rank in range(ranks):
-            mine = BatchTransforms([], total, 3, rank, ranks).share(5, total // ranks)
-            rows = slice(mine.first, mine.first + mine.count)
-            parts.append(transform(images[rows], targets[rows], mine))
+            rows = slice(rank * total // ranks, (rank + 1) * total // ranks)
+            place = {"seed": 3, "rank": rank, "ranks": ranks}
+            parts.append(run(transform, images[rows], targets[rows], 5, **place))
         found = [torch.cat(fields) for fields in zip(*parts, strict=True)]
         assert same(found, [*whole])
 
@@ -163,9 +184,9 @@ def test_ranks_together_make_the_batch_of_one_process(transform):
 @pytest.mark.parametrize(("total", "ranks"), [(24, 2), (12, 2), (9, 3), (10, 2), (7, 1), (6, 3)])
 def test_every_image_of_a_small_share_gets_another_one(total, ranks):
     for rank in range(ranks):
-        mine = BatchTransforms([], total, 0, rank, ranks).share(0, total // ranks)
-        rows = torch.arange(float(mine.count))
-        partners = mine.blend(rows, torch.zeros_like(rows))
+        rows = torch.arange(float(total // ranks))
+        mixed_with = transforms(rank=rank, ranks=ranks).partners(rows)
+        partners = blend(rows, torch.zeros_like(rows), mixed_with)
         assert sorted(partners.tolist()) == rows.tolist()
         assert not (partners == rows).any()
 
@@ -178,7 +199,7 @@ def test_p_is_the_fraction_of_changed_images_and_the_input_stays(name, p, low, h
     transform = one(name, p=p)
     transform.group = 1  # of MixupOrCutmix
     for step in range(40):
-        found, _ = transform(images, targets, share(0, step))
+        found, _ = run(transform, images, targets, step)
         changed.append((found != images).flatten(1).any(1))
     assert low <= torch.cat(changed).float().mean().item() <= high
     assert torch.equal(images, batch()[0])

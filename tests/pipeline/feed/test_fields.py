@@ -17,7 +17,7 @@ from pipeline.data.build import DATASETS, build_datasets
 from pipeline.data.dataset import Dataset
 from pipeline.data.field import Field, image_field
 from pipeline.feed.batch import Batch, DeviceSlot, ImageFormat, channels_first
-from pipeline.feed.batch_augment import BATCH_TRANSFORMS, BatchTransforms
+from pipeline.feed.batch_augment import BATCH_TRANSFORMS
 from pipeline.feed.feed import Feed, open_feed
 from pipeline.feed.loader import LoaderError
 from tests.engine.plans import ALONE
@@ -137,8 +137,14 @@ def pictures(batch: Batch) -> torch.Tensor:
 class InPlace:
     p: float
 
-    def __call__(self, images, targets, share):
+    def draw(self, rng, rows, size):
+        return np.zeros((0, rows))
+
+    def __call__(self, images, targets, numbers, partners):
         return images.mul_(self.p / 2), targets.mul_(self.p / 2)
+
+
+PARTNERS = torch.tensor([3, 0, 1, 2, 7, 4, 5, 6])
 
 
 @pytest.mark.parametrize(
@@ -160,10 +166,13 @@ def test_all_images_and_the_numbers_are_mixed_alike(names, entry):
     ):
         for before, after in zip(plain.train.batches(0, 3), feed.train.batches(0, 3), strict=True):
             numbers = before[names[0]].reshape(8, -1)
+            after = feed.mix(after)
             images, found = pictures(before), pictures(after)
             for number in range(4):
-                share = BatchTransforms([], 2, seed=0).share(before.step, 8)
-                expected, target = transform(images[:, number] + 0, numbers + 0, share)
+                rng = np.random.Generator(np.random.PCG64([0, before.step, 0, 1]))
+                drawn = torch.from_numpy(transform.draw(rng, 8, SIDE)).float()
+                arguments = images[:, number] + 0, numbers + 0, drawn, PARTNERS
+                expected, target = transform(*arguments)
                 assert torch.equal(found[:, number], expected)
                 assert not torch.equal(found[:, number], images[:, number])
             for name in names:

@@ -57,7 +57,7 @@ def test_the_forkserver_imports_torch_before_the_program_does_and_in_any_folder(
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from pipeline.feed.forkserver import start_forkserver
-start_forkserver()
+start_forkserver(1)
 from multiprocessing import get_context
 imported = "print('torch' in __import__('sys').modules, flush=True)"
 exec(imported)

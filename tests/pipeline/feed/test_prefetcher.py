@@ -4,7 +4,7 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
@@ -15,17 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.data.augment import build_by_name
 from pipeline.data.dataset import Dataset, FakeDataset
 from pipeline.data.device_stage import DeviceStage
 from pipeline.data.field import Field
 from pipeline.feed.batch import Batch, DeviceSlot, ImageFormat, channels_first
-from pipeline.feed.batch_augment import BATCH_TRANSFORMS, BatchShare, BatchTransforms, Mixup
 from pipeline.feed.clock import StepClock
 from pipeline.feed.loader import slots_needed
 from pipeline.feed.prefetcher import AtOnce, Prefetcher
 from tests.helpers.batches import without_waiting
-from tests.pipeline.loaders import SIZE, assert_equal, open_loader, same
+from tests.pipeline.loaders import SIZE, open_loader, same
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LEVELS = (0.0,) * 3, (1 / 255,) * 3  # images are the integer pixels, exact in bf16
@@ -38,10 +36,9 @@ ON_CPU = ImageFormat(CPU, MEAN, STD)
 FAKE = FakeDataset(num_samples=512, num_classes=CLASSES, size=SIZE)
 
 
-def transforms_of(names: Sequence[Any]) -> BatchTransforms:
-    """Those of the first of two ranks."""
-    transforms = build_by_name(names, BATCH_TRANSFORMS, key="augment.batch")
-    return BatchTransforms(transforms, CLASSES, seed=11, rank=0, world_size=2)
+def draws(fields: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+    """Fields from the host, as `BatchTransforms.draw` returns."""
+    return {"drawn": torch.full((len(fields["image"]), 2), step / 8)}
 
 
 @contextmanager
@@ -51,10 +48,9 @@ def open_prefetcher(
     *,
     kind: type[Prefetcher] = Prefetcher,
     depth: int = 2,
-    mixed_by: Sequence[Any] = (),
     **options: Any,
 ) -> Iterator[Prefetcher]:
-    """`mixed_by` is augment.batch, `options` are of `open_loader`."""
+    """`options` are of `open_loader`."""
     on_gpu = format.device.type == "cuda"
     start_method = "forkserver" if on_gpu else "fork"
     options = {"workers": 0, "local_batch_size": BATCH, "start_method": start_method} | options
@@ -62,7 +58,7 @@ def open_prefetcher(
     slots = slots_needed(dataset, size, workers=workers, in_use=depth + 1)
     options = {"slots": slots, "pinned": on_gpu, "in_use": depth + 1} | options
     with open_loader(dataset, **options) as loader:
-        prefetcher = kind(loader, format, transforms_of(mixed_by) if mixed_by else None)
+        prefetcher = kind(loader, format, draws)
         try:
             yield prefetcher
         finally:
@@ -103,32 +99,6 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock):
     assert (found.steps, found.copy_fraction, found.copy_ms) == (4, 0, 0)
     assert found.step_ms == pytest.approx(100) == found.step_worst_ms
     assert (found.data_wait_fraction, found.late_fraction) == pytest.approx((0.5, 0), abs=1e-9)
-
-
-@dataclass
-class Roll(Mixup):
-    """A transform as a fork may have: it draws while it computes, unlike what it inherits."""
-
-    def __call__(self, images: Tensor, targets: Tensor, share: BatchShare) -> tuple[Tensor, Tensor]:
-        columns = share.of_rank(share.rng.integers(1, SIZE, share.total)).tolist()
-        rolled = [image.roll(column, -1) for image, column in zip(images, columns, strict=True)]
-        return torch.stack(rolled), targets.roll(1, 1)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_transforms_that_draw_while_they_compute_follow_each_other(device):
-    names = ["cutmix", f"{__name__}:Roll", {"random_erasing": {"p": 0.5}}]
-    transforms = transforms_of(names)
-    format = ImageFormat(device, *LEVELS)
-    with open_prefetcher(NOISE) as plain, open_prefetcher(NOISE, format, mixed_by=names) as mixed:
-        for batch in mixed.batches(0, 9):
-            host = next(plain.loader.batches(batch.step, batch.step + 1))
-            images = channels_first(host["image"]).float()
-            share, targets = transforms.share(batch.step, BATCH), transforms.targets(host.fields)
-            for transform in transforms.transforms:
-                images, targets = transform(images, targets, share)
-            assert torch.equal(batch["image"].cpu(), images)
-            assert torch.equal(batch["target"].cpu(), targets)
 
 
 class Stream:
@@ -231,8 +201,6 @@ def test_streams_wait_for_each_other_in_both_directions(monkeypatch, depth):
 
 # Two tasks, and more than the 64 KiB that a driver may take out of host memory at the call
 LARGE_BATCH = 64
-# They select pixels and compute none: exact on any device
-SELECTING = ["cutmix", {"random_erasing": {"p": 0.5}}]
 
 
 class Noise(FakeDataset):
@@ -249,13 +217,11 @@ class Noise(FakeDataset):
 NOISE = Noise(num_samples=512, num_classes=CLASSES, size=SIZE)
 
 
-def count_wrong(found: list[Batch], dtype: torch.dtype = torch.float32, **options: Any) -> int:
+def count_wrong(found: list[Batch], dtype: torch.dtype = torch.float32) -> int:
     """Count the batches that differ from those of a CPU, which has no streams."""
     format = ImageFormat(CPU, *LEVELS, dtype)
     begin, end = found[0].step, found[-1].step + 1
-    with open_prefetcher(
-        NOISE, format, local_batch_size=len(found[0].samples), **options
-    ) as prefetcher:
+    with open_prefetcher(NOISE, format, local_batch_size=len(found[0].samples)) as prefetcher:
         expected = [batch.clone() for batch in prefetcher.batches(begin, end)]
     return sum(not same(*pair) for pair in zip(found, expected, strict=True))
 
@@ -274,7 +240,7 @@ class LateCopies(Prefetcher):
     ("steps", "lag", "kind", "dtype", "options"),
     [
         (500, 1, Prefetcher, torch.bfloat16, dict(workers=2)),
-        (500, 2, Prefetcher, torch.float32, dict(workers=2, mixed_by=SELECTING)),
+        (500, 2, Prefetcher, torch.float32, dict(workers=2)),
         (500, 2, Prefetcher, torch.float32, dict(workers=4, depth=4)),
         (500, 2, Prefetcher, torch.float32, dict(depth=1)),  # the host decodes as well
         (100, 1, LateCopies, torch.float32, dict(workers=2)),
@@ -303,7 +269,7 @@ def test_consumer_three_steps_behind_reads_the_right_batches(
             if batch.step % 100 == 99:
                 prefetcher.clock.step_times()  # as at a log step: else the clock keeps all events
         found = [replace(copy, step=step) for step, copy in enumerate(copies)]
-    assert not count_wrong(found, dtype, mixed_by=options.get("mixed_by", ()))
+    assert not count_wrong(found, dtype)
     assert median(ahead) >= 3
 
 
@@ -347,10 +313,10 @@ def test_loop_never_waits_for_the_device():
 
     def used(batch):
         images = batch["image"].float()
-        return torch.nn.functional.conv2d(images, weight).mean() + batch["target"].sum()
+        return torch.nn.functional.conv2d(images, weight).mean() + batch["drawn"].sum()
 
     format = ImageFormat(CUDA, MEAN, STD, torch.bfloat16)
-    with open_prefetcher(FAKE, format, workers=2, mixed_by=["mixup", *SELECTING]) as prefetcher:
+    with open_prefetcher(FAKE, format, workers=2) as prefetcher:
         total = torch.zeros((), device="cuda")
         for batch in prefetcher.batches(0, 3):  # first uses of a kernel may load it
             total += used(batch)
@@ -358,42 +324,3 @@ def test_loop_never_waits_for_the_device():
             for batch in prefetcher.batches(3, 60):
                 total += used(batch)
         assert total.isfinite().item()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "last"), [(torch.bfloat16, True), (torch.float32, False)])
-@pytest.mark.parametrize(
-    "names", [["mixup"], ["cutmix"], ["mixup_or_cutmix"], ["mixup", *SELECTING]]
-)
-def test_graphs_mix_with_the_same_bits(names, dtype, last):
-    """Also those of a run that resumes: its first batches have no graph."""
-    format = ImageFormat(CUDA, MEAN, STD, dtype, channels_last=last)
-
-    def batches(begin: int, *, captured: bool) -> list[Batch]:
-        with open_prefetcher(NOISE, format, mixed_by=names) as prefetcher:
-            prefetcher.cuda = captured
-            found = [batch.clone() for batch in prefetcher.batches(begin, 14)]
-            assert all((slot._graph is not None) == captured for slot in prefetcher.slots)
-        return found
-
-    expected = batches(0, captured=False)
-    assert_equal(batches(0, captured=True), expected)
-    assert_equal(batches(5, captured=True), expected[5:])
-
-
-@pytest.mark.gpu
-def test_the_graph_of_a_step_draws_its_own_numbers():
-    """Each replay of a graph writes a seed to the device, which this step reads late."""
-    drawn, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        torch.cuda._sleep(LAG_CYCLES)
-        drawn.uniform_()
-
-    def draw(step: int) -> Tensor:
-        torch.cuda.manual_seed(step)
-        graph.replay()
-        return drawn.clone()
-
-    with open_prefetcher(NOISE, ImageFormat(CUDA, MEAN, STD), mixed_by=["mixup"]) as prefetcher:
-        found = [draw(batch.step) for batch in prefetcher.batches(0, 100)]
-    assert all(torch.equal(values, draw(step)) for step, values in enumerate(found))
