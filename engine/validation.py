@@ -97,6 +97,7 @@ def dry_run(
     """
     world, state, metrics = parts.world, parts.state, parts.metrics
     batch = Batch.zeros(parts.compute.fields, world.device, samples=2)  # as BatchNorm needs
+    val_batch = Batch.zeros(parts.datasets.val.fields, world.device)
     used = []
 
     def noted(logits: Tensor, targets: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ def dry_run(
     with parts.compute.for_validation():
         (predicted,) = evaluate([state.model], predict, [batch], world)
         check_predicted(predicted.rows, parts.datasets.classes)
-        (validated,) = evaluate([state.model], validate, [batch], world)
+        (validated,) = evaluate([state.model], validate, [val_batch], world)
         metrics.check_best_by(metrics.computations(validated.rows))
         for name, numbers in mixing.draw(batch.fields, batch.step).items():
             batch.fields[name] = numbers.to(world.device)
