@@ -1,6 +1,7 @@
 """The loss functions of training. Validation always measures the cross-entropy.
 
-To add a loss, add a function to LOSSES. It takes the keys of `train` that are among its parameters.
+To add a loss, name a function as train.loss=module:function, or add it to LOSSES. Parameters that
+have the names of keys of `train` get their values.
 """
 
 import inspect
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conf.errors import UserError, did_you_mean
-from conf.named import require_call
+from conf.named import import_object, is_object_name, require_call
 from conf.schema import Config, TrainConfig, override_keys, show
 from pipeline.data.build import Datasets
 
@@ -30,9 +31,12 @@ def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) ->
     `class_weights`: float32 [classes] on the device; None: all alike. Raises UserError if there is
     no such loss, or if it does not take a key of another loss that is set.
     """
-    if config.loss not in LOSSES:
-        raise UserError(f"train.loss={config.loss}", "not allowed", f"give {', '.join(LOSSES)}")
-    loss_function = LOSSES[config.loss]
+    loss_function: Any = LOSSES.get(config.loss)
+    if is_object_name(config.loss):
+        loss_function = import_object(config.loss, "train.loss")
+    if loss_function is None:
+        fix = f"give {', '.join(LOSSES)} or module:function{did_you_mean(config.loss, LOSSES)}"
+        raise UserError(f"train.loss={config.loss}", "not allowed", fix)
     keys = keys_of(loss_function)
     values = {**vars(config), "class_weights": class_weights}
     defaults = vars(TrainConfig())

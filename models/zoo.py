@@ -94,16 +94,11 @@ def _function(name: str, pretrained: bool) -> Create:
 
 
 def _build_named(name: str, num_classes: int, size: int, **options: Any) -> nn.Module:
-    """Call a function of this checkout, with the image size if it takes one."""
-    arguments = [num_classes]
-    with suppress(TypeError, ValueError):  # `create_object` reports it
-        parameters = inspect.signature(import_object(name, "model.name")).parameters
-        _, *others = parameters.values()
-        if "image_size" in parameters:
+    """Call a function of this checkout, with the image size if it has a parameter `image_size`."""
+    with suppress(TypeError, ValueError):  # `create_object` reports what cannot be called
+        if "image_size" in inspect.signature(import_object(name, "model.name")).parameters:
             options["image_size"] = size
-        elif others and others[0].default is others[0].empty:
-            arguments.append(size)
-    return cast("nn.Module", create_object(name, "model.name", nn.Module, *arguments, **options))
+    return cast("nn.Module", create_object(name, "model.name", nn.Module, num_classes, **options))
 
 
 def _build_torchvision(

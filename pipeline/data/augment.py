@@ -83,14 +83,18 @@ class Compose:
 
 
 def _apply(transform: ImageFunction, pixels: np.ndarray, rng: random.Random) -> np.ndarray:
-    """Apply a transform to a copy of the pixels. Raises TypeError if it returns no such image."""
+    """Apply a transform to a copy of the pixels.
+
+    Raises UserError unless the result has the same dtype and number of channels.
+    """
     image = transform(pixels.copy(), rng)
-    if isinstance(image, np.ndarray) and image.dtype == pixels.dtype and image.ndim == pixels.ndim:
-        return image
     found = type(image).__name__
     if isinstance(image, np.ndarray):
         found = f"{image.dtype} {list(image.shape)}"
-    raise TypeError(f"{name_of(transform)} returned {found}; return {pixels.dtype} [H, W, C]")
+        if (image.dtype, image.shape[2:]) == (pixels.dtype, pixels.shape[2:]):
+            return image
+    expected = f"return {pixels.dtype} [H, W, {pixels.shape[2]}]"
+    raise UserError(f"the transform {name_of(transform)}", f"returned {found}", expected)
 
 
 def name_of(transform: Transform) -> str:
@@ -347,7 +351,7 @@ def build_by_name(entries: Sequence[Any], table: dict[str, Any], *, key: str) ->
 
 
 def _own_transform(name: str, parameters: dict[str, Any], key: str) -> Any:
-    """Return an object of a class module:name, or a function with some arguments fixed."""
+    """Instantiate a class `module:name`, or bind parameters to a function."""
     named = import_object(name, key)
     if isinstance(named, type):
         return create_object(name, key, Callable, **parameters)

@@ -102,7 +102,7 @@ def check_channels(data: DataConfig, channels: int) -> None:
 
 
 def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
-    """Build the list of a config key, and apply it to a few images: some lists fail only then.
+    """Build the list of a config key, and try it on images, because some errors appear only there.
 
     Returns the transforms, with the side of the images that they make. Raises UserError if a
     transform is wrong, or the images that they make have several sizes.
@@ -114,6 +114,8 @@ def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
         picture = Picture(rng.integers(0, 256, shape, np.uint8))
         try:
             width, height = Compose(transforms)(picture, random.Random(seed)).size
+        except UserError:  # a transform returned something that is not an image
+            raise
         except Exception as error:  # torchvision raises many kinds
             if object_names_in(list(entries)):  # the traceback of own code helps
                 error.add_note(f"{key}: a transform gets (image, rng) and returns an image")
@@ -121,7 +123,7 @@ def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
             raise UserError(key, f"fails on an image: {describe(error)}") from None
         sizes.add((width, height))
     if sizes != {(width, width)}:
-        wrong = f"does not end in images of one size, but makes some of {width}x{height} px"
+        wrong = f"produces images of different sizes, such as {width}x{height} px"
         cure = "end it with random_resized_crop or center_crop, with the `size` that it makes"
         raise UserError(key, wrong, cure)
     return Compose(transforms, width)
@@ -142,7 +144,7 @@ def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose)
     if source in DATASETS:
         return DATASETS[source](data, train, val, options)
     if returns_torch_datasets(source):
-        found = create_object(source, "data.source", tuple | list, data)
+        found = create_object(source, "data.source", object, data)
         return torch_splits(found, config, train, val)
     held = held_out(data)
     if held and not hasattr(import_object(source, "data.source"), "holds_out"):

@@ -40,13 +40,13 @@ from pipeline.data.splits import held_out, hold_out
 
 MASK, POINTS = "mask", "points"
 # A bicubic resize overshoots [0, 1] slightly; Normalize exceeds it by more.
-LOWEST, HIGHEST = -0.1, 1.1
+LOWEST, HIGHEST = -0.2, 1.2
 MAX_CHANNELS = 4  # an axis of at most this length holds the channels of [3, H, W] or [H, W, 3]
 Sample = dict[str, np.ndarray]
 
 
 def torch_splits(
-    found: Sequence[Any], config: Config, train: Compose, val: Compose
+    found: Any, config: Config, train: Compose, val: Compose
 ) -> tuple[Dataset, Dataset, tuple[str, ...]]:
     """Wrap the map-style datasets that the function in data.source has returned.
 
@@ -55,8 +55,8 @@ def torch_splits(
     """
     data = config.data
     key = f"data.source={data.source}"
-    if len(found) not in (2, 3):
-        wrong = f"returns {len(found)} objects"
+    if not isinstance(found, tuple | list) or len(found) not in (2, 3):
+        wrong = f"returns an object of type {type(found).__name__}"
         raise UserError(key, wrong, "return (train, val) or (train, val, classes)")
     first, second, *names = found
     classes = class_names(names[0] if names else classes_of(first))
@@ -89,7 +89,7 @@ def divided(first: Any, second: Any, data: DataConfig, classes: Sequence[str]) -
         cure = "return (train, None), or omit this key"
         raise UserError(held.origin, "the function returns a validation split", cure)
     labels = labels_of(first)
-    if labels is None or labels.max(initial=0) >= len(classes):
+    if labels is None or not is_in_range(labels, len(classes)):
         labels = np.zeros(len(first), np.int64)
         classes = ("all",)
     names = np.array([os.fsencode(sample_name(first, index)) for index in range(len(first))])
@@ -144,6 +144,9 @@ class TorchDataset(Dataset):
             self.load(0, sample_rng(seed, 0, 0))
         except UnreadableError as error:
             raise UserError(key, str(error)) from error
+        if self.labels is not None:
+            for index in (int(self.labels.argmin()), int(self.labels.argmax())):
+                self._check_label(index, self.labels[index])
         self._fields = {name: self._stated_field(name) for name in first}
 
     def _stated_field(self, name: str) -> Field:
@@ -180,6 +183,7 @@ class TorchDataset(Dataset):
         for name in self.images:
             pictures[name] = self.transform(Picture(sample[name]), random.Random(seed))
             sample[name] = pictures[name].pixels()
+            self._check_range(index, name, sample[name])
         for name, value in sample.items():
             if name.startswith((MASK, POINTS)):
                 try:
@@ -216,10 +220,12 @@ class TorchDataset(Dataset):
                 wrong = f"{name} is {value.dtype} {list(value.shape)}"
                 cure = f"the first sample has {first.dtype} {list(first.shape)}"
                 raise UserError(self.name(index), wrong, cure)
-            if name.startswith(IMAGE):
-                self._check_range(index, name, value)
-        if self.first.get("label") == LABEL and not 0 <= sample["label"] < self.num_classes:
-            wrong = f"label {sample['label']} is not in [0, {self.num_classes})"
+        if self.first.get("label") == LABEL:
+            self._check_label(index, sample["label"])
+
+    def _check_label(self, index: int, label: Any) -> None:
+        if not is_in_range(label, self.num_classes):
+            wrong = f"label {label} is not in [0, {self.num_classes})"
             cure = "use class indices from 0, or return all class names"
             raise UserError(self.name(index), wrong, cure)
 
@@ -229,7 +235,7 @@ class TorchDataset(Dataset):
         low, high = float(image.min()), float(image.max())
         if not LOWEST <= low <= high <= HIGHEST:  # also NaN
             wrong = f"{name} has values from {low:.3g} to {high:.3g}, expected [0, 1]"
-            cure = "remove Normalize from the dataset, or set data.mean=[0] data.std=[1]"
+            cure = "divide by 255 or remove Normalize; or set data.mean=[0] data.std=[1]"
             raise UserError(self.name(index), wrong, cure)
 
     def name(self, index: int) -> str:
@@ -341,6 +347,10 @@ def labels_of(samples: Any) -> np.ndarray | None:
     return None
 
 
+def is_in_range(labels: Any, num_classes: int) -> bool:
+    return bool(np.all((labels >= 0) & (labels < num_classes)))
+
+
 def hugging_face_names(samples: Any) -> Any:
     """Return the class names of a Hugging Face dataset; None for other datasets."""
     features = getattr(samples, "features", None)
@@ -348,14 +358,16 @@ def hugging_face_names(samples: Any) -> Any:
 
 
 def classes_of(samples: Any) -> Any:
-    """Return the class names of a dataset, or the number of indices in its labels, or ()."""
-    labels = labels_of(samples)
+    """Return the class names of a dataset, or the number of classes in its labels, or ()."""
     while isinstance(samples, Subset):
         samples = samples.dataset
+    labels = labels_of(samples)
     for names in (getattr(samples, "classes", None), hugging_face_names(samples)):
         if names is not None:
             return names
-    return () if labels is None else int(labels.max(initial=-1)) + 1
+    if labels is None or len(set(labels.tolist())) != labels.max(initial=-1) + 1:  # with gaps
+        return ()
+    return len(set(labels.tolist()))
 
 
 def class_names(classes: Any) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ def _fill_row(
         except UserError as error:  # an invalid sample; the message names it
             raise LoaderError(str(error)) from None
         except Exception as error:  # of a transform or the dataset, or out of memory
-            failed = "the file was read; a transform or the dataset failed, see the traceback above"
+            failed = "a transform or the dataset failed; see the traceback above"
             text = f"{ring.dataset.name(candidate)}: {describe(error)}: {failed}"
             raise LoaderError(text) from error
         else:

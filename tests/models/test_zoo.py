@@ -43,8 +43,12 @@ def without_size(num_classes: int, width: int = 4) -> nn.Module:
     return nn.Sequential(nn.Linear(width, num_classes))
 
 
-def with_another_name(num_classes: int, size: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(size, num_classes))
+def with_image_size(num_classes: int, width: int = 4, *, image_size: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(image_size, num_classes))
+
+
+def with_rate(num_classes: int, rate: float) -> nn.Module:
+    return nn.Dropout(rate)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +56,7 @@ def with_another_name(num_classes: int, size: int) -> nn.Module:
     [
         (without_size, {}, 4),
         (without_size, {"width": 8}, 8),
-        (with_another_name, {}, 32),
+        (with_image_size, {}, 32),
         (resnet18_cifar, {}, 3),
     ],
 )
@@ -60,6 +64,11 @@ def test_a_function_gets_the_image_size_if_it_takes_it(function, args, size):
     name = f"{function.__module__}:{function.__name__}"
     model = models.build(name, num_classes=3, image_size=32, args=args)
     assert next(model.parameters()).shape[1] == size
+
+
+def test_the_image_size_is_not_a_required_argument_with_a_different_name():
+    with pytest.raises(UserError, match="missing a required argument: 'rate'"):
+        models.build(f"{__name__}:with_rate", num_classes=3, image_size=32)
 
 
 def test_zero_init_residual_makes_each_block_the_identity():

@@ -116,8 +116,11 @@ def test_global_generators_depend_on_seed_epoch_and_index():
         ([(RGB, "cat")], "label is str; expected a number, an array or a tensor; remove"),
         ([(RGB[0, 0], 1)], r"image is uint8 \[3\]; expected uint8 or float, \[H, W, C\] or"),
         ([(RGB.astype(int), 1)], r"image is int64 \[8, 10, 3\]; expected uint8 or float"),
-        ([(RGB / 255 * 4 - 2, 1)], r"values from -2 to 2, expected \[0, 1\]; remove Normalize"),
-        ([(RGB / 1, 1)], r"image has values from 0 to 25\d, expected \[0, 1\]; .* data.std=\[1\]"),
+        (
+            [(RGB / 255 * 4 - 2, 1)],
+            r"values from -2 to 1.\d+, expected \[0, 1\]; divide by 255 or remove N",
+        ),
+        ([(RGB / 1, 1)], r"image has values from 0 to 2\d\d, expected \[0, 1\]; .* data.std=\[1\]"),
         ([(RGB / np.nan, 1)], r"image has values from nan to nan"),
         ([], "data.source=tests.helpers.own_data:rows: Rows has no samples"),
         ([{"image": RGB, "target": 1}], "a sample has the fields image, target; rename"),
@@ -195,7 +198,9 @@ def test_classes_and_labels_from_attributes():
     files.labels = np.array([[False], [True]])
     assert splits(files, files, np.array(["a", "b"]))[0].labels.tolist() == [0, 1]
     changed = Rows((RGB, 1), (RGB, 0), targets=[0, 1])  # by a target_transform
-    assert splits(changed, rows)[0].labels is None
+    assert splits(changed, changed)[0].labels is None
+    with pytest.raises(UserError, match="the classes are unknown"):  # labels with a gap
+        splits(Rows((RGB, 5), (RGB, 7), targets=[5, 7]), changed)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +208,7 @@ def test_classes_and_labels_from_attributes():
     [
         ((Rows((RGB, 0)), Rows((RGB, 0))), "the classes are unknown; return .train, val, classes."),
         ((iter(()), Rows((RGB, 0)), "abc"), "tuple_iterator has no __getitem__ or no __len__"),
-        ((Rows((RGB, 0)),), "returns 1 objects; return .train, val. or .train, val, classes."),
+        ((Rows((RGB, 0)),), "returns an object of type tuple; return .train, val. or"),
         ((Rows((RGB, 0)), None, "ab"), "returns no validation split; return two datasets, or set"),
     ],
 )
