@@ -1,12 +1,13 @@
 """Validation that counts every sample once, for any number of samples, ranks and batch size."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import models
+from conf.errors import UserError
 from engine.distributed import World
 from engine.losses import Criterion, refuse_loss_keys
 from engine.metrics import Metrics, check_predicted
@@ -100,7 +101,7 @@ def dry_run(
     val_batch = Batch.zeros(parts.datasets.val.fields, world.device)
     used = []
 
-    def noted(logits: Tensor, targets: Tensor) -> Tensor:
+    def recorded(logits: Tensor, targets: Tensor) -> Tensor:
         used.append(targets)
         return criterion(logits, targets)
 
@@ -112,6 +113,20 @@ def dry_run(
         for name, numbers in mixing.draw(batch.fields, batch.step).items():
             batch.fields[name] = numbers.to(world.device)
         with restored_on_exit(state), torch.no_grad():
-            parts.loss_fn(state.model, mixing.mix(batch), criterion=noted)
+            loss, values = parts.loss_fn(state.model, mixing.mix(batch), criterion=recorded)
+    check_logged({"the loss": loss, **values})
     if not used:
         refuse_loss_keys(parts.schedule.config)
+
+
+def check_logged(values: Mapping[str, Any]) -> None:
+    """Raise UserError if `training_loss` returns anything but named tensors without dimensions."""
+    if "loss" in values:
+        raise UserError("training_loss", "logs a value named loss", "choose a different name")
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            wrong = f"returns {name} as {type(value).__name__}"
+            raise UserError("training_loss", wrong, "return a tensor, without .item()")
+        if value.ndim:
+            wrong = f"returns {name} with the shape {list(value.shape)}"
+            raise UserError("training_loss", wrong, "return the mean over the batch")

@@ -113,6 +113,29 @@ def test_a_loss_that_lacks_a_parameter_is_refused(call_main, folder, monkeypatch
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda logits: (logits.mean(1), {}), "returns the loss with the shape [2]; return the me"),
+        (lambda logits: (logits.mean(), {"top1": 0.5}), "returns top1 as float; return a tensor"),
+        (lambda logits: (logits.mean(), {"norm": logits}), "returns norm with the shape [2, 3]"),
+        (
+            lambda logits: (logits.mean(), {"loss": logits.mean()}),
+            "logs a value named loss; choose",
+        ),
+    ],
+)
+def test_values_that_are_no_means_are_refused(returned, message, call_main, folder, monkeypatch):
+    def loss(network, batch, criterion):
+        return returned(network(batch["image"]))
+
+    monkeypatch.setattr(train, "training_loss", loss)
+    status, _, error = call_main()
+    assert (status, error.count("\n")) == (2, 1)
+    assert f"training_loss: {message}" in error
+    assert not folder.exists()
+
+
 def test_keys_of_a_loss_that_is_not_used_are_refused(call_main, train_run, folder, monkeypatch):
     """Those of a recipe are ignored."""
     monkeypatch.setattr(train, "training_loss", square_loss)
