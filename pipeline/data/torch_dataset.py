@@ -174,7 +174,8 @@ class TorchDataset(Dataset):
     def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
         """Return a sample after the transforms.
 
-        Raises UserError if it differs from the first one; UnreadableError for an OSError.
+        Raises UserError if its fields differ from those of the first sample, or a value is out of
+        range; UnreadableError for an OSError.
         """
         sample = self.read(index, rng)
         self._check(index, sample)
@@ -251,7 +252,7 @@ class TorchDataset(Dataset):
 
     def fingerprint(self) -> str:
         """Hash the labels, names and fields of the samples; not their values, which may vary."""
-        digest = hashlib.sha256(str(self.first).encode())
+        digest = hashlib.sha256(str(self.fields).encode())
         if self.labels is not None:
             digest.update(self.labels.tobytes())
         for index in range(len(self)):
