@@ -152,8 +152,8 @@ def count_flops(
     except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
         reason = describe(error).splitlines()[0]
         channels, *_, size = fields[IMAGE].device_shape[-3:]
-        wrong = f"the model does not take images of {size} px with {channels} channels"
-        raise UserError(key, f"{wrong} ({reason})", "give another, or correct the model") from None
+        wrong = f"the model does not take images of {size} px with {channels} channels ({reason})"
+        raise UserError(key, wrong, "set a different value, or fix the model") from None
     return int(counter.get_total_flops())
 
 

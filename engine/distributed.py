@@ -108,8 +108,8 @@ class World(RankInfo):
 
         Collective. DDP averages gradients during the backward pass, which hides the time that the
         network between nodes takes. On one node, `average_gradients` is faster: DDP splits the
-        compiled step into several graphs, and copies each gradient. `call`: call the network with
-        an example.
+        compiled step into several graphs, and copies each gradient. `call`: calls a
+        network on an example batch.
         """
         if self.size == self.local_size:
             # A model may draw initial weights from another source than torch.

@@ -1,6 +1,6 @@
 """One kernel turns decoded images of any size into a batch: crop, resize, mirror, normalise.
 
-Journey of a batch, 5 for `loader.decoder=gpu` and `hybrid`; imported on a GPU, with Triton.
+Data flow, step 5 for `loader.decoder=gpu` and `hybrid`; imported on a GPU, with Triton.
 """
 
 import triton

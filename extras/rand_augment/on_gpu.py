@@ -1,6 +1,6 @@
 """The operations of RandAugment and TrivialAugment on a GPU, with Pillow's pixels bit for bit.
 
-Journey of a batch, 5: after the copy to the device, before normalisation. Workers only draw the
+Data flow, step 5: after the copy to the device, before normalisation. Workers only draw the
 operations, as rows of numbers for the kernels in kernels.py. The host copies all rows of a batch at
 once, and does not wait for the device.
 """

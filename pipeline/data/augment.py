@@ -1,6 +1,6 @@
 """Transforms of one image, written as an ordered list in the config.
 
-Journey of a batch, 3: picture -> picture, in a worker. The generator `rng` of a sample is a pure
+Data flow, step 3: picture -> picture, in a worker. The generator `rng` of a sample is a pure
 function of (seed, epoch, index), whatever worker or restart calls a transform.
 
 To add a transform, write a function of (image, rng) that returns an image of the same type, uint8
@@ -56,7 +56,7 @@ def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
 
 
 class Geometry(ABC):
-    """A transform that crops, resizes or flips, and decodes nothing. Masks follow it."""
+    """Base class of crops, resizes and flips: they decode no pixels, and masks follow them."""
 
     @abstractmethod
     def __call__(self, picture: Picture, rng: random.Random) -> Picture: ...
@@ -330,9 +330,9 @@ TRANSFORMS: dict[str, Callable[..., Transform]] = {
 
 
 def build_by_name(entries: Sequence[Any], table: dict[str, Any], *, key: str) -> list[Any]:
-    """Return the transforms that a config list names; they are not tried on an image.
+    """Create the transforms of a config list.
 
-    Raises UserError if a name or parameter is unknown, or the transform refuses a value.
+    Raises UserError for an unknown name or an invalid parameter.
 
     Args:
         entries: each `name` or `{name: {parameter: value}}`; a name may be `module:name`.

@@ -94,10 +94,10 @@ def choose_decode_modes(config: Config, stage: DeviceStage, stored: str | None) 
 
 
 def check_channels(data: DataConfig, channels: int) -> None:
-    """Refuse data.mean or data.std for another number of channels; one value is for all."""
+    """Raise UserError unless data.mean and data.std have one value, or one per channel."""
     for key, values in {"mean": data.mean, "std": data.std}.items():
         if len(values) not in (1, channels):
-            wrong = f"has {len(values)} values, the images have {channels} channels"
+            wrong = f"has {len(values)} values for {channels} channel(s)"
             raise UserError(f"data.{key}", wrong, "give one value per channel")
 
 

@@ -1,6 +1,6 @@
-"""One sample: number in, named arrays out.
+"""Datasets: sample index in, named arrays out.
 
-Journey of a batch, 2: (epoch, index) -> file bytes -> {"image": uint8 [S, S, 3], "label": 7}, in a
+Data flow, step 2: (epoch, index) -> file bytes -> {"image": uint8 [S, S, 3], "label": 7}, in a
 worker. The buffers, the copy to the device and the batch of the training step have the same names.
 
 To add a dataset, write a function that returns a map-style dataset of PyTorch for each split, and
@@ -214,7 +214,7 @@ class FolderDataset(Dataset):
 
 
 def calls_stage(dataset: Any) -> bool:
-    """Whether a dataset leaves its RGB images to its stage, as `FolderDataset.load` does."""
+    """Whether `load` passes RGB images to `stage`, as that of FolderDataset does."""
     if type(dataset).load is not FolderDataset.load:
         return False
     return dataset.fields[IMAGE] == image_field(dataset.transform.image_size)

@@ -1,6 +1,6 @@
 """File bytes to pixels, decoded as late and as little as the transforms allow.
 
-Journey of a batch, 3: file bytes -> uint8 [H, W, 3], or only the region of a crop, in a worker.
+Data flow, step 3: file bytes -> uint8 [H, W, 3], or only the region of a crop, in a worker.
 
 A JPEG is a grid of frequency blocks, so a decoder can output it at 1/2, 1/4 or 1/8 of its size for
 less work, and skip blocks outside a region (region.py). So a picture first collects the geometry

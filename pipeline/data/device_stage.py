@@ -1,6 +1,6 @@
-"""The stage of a dataset between pictures in a worker and images on the device.
+"""The last stage of a training sample, from a Picture in a worker to an image on the device.
 
-A subclass leaves more to the device. Functions in data.on_device select it (docs/fork.md).
+Subclasses move work to the device. Functions in data.on_device select one (docs/fork.md).
 """
 
 import math
@@ -31,7 +31,7 @@ class DeviceStage:
     device_decodes = False  # whether workers only read files in the current mode
 
     def set_decode_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
-        """Make later samples in a mode: `workers` processes, which need `demand` images/s."""
+        """Set the mode of later samples: `demand` images/s are needed of `workers` processes."""
         assert mode in self.decode_modes
 
     def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:

@@ -15,7 +15,7 @@ class Field:
     dtype: Any  # numpy dtype, which torch must have too
     shape: tuple[int, ...] = ()  # shape in one sample; an image is [..., H, W, C]
     # Whether the field is normalised and goes through batch transforms. On the device, it is
-    # float [B, ..., C, H, W]; other fields arrive as they are.
+    # float [B, ..., C, H, W]; other fields are copied unchanged.
     image: bool = False
 
     @property

@@ -1,6 +1,6 @@
 """The sample table of a split: the images of a folder, tar files or a list, packed into arrays.
 
-Journey of a batch, 2: a sample's number is a row of this table. A scan is cached on disk. A sample
+Data flow, step 2: a sample's number is a row of this table. A scan is cached on disk. A sample
 in a tar file is one `pread` from an open file: a network file system then opens a few large files
 instead of 1.28 million small ones.
 

@@ -174,8 +174,7 @@ class TorchDataset(Dataset):
     def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
         """Return a sample after the transforms.
 
-        Raises UserError if its fields differ from those of the first sample, or a value is out of
-        range; UnreadableError for an OSError.
+        Raises UserError for an invalid field or value, UnreadableError for an OSError.
         """
         sample = self.read(index, rng)
         self._check(index, sample)

@@ -1,6 +1,6 @@
 """The pool of worker processes, and the loaders that give it tasks.
 
-Journey of a batch, 4: the training process gives tasks to the workers, and a batch to the
+Data flow, step 4: the training process gives tasks to the workers, and a batch to the
 prefetcher when all its rows are complete; ring.py describes the buffers.
 """
 

@@ -1,6 +1,6 @@
 """Batches on the device, ahead of the step: copied, augmented and normalised on a side stream.
 
-Journey of a batch, 5: uint8 [B, S, S, 3] in a pinned slot -> float [B, 3, S, S] on the device. The
+Data flow, step 5: uint8 [B, S, S, 3] in a pinned slot -> float [B, 3, S, S] on the device. The
 fields that are not images are copied as they are.
 
 Safe in both directions: the step's stream waits for the event after the copy before it reads a

@@ -1,6 +1,6 @@
 """The ring of batch buffers in shared memory, which workers write and the training process reads.
 
-Journey of a batch, 4: a batch is one slot of the ring. Workers write samples straight into its
+Data flow, step 4: a batch is one slot of the ring. Workers write samples straight into its
 rows: no tensor per sample, no collate copy and no pin-memory thread. A batch is split into tasks of
 a few rows, so that all workers work on the batch that is needed next. A slot is reused only after
 the copy out of it has completed.

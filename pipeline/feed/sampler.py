@@ -1,6 +1,6 @@
 """The samples of a step: a pure function of (seed, step, world size).
 
-Journey of a batch, 1: step -> this rank's [(epoch, index), ...].
+Data flow, step 1: step -> this rank's [(epoch, index), ...].
 
 The shuffled epochs form one endless stream, and step s takes samples s * batch_size ... of it. A
 batch may contain samples of two epochs: no batch is short, none is dropped, and by default an epoch

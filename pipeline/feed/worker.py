@@ -1,6 +1,6 @@
 """What a worker process does: it fills rows of the batches with samples.
 
-Journey of a batch, 4: samples -> rows of each of their fields, in memory that all processes share.
+Data flow, step 4: samples -> rows of each of their fields, in memory that all processes share.
 """
 
 import contextlib
