@@ -122,8 +122,8 @@ class ArrayPickler(pickle.Pickler):
     """Passes arrays and tensors out of band (PEP 574), and memory-mapped files by their names."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is torch.Tensor and value.device.type == "cpu" and not value.requires_grad:
-            with suppress(TypeError, RuntimeError):  # NumPy lacks bfloat16 and sparse tensors
+        if type(value) is torch.Tensor:
+            with suppress(TypeError, RuntimeError):  # of a GPU, sparse, bfloat16 or differentiable
                 return torch.from_numpy, (value.numpy(),)
         if type(value) not in (np.ndarray, np.memmap) or value.dtype == object:
             return NotImplemented
