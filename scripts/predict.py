@@ -384,9 +384,6 @@ def predict_all(options: argparse.Namespace) -> int:
     trained = open_trained(options.checkpoint, options.overrides, classes=options.classes)
     device = resolve_device(trained.config.train.device)
     predictor = Predictor(trained, device, top=options.top, features=options.features)
-    source = trained.config.data.source
-    if returns_torch_datasets(source):
-        cli.complain(f"augment.val is applied, but no transform inside data.source={source}")
     # Any path can be written.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     output = Output(options.format, sys.stdout, predictor.names)
@@ -401,6 +398,9 @@ def predict_all(options: argparse.Namespace) -> int:
         output.write(good)
         total += len(batch)
         num_unreadable += len(batch) - len(good)
+    source = trained.config.data.source
+    if returns_torch_datasets(source):
+        cli.complain(f"augment.val is applied, but no transform inside data.source={source}")
     if total == 0:
         cli.complain("there are no images at these paths, and none in the list")
         return 1
