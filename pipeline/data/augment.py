@@ -356,7 +356,7 @@ def _own_transform(name: str, parameters: dict[str, Any], key: str) -> Any:
     if isinstance(named, type):
         return create_object(name, key, Callable, **parameters)
     try:
-        inspect.signature(named).bind_partial(**parameters)
+        inspect.signature(named).bind_partial(rng=None, **parameters)
     except TypeError as error:
         raise UserError(f"{key}: {name}", str(error), "see docs/fork.md") from None
     return partial(named, **parameters)
