@@ -140,6 +140,7 @@ class TorchDataset(Dataset):
         try:
             first = self.read(0, sample_rng(seed, 0, 0))
             self.first = {name: Field(value.dtype, value.shape) for name, value in first.items()}
+            self.first_label = first.get("label")
             self.images = [name for name in first if name.startswith(IMAGE)]
             self.load(0, sample_rng(seed, 0, 0))
         except UnreadableError as error:
@@ -246,8 +247,7 @@ class TorchDataset(Dataset):
         labels = labels_of(self.samples)
         if labels is None or self.first.get("label") != LABEL:
             return None
-        first = self.read(0, random.Random(0))["label"]
-        return labels if labels[0] == first else None  # changed by a target_transform
+        return labels if labels[0] == self.first_label else None  # else a target_transform
 
     def fingerprint(self) -> str:
         """Hash the labels, names and fields of the samples; not their values, which may vary."""
