@@ -78,7 +78,7 @@ def opened(words: list[str], workers: str | int) -> Iterator[tuple[Any, Iterator
         datasets = build_datasets(config, world.device)
         with feed.open_feed(config, datasets, world) as opened_feed:
             if workers == "auto":
-                Tuner(opened_feed, world, lambda line: None).start(NoStep(), 0)
+                Tuner(opened_feed, world).start(NoStep(), 0)
             source = opened_feed.train
             if world.device.type == "cpu":  # which would normalize the images in this process
                 source = source.loader
