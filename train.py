@@ -180,10 +180,10 @@ def train_step(
     for number, micro_batch in enumerate(batch.split(num_micro_batches), start=1):
         set_ddp_sync(network, enabled=number == num_micro_batches)
         loss, values = loss_fn(network, micro_batch)
-        share = len(micro_batch.samples) / len(batch.samples)
-        state.scaler.scale(share * loss).backward()  # DDP averages here, if enabled
+        weight = len(micro_batch.samples) / len(batch.samples)
+        state.scaler.scale(weight * loss).backward()  # DDP averages here, if enabled
         for name, value in {"loss": loss.detach(), **values}.items():
-            means[name] = means.get(name, 0.0) + share * value.float()
+            means[name] = means.get(name, 0.0) + weight * value.float()
     average_gradients(network)
     # Without fp16, the scaler is disabled: `step` calls the optimiser, the others do nothing.
     state.scaler.unscale_(state.optimizer)

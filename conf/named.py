@@ -39,7 +39,7 @@ def object_names_in(value: Any) -> set[str]:
     return {value} if is_object_name(value) else set()
 
 
-def require_module(value: str, key: str) -> None:
+def check_module(value: str, key: str) -> None:
     """Refuse a name whose module is not inside this checkout."""
     if not is_object_name(value) or not module_files(value):
         module = value.partition(":")[0]
@@ -53,7 +53,7 @@ def import_object(value: str, key: str) -> Any:
 
     Raises UserError, which names the config key, if this checkout has no such module or object.
     """
-    require_module(value, key)
+    check_module(value, key)
     module, _, name = value.partition(":")
     imported = importlib.import_module(module)
     attribute = getattr(imported, name, None)
@@ -66,7 +66,7 @@ def import_object(value: str, key: str) -> Any:
 def create_object(value: str, key: str, kind: Any, /, *arguments: Any, **parameters: Any) -> Any:
     """Call an object `module:name`; UserError if it does not take this or returns no `kind`."""
     create = import_object(value, key)
-    require_call(create, f"{key}={value}", *arguments, **parameters)
+    check_signature(create, f"{key}={value}", *arguments, **parameters)
     created = create(*arguments, **parameters)
     if not isinstance(created, kind):
         name = getattr(kind, "__name__", kind)
@@ -75,7 +75,7 @@ def create_object(value: str, key: str, kind: Any, /, *arguments: Any, **paramet
     return created
 
 
-def require_call(called: Any, origin: str, /, *arguments: Any, **parameters: Any) -> None:
+def check_signature(called: Any, origin: str, /, *arguments: Any, **parameters: Any) -> None:
     """Refuse an object that cannot be called, or not with these arguments, with a UserError."""
     try:
         with suppress(ValueError):  # code in C has no signature

@@ -135,7 +135,7 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
         except UserError as error:
             logger.warning("%s: an earlier one is tried", error)
             continue
-        _require_ours(path, content)
+        _check_format(path, content)
         return path, content
     cure = "if damaged, give checkpoint.resume=never; if there are several nodes, share run.dir"
     raise RunError(f"{paths[0]} and older ones cannot be read on {platform.node()}; {cure}")
@@ -144,11 +144,11 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU. Raises UserError if it is absent, damaged or something else."""
     content: dict[str, Any] = read_file(path, origin=str(path), give=RESUME_CHOICES)
-    _require_ours(path, content)
+    _check_format(path, content)
     return content
 
 
-def _require_ours(path: Path, content: Any) -> None:
+def _check_format(path: Path, content: Any) -> None:
     """Raise UserError unless this is a checkpoint of this program that can resume."""
     if not is_ours(content):
         raise UserError(str(path), "not a checkpoint of this program", f"give {RESUME_CHOICES}")

@@ -65,7 +65,7 @@ class World(RankInfo):
         dist.all_gather_object(values, value)
         return values
 
-    def require_same(self, values: dict[str, Any]) -> None:
+    def check_same(self, values: dict[str, Any]) -> None:
         """Refuse the first value that differs between the ranks. Collective."""
         first, *others = self.all_gather(values)
         for rank, other in enumerate(others, start=1):

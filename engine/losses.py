@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conf.errors import UserError, did_you_mean
-from conf.named import import_object, is_object_name, require_call
+from conf.named import check_signature, import_object, is_object_name
 from conf.schema import Config, TrainConfig, override_keys, show
 from pipeline.data.build import Datasets
 
@@ -47,11 +47,11 @@ def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) ->
             raise UserError(given, f"train.loss={config.loss} does not take it", cure)
     arguments = {name: values[name] for name in keys}
     example = torch.empty(0)
-    require_call(loss_function, f"train.loss={config.loss}", example, example, **arguments)
+    check_signature(loss_function, f"train.loss={config.loss}", example, example, **arguments)
     return partial(loss_function, **arguments)
 
 
-def refuse_loss_keys(config: Config) -> None:
+def check_loss_keys(config: Config) -> None:
     """Raise UserError for a typed key of LOSSES: `training_loss` does not call the criterion."""
     keys = {"train.loss", *map("train.{}".format, keys_of(*LOSSES.values()))}
     typed = sorted(keys & override_keys(config.overrides))

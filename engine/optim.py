@@ -102,7 +102,7 @@ def from_class(
     optimizer_class: Callable[..., Optimizer], model: nn.Module, config: OptimConfig, **args: Any
 ) -> Optimizer:
     """Create another optimiser of torch.optim, with lr, weight_decay and optim.args only."""
-    _refuse_moments(config)
+    _check_unused_keys(config)
     values: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     values["capturable"] = _is_on_gpu(model)
     takes = inspect.signature(optimizer_class).parameters.keys()
@@ -115,7 +115,7 @@ def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     import_timm(f"optim.name={config.name}")
     import timm.optim
 
-    _refuse_moments(config)
+    _check_unused_keys(config)
     keys: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     name = config.name.removeprefix("timm/")
     excluded = ["bnb*", "fused*", "adahessian"]  # of other packages; with second derivatives
@@ -126,7 +126,7 @@ def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     return _checked_at_capture(timm.optim.create_optimizer_v2(groups, name, **keys, **args))
 
 
-def _refuse_moments(config: OptimConfig) -> None:
+def _check_unused_keys(config: OptimConfig) -> None:
     """Refuse optim.betas and optim.eps of a recipe; conf/schema.py refuses typed ones."""
     usual = OptimConfig()
     if (config.betas, config.eps) != (usual.betas, usual.eps):
@@ -138,11 +138,11 @@ def _refuse_moments(config: OptimConfig) -> None:
 def _checked_at_capture(optimizer: Optimizer) -> Optimizer:
     """Let a capture fail if the host counts the steps: each replay would repeat one count."""
     if not optimizer.defaults.get("capturable"):
-        optimizer.register_step_pre_hook(_refuse_capture)
+        optimizer.register_step_pre_hook(_check_not_capturing)
     return optimizer
 
 
-def _refuse_capture(optimizer: Optimizer, *_: Any) -> None:
+def _check_not_capturing(optimizer: Optimizer, *_: Any) -> None:
     on_gpu = optimizer.param_groups[0]["params"][0].is_cuda
     if on_gpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{type(optimizer).__name__} computes a part of its step on the host")

@@ -35,7 +35,7 @@ from engine.schedule import Schedule
 from engine.state import TrainState, diverged
 from pipeline.data.build import Datasets
 from pipeline.data.field import IMAGE, describe_fields
-from pipeline.data.splits import refuse_inside
+from pipeline.data.splits import check_output_path
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ UNEQUAL = (
     "that train_step draws after average_gradients must be the same on all ranks"
 )
 RUN_FILES = {"config.yaml", "checkpoints", ".lock"}  # a folder with other files holds one of these
-MOST_SHOWN = 6  # keys that a refusal lists
+MAX_CHANGES_SHOWN = 6  # keys that a refusal lists
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Run(AbstractContextManager["Run"]):
     def _own_checkpoints(self) -> list[Path]:
         """Return the checkpoints of this folder, newest first; refuse a folder that is no run."""
         given = f"run.dir={self.path}"
-        refuse_inside(self.path, self.config.data, given)
+        check_output_path(self.path, self.config.data, given)
         names = set(map(os.path.basename, self.path.glob("*")))
         if names and names.isdisjoint(RUN_FILES):
             raise UserError(given, "holds files that are not of a run", "give another")
@@ -132,7 +132,7 @@ class Run(AbstractContextManager["Run"]):
         checkpoint is of another training, or another process uses or has just used the folder. A
         finished run keeps its config and its summary.
         """
-        self.world.require_same({"checkpoint": str(self.resumed_from), **metadata["identity"]})
+        self.world.check_same({"checkpoint": str(self.resumed_from), **metadata["identity"]})
         if self.resumed_from is not None:
             self._continue(state, self.resumed_from, metadata["identity"])
         self._stored = {}  # frees the memory
@@ -153,7 +153,7 @@ class Run(AbstractContextManager["Run"]):
         best_by = self.config.train.best_by
         before = self._stored["config"].get("train.best_by", best_by)
         changes |= changed_keys({"train.best_by": before}, {"train.best_by": best_by})
-        refuse_changes(path, changes, accept=self.config.checkpoint.accept_changes)
+        check_changes(path, changes, accept=self.config.checkpoint.accept_changes)
         _load_state(state, path, self._stored)
         if path not in self._found:
             state.forget_validations()  # the best checkpoint is in another folder
@@ -225,10 +225,10 @@ class Run(AbstractContextManager["Run"]):
         for name in weights.keys() & parameters:  # not buffers: a mask may hold inf
             if not weights[name].isfinite().all():
                 raise diverged(f"the weights are not finite at step {content['step']}", self.path)
-        self.require_own_folder()
+        self.check_lock()
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 
-    def require_own_folder(self) -> None:
+    def check_lock(self) -> None:
         """Raise RunError if run.dir is no longer the folder that this start has locked."""
         assert self._lock is not None
         is_ours = False
@@ -263,7 +263,7 @@ def resolve_config(config: Config, world: World) -> Config:
     for name in CHOOSE_SAMPLES:
         del shared[name]
     shared["train.device"] = world.device.type
-    world.require_same(shared)
+    world.check_same(shared)
     return config
 
 
@@ -304,7 +304,7 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
         "data.train": datasets.train.fingerprint(),
         "data.val": datasets.val.fingerprint(),
         **keys,
-        "model.weights": _identity_of_weights(schedule.config.model.weights),
+        "model.weights": _weights_identity(schedule.config.model.weights),
         "classes": len(datasets.classes),
         "parameters": compute.parameters,
         "train.precision": compute.precision,
@@ -313,7 +313,7 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
     }
 
 
-def _identity_of_weights(weights: str | None) -> str | None:
+def _weights_identity(weights: str | None) -> str | None:
     """Return the SHA-256 of the file that model.weights names; other values as they are."""
     if weights in (None, "pretrained"):
         return weights
@@ -336,11 +336,11 @@ def changed_keys(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> dict
     return changes
 
 
-def refuse_changes(path: Path, changes: Mapping[str, str], *, accept: bool) -> None:
+def check_changes(path: Path, changes: Mapping[str, str], *, accept: bool) -> None:
     """Raise UserError for changes that are not accepted, or with which the state does not fit."""
     refused = [change for name, change in changes.items() if name in FIXED or not accept]
     if refused:
-        shown = ", ".join(refused[:MOST_SHOWN])
+        shown = ", ".join(refused[:MAX_CHANGES_SHOWN])
         wrong = f"keys that affect the result have changed ({len(refused)}): {shown}"
         cure = "give run.name=NAME to start another run; checkpoint.accept_changes=true continues "
         cure += f"this one, unless one of these has changed: {', '.join(FIXED)}"

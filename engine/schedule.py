@@ -12,7 +12,7 @@ from conf.errors import UserError
 from conf.schema import Config
 from engine.distributed import World
 
-LEAST_BATCH = 8  # enough for BatchNorm
+MIN_BATCH_SIZE = 8  # enough for BatchNorm
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Schedule:
         every = self.config.train.validate_every_epochs
         validate = left <= 0 or ended // every > before // every
         # The last row has at least half of its steps: the mean of fewer would look like a change.
-        is_whole_row = step % self.log_every == 0 and 2 * left >= self.log_every
-        log = is_whole_row or left == 0
+        is_full_row = step % self.log_every == 0 and 2 * left >= self.log_every
+        log = is_full_row or left == 0
         save = step % self.config.checkpoint.every_steps == 0 or validate
         return Due(log=log, epoch=ended > before, validate=validate, save=save)
 
@@ -122,18 +122,18 @@ def step_decay(schedule: Schedule, step: int) -> float:
 
 
 def cosine(schedule: Schedule, step: int) -> float:
-    share = (1 + math.cos(math.pi * schedule.progress(step))) / 2
-    return _above_final(schedule, share)
+    factor = (1 + math.cos(math.pi * schedule.progress(step))) / 2
+    return _interpolate(schedule, factor)
 
 
 def linear(schedule: Schedule, step: int) -> float:
-    return _above_final(schedule, 1 - schedule.progress(step))
+    return _interpolate(schedule, 1 - schedule.progress(step))
 
 
-def _above_final(schedule: Schedule, share: float) -> float:
-    """Return the learning rate at a share of the way from schedule.final_lr to the peak."""
+def _interpolate(schedule: Schedule, factor: float) -> float:
+    """Return the learning rate at a factor of the way from schedule.final_lr to the peak."""
     final = schedule.config.schedule.final_lr
-    return final + (schedule.config.optim.lr - final) * share
+    return final + (schedule.config.optim.lr - final) * factor
 
 
 SCHEDULES = {"constant": constant, "step": step_decay, "cosine": cosine, "linear": linear}
@@ -167,5 +167,5 @@ def with_batch_size(config: Config, size: int) -> str:
 
 
 def suited_batch(images: int) -> int:
-    """Return the largest power of two with 16 or more steps per epoch, at least LEAST_BATCH."""
-    return max(LEAST_BATCH, 2 ** int(math.log2(images / 16)))
+    """Return the largest power of two with 16 or more steps per epoch, at least MIN_BATCH_SIZE."""
+    return max(MIN_BATCH_SIZE, 2 ** int(math.log2(images / 16)))

@@ -74,14 +74,14 @@ class Tuner:
         """Return the first mode if it is fast enough on all ranks, else the faster. Collective."""
         modes = self.feed.datasets.decode_modes
         num_modes = min(self.world.all_gather(len(modes)))  # a rank may lack engines
-        share = self.smallest_share(first_rate)
-        if num_modes == 1 or share >= ENOUGH_ON_CPU:
+        fraction = self.smallest_fraction(first_rate)
+        if num_modes == 1 or fraction >= ENOUGH_ON_CPU:
             return modes[0]
         second = self.measure_mode(modes[1], first_step)
-        shares = {modes[0]: share, modes[1]: self.smallest_share(second.images_per_second)}
-        return max(shares, key=shares.__getitem__)
+        fractions = {modes[0]: fraction, modes[1]: self.smallest_fraction(second.images_per_second)}
+        return max(fractions, key=fractions.__getitem__)
 
-    def smallest_share(self, rate: float) -> float:
+    def smallest_fraction(self, rate: float) -> float:
         """Return images/s over those of the step, on the rank where it is smallest. Collective."""
         return min(self.world.all_gather(rate / self.feed.step_rate))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import models
 from conf.errors import UserError
 from engine.distributed import World
-from engine.losses import Criterion, refuse_loss_keys
+from engine.losses import Criterion, check_loss_keys
 from engine.metrics import Metrics, check_predicted
 from engine.run import Parts
 from engine.state import restored_on_exit
@@ -71,11 +71,11 @@ def collect(columns: Columns, world: World) -> Validation:
         return Validation(0, {})
     valid = torch.cat(columns[NUMBER]) >= 0
     own = {name: torch.cat(values)[valid].cpu() for name, values in columns.items()}
-    shares = world.all_gather(own)
-    order = torch.cat([share[NUMBER] for share in shares]).argsort()
+    shards = world.all_gather(own)
+    order = torch.cat([shard[NUMBER] for shard in shards]).argsort()
     rows: Rows = {}
-    for name in shares[0]:
-        rows[name] = torch.cat([share[name] for share in shares])[order]
+    for name in shards[0]:
+        rows[name] = torch.cat([shard[name] for shard in shards])[order]
     del rows[NUMBER]
     return Validation(len(order), rows)
 
@@ -116,7 +116,7 @@ def dry_run(
             loss, values = parts.loss_fn(state.model, mixing.mix(batch), criterion=recorded)
     check_logged({"the loss": loss, **values})
     if not used:
-        refuse_loss_keys(parts.schedule.config)
+        check_loss_keys(parts.schedule.config)
 
 
 def check_logged(values: Mapping[str, Any]) -> None:

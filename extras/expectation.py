@@ -23,7 +23,7 @@ DATA = ("classes", "train_images", "val_images", "format")
 FACTS = ("recipe", "std", "runs", "status", "source", *DATA)
 LOSSLESS = (".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 # Keys that a recipe leaves to the user or the machine: any values are a run of the recipe.
-LEFT_OUT = {"data.source", *DATA_FOLDERS, "loader.decoder", "train.precision", "train.seed"}
+IGNORED_KEYS = {"data.source", *DATA_FOLDERS, "loader.decoder", "train.precision", "train.seed"}
 
 
 class Expectation(Observer):
@@ -46,7 +46,7 @@ class Expectation(Observer):
     def _is_comparable(self) -> bool:
         """Whether recipe and data are those of `expect`, and the run continues no other one."""
         log, datasets = self.log, self.log.datasets
-        is_changed = bool(log.config.changed.keys() - LEFT_OUT)
+        is_changed = bool(log.config.changed.keys() - IGNORED_KEYS)
         # A fitted micro-batch has BatchNorm statistics of fewer images.
         if is_changed or log.state.history or log.schedule.fitted_micro_batch is not None:
             return False

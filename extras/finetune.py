@@ -51,8 +51,8 @@ def complete(config: Config, images: int, ranks: int = 1) -> Config:
         )
     typed = override_keys(config.overrides)
     decided_by = {
-        f"from {config.model.weights}": of_weights(config, typed),
-        f"for {images:,} training images": of_images(images, ranks, config, typed),
+        f"from {config.model.weights}": settings_for_weights(config, typed),
+        f"for {images:,} training images": settings_for_images(images, ranks, config, typed),
     }
     decided: dict[str, Any] = {}
     for values in decided_by.values():
@@ -68,12 +68,12 @@ def complete(config: Config, images: int, ranks: int = 1) -> Config:
     return replace(completed, run=config.run, notes=notes)
 
 
-def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> KeyValues:
+def settings_for_images(images: int, ranks: int, config: Config, typed: set[str]) -> KeyValues:
     """Return batch size, learning rate and length for a number of training images."""
     batch_size = config.loader.batch_size
     if "loader.batch_size" not in typed:
-        of_rank = min(MAX_BATCH, suited_batch(images), images) // ranks
-        batch_size = max(1, of_rank) * ranks
+        images_per_rank = min(MAX_BATCH, suited_batch(images), images) // ranks
+        batch_size = max(1, images_per_rank) * ranks
     epochs = config.train.epochs
     if "train.epochs" not in typed:
         epochs = min(MAX_EPOCHS, max(MIN_EPOCHS, round(IMAGES_SEEN / images)))
@@ -87,28 +87,28 @@ def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> KeyVa
     }
 
 
-def of_weights(config: Config, typed: set[str]) -> KeyValues:
+def settings_for_weights(config: Config, typed: set[str]) -> KeyValues:
     """Return the model's name and preprocessing, as far as the file or its library states them."""
-    stated = _stated(config, typed)
+    preprocessing = _preprocessing(config, typed)
     keys = ["data.mean", "data.std", "data.val_size", "data.image_size"]
-    is_own = "model" not in typed and config.model.name == stated.get("model.name")
+    is_own = "model" not in typed and config.model.name == preprocessing.get("model.name")
     if is_own or typed.isdisjoint(MODEL_KEYS):
         keys += ["model.name", "model.args"]
-    values = {key: stated[key] for key in keys if key in stated}
+    values = {key: preprocessing[key] for key in keys if key in preprocessing}
     if "data.image_size" in typed:
         values["data.image_size"] = config.data.image_size
     if not typed.isdisjoint(VAL_SIZES):
         values["data.val_size"] = config.data.val_size
-    if "augment.val" in stated:
-        factor = values["data.val_size"] / stated["data.val_size"]
-        values["augment.val"] = scaled(_val_transforms(stated), factor)
+    if "augment.val" in preprocessing:
+        factor = values["data.val_size"] / preprocessing["data.val_size"]
+        values["augment.val"] = scaled(_val_transforms(preprocessing), factor)
     if "bicubic" in str(values.get("augment.val")):
         size = values["data.image_size"]
         values["augment.train"] = _with_bicubic_crops(config.augment.train, size)
     return values
 
 
-def _stated(config: Config, typed: set[str]) -> KeyValues:
+def _preprocessing(config: Config, typed: set[str]) -> KeyValues:
     """Return the keys that the weights state: those of a run or an exported file, or published."""
     path = Path(str(config.model.weights))
     if config.model.weights == "pretrained":
@@ -134,13 +134,13 @@ def _published(config: Config, typed: set[str], path: Path, stored: str | None) 
     return {"model.name": name, **published(name, path).values}
 
 
-def _val_transforms(stated: KeyValues) -> list[Any]:
+def _val_transforms(preprocessing: KeyValues) -> list[Any]:
     """Return augment.val of the weights, with the resize that earlier CIFAR runs left out."""
-    transforms = list(stated["augment.val"])
+    transforms = list(preprocessing["augment.val"])
     if "resize" not in str(transforms).lower():
-        is_bicubic = "bicubic" in str(stated.get("augment.train"))
+        is_bicubic = "bicubic" in str(preprocessing.get("augment.train"))
         interpolation = "bicubic" if is_bicubic else "bilinear"
-        resize = {"size": stated["data.val_size"], "interpolation": interpolation}
+        resize = {"size": preprocessing["data.val_size"], "interpolation": interpolation}
         transforms.insert(0, {"resize": resize})
     return transforms
 

@@ -27,7 +27,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from conf.cli import require_root
+from conf.cli import check_root
 from conf.compose import from_overrides, to_yaml
 from conf.errors import UserError
 from conf.named import ROOT
@@ -48,7 +48,7 @@ def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:
         raise UserError("-m: a sweep does not run under torchrun or srun; run it once per value")
     sweep = Sweep(words)
     if options.cfg is None:
-        require_root(sweep.config(sweep.jobs[0]))
+        check_root(sweep.config(sweep.jobs[0]))
         return sweep.run_jobs()
     for job in sweep.jobs:
         print(f"---\n{to_yaml(sweep.config(job))}", end="")

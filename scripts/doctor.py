@@ -204,7 +204,7 @@ def examine(decoder: str, index: Index, row: int) -> Examined:
         short_side = min(pixels.shape[:2])
         step = max(1, short_side // 64)  # about 64 pixels along it
         grid = pixels[::step, ::step].reshape(-1, 3) / 255
-        if decode.DARK not in decode.lost_in_rgb(content):  # else the levels are gone
+        if decode.DARK not in decode.unsupported_features(content):  # else the levels are gone
             file.moments = np.stack([grid.mean(0), (grid**2).mean(0)])
     return file
 

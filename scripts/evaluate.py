@@ -48,7 +48,7 @@ import torch
 from torch import Tensor, nn
 
 import train
-from conf.cli import require_root
+from conf.cli import check_root
 from engine.checkpoint import provenance
 from engine.compute import autocast, choose_precision, device_name, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
@@ -63,7 +63,7 @@ from pipeline.data.class_names import imagenet_names
 from pipeline.data.dataset import Dataset
 from pipeline.data.field import IMAGE, LABEL
 from pipeline.data.index import find_split, find_storage
-from pipeline.data.splits import HeldOut, held_out, refuse_inside
+from pipeline.data.splits import HeldOut, check_output_path, held_out
 from pipeline.feed.batch import Batch
 from pipeline.feed.feed import Feed, open_feed
 from pipeline.feed.forkserver import start_forkserver
@@ -208,7 +208,7 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
         loader=replace(config.loader, batch_size=batch_size),
         data=data_for(config.data, typed),
     )
-    require_root(config)
+    check_root(config)
     return replace(trained, config=config)
 
 
@@ -460,7 +460,7 @@ def evaluate_one(options: argparse.Namespace) -> int:
         if options.flip:
             name += ",flip"
         folder = options.out or Path("evaluation", name)
-        refuse_inside(folder, trained.config.data, f"--out {folder}")
+        check_output_path(folder, trained.config.data, f"--out {folder}")
         world.on_rank_0(partial(folder.mkdir, parents=True, exist_ok=True))  # fails at once
         result = evaluate_checkpoint(
             trained, world, flip=options.flip, all_outputs=options.all_outputs, real=options.real

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from conf.errors import UserError
-from conf.named import import_object, require_call, split_entry
+from conf.named import check_signature, import_object, split_entry
 from conf.schema import Config
 from engine.compute import Compute
 from engine.distributed import World
@@ -122,6 +122,6 @@ def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str,
         if not hasattr(observer, "evaluated"):
             wrong = "is not a subclass of engine.log.observer.Observer"
             raise UserError(f"log.observers={name}", wrong)
-        require_call(observer, f"log.observers={name}", None, **parameters)
+        check_signature(observer, f"log.observers={name}", None, **parameters)
         observers.append((name, observer, parameters))
     return observers

@@ -152,7 +152,7 @@ class RunLog:
 
     def validated(self, row: dict[str, Any], result: Validation, *, best: bool) -> None:
         """Report a validation. `row`: the values of its result, and those of the raw model."""
-        self.world.on_rank_0(self.run.require_own_folder)  # observers write files
+        self.world.on_rank_0(self.run.check_lock)  # observers write files
         seconds = time.monotonic() - self._pause_began
         row = row | {"split": "val", "images": result.images, "seconds": seconds}
         names = self.metrics.computations(result.rows)
@@ -194,8 +194,8 @@ class RunLog:
         self.run.wait()
         stop.poll()
         self._bar.close()
-        of_ranks = self.world.all_gather(self.feed.pool.unreadable)
-        unreadable = set[int]().union(*of_ranks)
+        per_rank = self.world.all_gather(self.feed.pool.unreadable)
+        unreadable = set[int]().union(*per_rank)
         summary = {
             "status": "interrupted" if stop else "finished",
             "signal": stop.number,  # the exit status follows from it

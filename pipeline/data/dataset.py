@@ -36,8 +36,8 @@ T = TypeVar("T")
 
 READ_AHEAD = 64  # most files that a worker reads at a time
 READERS = ThreadPoolExecutor(READ_AHEAD)  # starts threads when it needs them
-SAMPLED = 256  # files of a split whose sizes are part of its fingerprint
-NOTED = 32  # files at which `notes` looks
+NUM_FINGERPRINT_FILES = 256  # files of a split whose sizes are part of its fingerprint
+NUM_NOTES_FILES = 32  # files at which `notes` looks
 
 
 class Dataset(ABC):
@@ -185,7 +185,7 @@ class FolderDataset(Dataset):
         return float(np.mean(self._sizes))
 
     def notes(self) -> list[str]:
-        lost = self._sample_files(NOTED, decode.lost_in_rgb)
+        lost = self._sample_files(NUM_NOTES_FILES, decode.unsupported_features)
         counts = Counter(chain.from_iterable(lost))
         seen = f"of {len(lost)} images looked at"
         return [f"{count} {seen} have {what}" for what, count in counts.items()]
@@ -197,8 +197,8 @@ class FolderDataset(Dataset):
 
     @cached_property
     def _sizes(self) -> list[int]:
-        """Size in bytes of up to SAMPLED files; 0 if one cannot be read."""
-        return self._sample_files(SAMPLED, len)
+        """Size in bytes of up to NUM_FINGERPRINT_FILES files; 0 if one cannot be read."""
+        return self._sample_files(NUM_FINGERPRINT_FILES, len)
 
     def _sample_files(self, number: int, look: Callable[[bytes], T]) -> list[T]:
         """Call a function with the content of up to `number` files, or b"" for unreadable ones."""

@@ -358,7 +358,7 @@ def upright_pixels(pixels: np.ndarray, orientation: int) -> np.ndarray:
     return np.asarray(ImageOps.exif_transpose(image))
 
 
-def lost_in_rgb(data: bytes) -> list[str]:
+def unsupported_features(data: bytes) -> list[str]:
     """Return what training does not see of a readable image: any of DARK, TRANSPARENT, PAGES."""
     lost = []
     with suppress(Exception):

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from conf.errors import UserError, did_you_mean, with_advice
-from conf.named import import_object, require_call, split_entry
+from conf.named import check_signature, import_object, split_entry
 from conf.start import default_cache_dir
 from pipeline.data import listing
 from pipeline.data.shared import SharedArray
@@ -219,7 +219,7 @@ def find_split(place: str, storage: Any = None) -> Callable[[str], Index] | None
     if storage is not None:
         name, parameters = split_entry(storage, "data.storage")
         find = import_object(name, "data.storage")
-        require_call(find, f"data.storage: {name}", place, **parameters)
+        check_signature(find, f"data.storage: {name}", place, **parameters)
         found = find(place, **parameters)
         if found is not None:
             return found

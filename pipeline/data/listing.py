@@ -180,7 +180,7 @@ def list_folder(base: bytes, origin: str, left_out: LeftOut) -> tuple[Classes, l
         if not images:
             empty.append(folder)
         if len(folders) > 1:
-            _refuse_split(folder, origin)
+            _check_split(folder, origin)
         classes[name] = sorted(images)
         listed += folders
     if empty:
@@ -190,7 +190,7 @@ def list_folder(base: bytes, origin: str, left_out: LeftOut) -> tuple[Classes, l
     return classes, listed
 
 
-def _refuse_split(folder: str, origin: str) -> None:
+def _check_split(folder: str, origin: str) -> None:
     """Refuse a class with folders in it, if it has the name of a split."""
     if first_word(folder) in SPLITS:
         wrong = f"class folder {folder} holds folders, as a split does"
@@ -221,7 +221,7 @@ def list_tars(
         path = name.removeprefix(outer).lstrip(b"/")
         label, *inner = path.split(b"/")
         if len(inner) > 1:
-            _refuse_split(os.fsdecode(label), origin)
+            _check_split(os.fsdecode(label), origin)
         classes.setdefault(label, []).append(path)
         places[path] = images[name]
     return dict(sorted(classes.items())), places

@@ -35,7 +35,7 @@ def held_out(data: DataConfig) -> HeldOut | None:
     return None
 
 
-def refuse_inside(output: str | os.PathLike[str], data: DataConfig, origin: str) -> None:
+def check_output_path(output: str | os.PathLike[str], data: DataConfig, origin: str) -> None:
     """Refuse an output folder inside a split: the next scan would take its folders for classes.
 
     The folder need not exist. `origin`: what the user gave, for the message.
@@ -68,11 +68,11 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     train = load_index(os.path.join(root, data.train), key="data.train", storage=data.storage)
     has_list = train.root.endswith(".csv") or val.root.endswith(".csv")
     if has_list and train.root != val.root:
-        refuse_shared_images(train, val)
+        check_no_shared_images(train, val)
     return train, val
 
 
-def refuse_shared_images(train: Index, val: Index) -> None:
+def check_no_shared_images(train: Index, val: Index) -> None:
     """Raise UserError if splits have images in common, however their paths are written."""
     shared = _real_paths(train) & _real_paths(val)
     if shared:

@@ -121,13 +121,16 @@ def open_feed(
     if is_measured(config, world.device):
         max_workers = 2 * (num_cores + 1)  # those that wait for storage need no core
     batch_size = config.loader.batch_size
-    of_world = {"batch_size": batch_size, "rank": world.rank, "world_size": world.size}
+    world_kwargs = {"batch_size": batch_size, "rank": world.rank, "world_size": world.size}
     labels = datasets.train.labels if config.train.class_weights == "sampled" else None
-    seed = config.train.seed
     train_sampler = TrainSampler(
-        num_samples=len(datasets.train), seed=seed, repeats=data.repeats, labels=labels, **of_world
+        num_samples=len(datasets.train),
+        seed=config.train.seed,
+        repeats=data.repeats,
+        labels=labels,
+        **world_kwargs,
     )
-    val_samples = val_batches(num_samples=len(datasets.val), **of_world)
+    val_samples = val_batches(num_samples=len(datasets.val), **world_kwargs)
     highest = datasets.val.fields[IMAGE].highest  # in an evaluation, `train` is a stand-in
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
     local_batch_size = batch_size // world.size

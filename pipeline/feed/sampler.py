@@ -34,7 +34,7 @@ class TrainSampler:
     def __post_init__(self) -> None:
         count = self.batch_size // self.world_size
         first = self.rank * count
-        self.share = slice(first, first + count)
+        self.shard = slice(first, first + count)
         # Two orders are needed at a time: a batch may contain the end of an epoch.
         self._order = lru_cache(maxsize=2)(self._shuffle)
 
@@ -58,7 +58,7 @@ class TrainSampler:
         stream = np.arange(first, first + self.batch_size)
         repetitions = stream % self.num_samples % self.repeats
         by_repetition = np.argsort(repetitions, kind="stable")
-        stream = stream[by_repetition[self.share]]
+        stream = stream[by_repetition[self.shard]]
         epochs, offsets = np.divmod(stream, self.num_samples)
         positions, repetitions = np.divmod(offsets, self.repeats)
         indices = np.empty_like(offsets)
@@ -80,6 +80,6 @@ def val_batches(
     """
     indices = np.arange(rank, num_samples, world_size)
     rows = np.stack([np.zeros_like(indices), indices], axis=1)
-    share = batch_size // world_size
-    stop = math.ceil(num_samples / batch_size) * share
-    return np.split(rows, range(share, stop, share))
+    num_rows = batch_size // world_size
+    stop = math.ceil(num_samples / batch_size) * num_rows
+    return np.split(rows, range(num_rows, stop, num_rows))

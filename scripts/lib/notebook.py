@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import train as training
-from conf.cli import log_to_stderr, require_root
+from conf.cli import check_root, log_to_stderr
 from conf.compose import from_overrides, merged
 from conf.overrides import read_yaml
 from engine.distributed import join_world, resolve_device
@@ -27,7 +27,7 @@ def train(*overrides: str) -> dict[str, Any]:
     """Train with the overrides of a command; return what summary.json holds."""
     forget_files()
     config = from_overrides(overrides)
-    require_root(config)
+    check_root(config)
     summary = training.train(config)
     if summary["signal"] == signal.SIGINT:  # the checkpoint is written; a loop ends, too
         raise KeyboardInterrupt

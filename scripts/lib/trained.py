@@ -36,7 +36,7 @@ from scripts.lib.options import is_training_key
 from scripts.lib.published import Stated, exported, published
 
 # Keys of the training or the machine, not of the model: their defaults are used.
-OTHERS = ("loader.", "log.", "model.weights", "model.freeze", "train.device")
+OVERRIDABLE_PREFIXES = ("loader.", "log.", "model.weights", "model.freeze", "train.device")
 # Keys that a checkpoint fixes; `model` is the group.
 FIXED = {"model", "model.name", "model.args", "data.image_size"}
 
@@ -215,7 +215,7 @@ def _stated_by_run(content: dict[str, Any], overrides: Sequence[str]) -> Stated:
         raise UserError(fixed[0], "is fixed by the checkpoint", cure)
     values = {}
     for key, value in stored.items():
-        if not (is_training_key(key) or key.startswith(OTHERS)):
+        if not (is_training_key(key) or key.startswith(OVERRIDABLE_PREFIXES)):
             values[key] = value
     # The share of one rank, which fits into the memory of one device.
     values["loader.batch_size"] = stored["loader.batch_size"] // stored.get("ranks", 1)

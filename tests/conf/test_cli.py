@@ -17,7 +17,7 @@ import yaml
 from conf import cli
 from conf.compose import from_overrides
 from conf.overrides import answer_to
-from conf.schema import FIELDS, FOLDER, SECTIONS, Config, config_values, group_names, sentences
+from conf.schema import FIELDS, FOLDER, SECTIONS, Config, config_values, group_names, help_texts
 from tests.conf.refused import DATA
 from tests.helpers.processes import (
     ROOT,
@@ -49,8 +49,8 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path)
     for name, field in FIELDS.items():
         (line,) = (line for line in lines if line[2:].startswith(f"{name}="))
         assert line[:2] == ("* " if field.metadata["affects_result"] else "  ")
-        assert line.endswith(" " + sentences()[name])
-    assert sentences()["optim.lr"].startswith("peak learning rate for the global batch; it is")
+        assert line.endswith(" " + help_texts()[name])
+    assert help_texts()["optim.lr"].startswith("peak learning rate for the global batch; it is")
     imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert "hydra" in imported  # the list does contain imports
     assert imported.isdisjoint({"torch", "numpy", "tensorboard", "PIL", "pipeline", "engine"})

@@ -11,7 +11,7 @@ from torch import nn
 
 from conf.compose import from_overrides
 from conf.errors import UserError
-from conf.schema import OTHERS, OptimConfig, unmet
+from conf.schema import ARGS_OPTIMIZERS, OptimConfig, unmet_requirements
 from engine.optim import build_optimizer
 from models import build
 
@@ -54,10 +54,10 @@ def test_keys_that_have_an_effect(name):
     for keys in ({"momentum": 0, "nesterov": True}, KEYS):  # without momentum it has no effect
         optimizer = build_optimizer(nn.Linear(2, 2), replace(config.optim, **keys))
     found = {key for key, value in KEYS.items() if optimizer.defaults.get(key) == value}
-    assert found == {key for key in KEYS if not unmet(config, f"optim.{key}")}
+    assert found == {key for key in KEYS if not unmet_requirements(config, f"optim.{key}")}
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", ARGS_OPTIMIZERS)
 def test_other_classes_take_lr_and_weight_decay(name):
     """What betas and eps mean is different in each class: they are given in optim.args."""
     config = OptimConfig(name, lr=0.3, weight_decay=0.5)
@@ -72,7 +72,7 @@ def test_other_classes_take_lr_and_weight_decay(name):
 
 def test_every_class_of_torch_is_known():
     classes = {name.lower() for name in vars(torch.optim) if name[0].isupper()}
-    assert classes == {"sgd", "adamw", *OTHERS, "lbfgs", "muon", "optimizer", "sparseadam"}
+    assert classes == {"sgd", "adamw", *ARGS_OPTIMIZERS, "lbfgs", "muon", "optimizer", "sparseadam"}
 
 
 def test_what_own_code_raises_keeps_its_traceback():

@@ -11,7 +11,7 @@ import pytest
 
 from conf.errors import RunError, UserError
 from engine import checkpoint
-from engine.run import FIXED, changed_keys, refuse_changes
+from engine.run import FIXED, changed_keys, check_changes
 from tests.engine.run_dirs import (
     CONFIG,
     IDENTITY,
@@ -123,12 +123,12 @@ def test_changes_are_listed_and_accepted():
         r"data\.val=c \(now b\), optim\.lr=0\.2 \(now 0\.4\), optim\.momentum=null \(now 0\.9\)"
     )
     with pytest.raises(UserError, match=rf"{listed}.*run\.name=NAME.*accept_changes=true"):
-        refuse_changes(path, changes, accept=False)
-    refuse_changes(path, changes, accept=True)
-    refuse_changes(path, changed_keys(now, now), accept=False)
+        check_changes(path, changes, accept=False)
+    check_changes(path, changes, accept=True)
+    check_changes(path, changed_keys(now, now), accept=False)
     many = dict.fromkeys(["a", "b", "c", "d", "e", "classes", "f"], 8)
     with pytest.raises(UserError, match=r"\(7\): classes=8 \(now 9\), a=.*, e=.*9\); g"):
-        refuse_changes(path, changed_keys(many, dict.fromkeys(many, 9)), accept=False)
+        check_changes(path, changed_keys(many, dict.fromkeys(many, 9)), accept=False)
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -136,7 +136,7 @@ def test_a_change_that_no_state_fits_is_refused(name):
     changes = changed_keys({"a": 1, name: 1}, {"a": 2, name: 2})
     message = rf"changed \(1\): {name}=1 \(now 2\); give run\.name=NAME to .*, unless one of these"
     with pytest.raises(UserError, match=message):
-        refuse_changes(Path("step-7.pt"), changes, accept=True)
+        check_changes(Path("step-7.pt"), changes, accept=True)
 
 
 def test_a_run_that_another_process_has_continued_is_refused(tmp_path):

@@ -68,7 +68,7 @@ COMMANDS |= {path.name: commands_in(path.read_text()) for path in ROOT.glob("ben
 @pytest.fixture
 def desk(tmp_path: Path, image_root: Path, monkeypatch: Any) -> None:
     """The current folder, with stand-ins for the files of a reader; data.root may be missing."""
-    monkeypatch.setattr(cli, "require_root", lambda config: None)
+    monkeypatch.setattr(cli, "check_root", lambda config: None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])  # the scripts change these three
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
