@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +50,7 @@ OTHER_CONTENTS = {
 }
 JPEG_START = b"\xff\xd8"  # first bytes of a JPEG
 ORIENTATION = 0x0112  # EXIF tag
+BITS, PHOTOMETRIC, PLANAR, COLOR_MAP, SAMPLE_FORMAT = 258, 262, 284, 320, 339  # TIFF tags
 # Its values for pixels that are mirrored (after a transposition), upside down, on their side.
 MIRRORED, UPSIDE_DOWN, ON_SIDE = (2, 3, 6, 7), (3, 4, 7, 8), (5, 6, 7, 8)
 # Second bytes of JPEG markers: a Huffman-coded frame in one pass (baseline, extended); segments
@@ -310,7 +312,34 @@ def open_image(data: bytes) -> ImageFile.ImageFile:
     for mark, advice in OTHER_CONTENTS.items():
         if mark in data[:32]:
             raise UnreadableError(advice)
-    return Image.open(io.BytesIO(data), formats=FORMATS)
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    if image.format == "TIFF":
+        check_tiff(image)
+    return image
+
+
+def check_tiff(image: Any) -> None:
+    """Raise UnreadableError for a TIFF layout that Pillow 12 reads with wrong levels, silently.
+
+    These are all of them among 1 to 64 bits, gray, RGB, CMYK and palette, with and without alpha,
+    signed, float, interleaved and planar (tests/pipeline/data/test_tiff.py).
+    """
+    tags = image.tag_v2
+    bits = tags.get(BITS, (1,))
+    is_planar = tags.get(PLANAR) == 2
+    is_inverted = tags.get(PHOTOMETRIC) == 0  # zero is white
+    colors = tags.get(COLOR_MAP)
+    misread = {
+        "12 bits per sample": 12 in bits,
+        "signed 8-bit samples": bits == (8,) and tags.get(SAMPLE_FORMAT) == (2,),
+        "planes of 16 bits": is_planar and 16 in bits and len(bits) > 1,
+        "white zeros in 16 bits": is_inverted and 16 in bits,
+        "white zeros in planes": is_inverted and is_planar,
+        "an 8-bit color map": bool(colors) and max(colors) < 256,
+    }
+    for layout, is_misread in misread.items():
+        if is_misread:
+            raise UnreadableError(f"TIFF with {layout}, which Pillow misreads; convert it to PNG")
 
 
 def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
@@ -387,6 +416,8 @@ def rgb_pixels(image: Image.Image) -> np.ndarray:
     Raises OSError, ValueError or SyntaxError for damaged data and for levels of 32 bits.
     """
     image.load()
+    if image.mode == "La":  # premultiplied gray, which Pillow converts to LA alone
+        image = image.convert("LA")
     if image.mode.startswith("I;16"):
         # A copy has the size of the pixels, also where a TIFF was not turned.
         image = Image.fromarray((np.asarray(image.copy()) >> 8).astype(np.uint8))
