@@ -18,6 +18,7 @@ from conf.errors import UserError, did_you_mean
 from conf.named import check_signature, import_object, is_object_name
 from conf.schema import Config, TrainConfig, override_keys, show
 from pipeline.data.build import Datasets
+from pipeline.data.class_names import look_alikes
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """(logits float32 [B, classes], targets int64 [B] or float32 [B, classes]) -> float32 []."""
@@ -95,7 +96,8 @@ def named_weights(weights: Mapping[Any, float], classes: Sequence[str]) -> Tenso
         name = str(key)  # YAML may have read a number
         if name not in classes:
             wrong = f"there is no class {name} among {len(classes):,}: {', '.join(classes[:5])}"
-            raise UserError("train.class_weights", wrong + did_you_mean(name, classes))
+            alike = "".join(f"; {names} look alike" for names in look_alikes([name, *classes]))
+            raise UserError("train.class_weights", wrong + (alike or did_you_mean(name, classes)))
         result[classes.index(name)] = weight
     return result
 

@@ -27,6 +27,8 @@ Weights = dict[str, Tensor]
 # torchvision report the accuracy of the average if there is one.
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 ANY_FILE = "a checkpoint, the folder of a run, or a file with weights (.pth, .pt, .safetensors)"
+# How to get a file of weights with class names
+STATE_CLASSES = "to keep its head, name them: export.py FILE --to safetensors --classes NAMES"
 LIGHTNING = "pytorch-lightning_version"  # a key in its checkpoints
 FORMER_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")  # in torchvision's files
 
@@ -120,11 +122,33 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     content = read_file(path, origin=origin, give=f"{ANY_FILE}, or model.weights=pretrained")
     weights = weights_in(content, origin=origin)
     stated = _stated_classes(path, content)
-    if stated not in ("[]", json.dumps(list(classes))):  # the head is for other classes
-        for name in head_of(model):
-            if len(model.get_parameter(name)) == len(classes):  # else an output is no class
-                weights.pop(name, None)
+    head = [name for name in head_of(model) if len(model.get_parameter(name)) == len(classes)]
+    has_same_classes = stated in ("[]", json.dumps(list(classes)))
+    if stated == "[]" and has_two_orders(classes) and _has_outputs(weights, head, len(classes)):
+        has_same_classes = False
+        logger.warning("%s: the order of its classes is unknown; %s", origin, STATE_CLASSES)
+    if not has_same_classes:
+        for name in head:  # otherwise an output is no class
+            weights.pop(name, None)
     fit_weights(model, weights, origin=origin, new_head=True)
+
+
+def _has_outputs(weights: Weights, head: Sequence[str], count: int) -> bool:
+    return any(len(weights[name]) == count for name in head if name in weights)
+
+
+def has_two_orders(classes: Sequence[str]) -> bool:
+    """Whether timm sorts these class names differently: in natural order, without case (timm#222).
+
+    A head for them that states no names may have them in either order.
+    """
+    return list(classes) == sorted(classes) != sorted(classes, key=_natural_key)
+
+
+def _natural_key(name: str) -> list[int | str]:
+    """Split a name into text and numbers: class10 comes after class2, and Banana after apple."""
+    parts = re.split(r"(\d+)", name)
+    return [int(part) if part.isdecimal() else part.casefold() for part in parts]
 
 
 def _stated_classes(path: Path, content: dict[str, Any]) -> str:

@@ -44,13 +44,14 @@ from conf.schema import Config
 from engine.distributed import World, resolve_device
 from engine.log.plan import planned, setup_notes
 from engine.run import resolve_config
+from models.weights import has_two_orders
 from pipeline.data import decode
 from pipeline.data.build import build_datasets
 from pipeline.data.dataset import FolderDataset
 from pipeline.data.index import Index, find_split, load_index
 from pipeline.data.splits import held_out, other_classes
 from scripts.lib.progress import in_threads, num_cores, with_progress
-from scripts.lib.trained import run_main, sorted_as_text
+from scripts.lib.trained import run_main
 
 SAMPLE = 2000  # files of each split
 THREADS = 16  # comparing waits for storage, not for a core
@@ -129,9 +130,9 @@ def listed(name: str, index: Index) -> Iterator[Row]:
     counts = np.bincount(index.labels.array, minlength=len(classes))
     text = f"{name}: {len(index):,} images in {len(classes):,} classes of {index.root}"
     yield ok(f"{text}, {counts.min():,} to {counts.max():,} each")
-    if sorted_as_text(classes):
+    if has_two_orders(classes):
         first = ", ".join(classes[:5])
-        text = f"{index.root}: numbers sorted as text: {first}"
+        text = f"{index.root}: class names sorted as text: {first}"
         yield warn(text, "label 2 is not folder 2: pad the names with zeros")
     if index.left_out:
         yield warn(f"{index.root}: {index.left_out}")

@@ -58,6 +58,7 @@ from engine.log.observer import named_observers
 from engine.metrics import Metric, Metrics
 from engine.schedule import make_schedule
 from engine.validation import Rows, evaluate
+from models.weights import has_two_orders
 from pipeline.data.build import Datasets
 from pipeline.data.class_names import imagenet_names
 from pipeline.data.dataset import Dataset
@@ -68,7 +69,7 @@ from pipeline.feed.batch import Batch
 from pipeline.feed.feed import Feed, open_feed
 from pipeline.feed.forkserver import start_forkserver
 from scripts.lib.progress import with_progress
-from scripts.lib.trained import Trained, build_val, open_trained, run_main, sorted_as_text
+from scripts.lib.trained import Trained, build_val, open_trained, run_main
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
 CURE = "give images of its classes, or --classes FILE with the names of all, one per line"
@@ -268,9 +269,9 @@ def outputs_of(trained: Trained, datasets: Datasets, *, all_outputs: bool = Fals
     if len(classes) != len(every):
         wrong = f"has {len(classes):,} classes, the model has {len(every):,}"
         raise UserError(origin, wrong, CURE)
-    if sorted_as_text(classes):
+    if has_two_orders(classes):
         order = ", ".join(classes[:3])
-        wrong = f"has the classes {order}, ...; the model may have them in the order of numbers"
+        wrong = f"has the classes {order}, ...; the model may have them in natural order, as timm"
         raise UserError(origin, wrong, CURE)
     return classes, every
 

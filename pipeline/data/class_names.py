@@ -1,5 +1,8 @@
-"""Readable names of classes. The folders of ImageNet are named by WordNet ID, such as n01443537."""
+"""Class names: readable ones for WordNet IDs such as n01443537, and names that look alike."""
 
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -16,3 +19,28 @@ def imagenet_names() -> dict[str, str]:
     """WordNet ID -> name, for the 1,000 classes of ImageNet-1k in the order of their labels."""
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     return dict(line.split("\t") for line in lines if not line.startswith("#"))
+
+
+def look_alikes(names: Iterable[str]) -> list[str]:
+    """Describe groups of class names that a reader cannot tell apart, with their code points.
+
+    Compares Unicode forms (NFKC), case, spaces at the ends and invisible characters (Cf).
+    """
+    groups = defaultdict(list)
+    for name in sorted(set(names)):
+        groups[_visible(name)].append(name)
+    return [
+        " and ".join(f"{name!r} ({_code_points(name)})" for name in group)
+        for group in groups.values()
+        if len(group) > 1
+    ]
+
+
+def _visible(name: str) -> str:
+    characters = unicodedata.normalize("NFKC", name)
+    seen = "".join(c for c in characters if unicodedata.category(c) != "Cf")
+    return seen.casefold().strip()
+
+
+def _code_points(name: str) -> str:
+    return " ".join(f"{ord(character):X}" for character in name)

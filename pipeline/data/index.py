@@ -31,6 +31,7 @@ from conf.errors import UserError, did_you_mean, with_advice
 from conf.named import check_signature, import_object, split_entry
 from conf.start import default_cache_dir
 from pipeline.data import listing
+from pipeline.data.class_names import look_alikes
 from pipeline.data.shared import SharedArray
 
 logger = logging.getLogger(__name__)
@@ -244,6 +245,8 @@ def load_index(place: str | os.PathLike[str], *, key: str, storage: Any = None) 
     index = load(key)
     if index.left_out:
         logger.warning("%s=%s: %s", key, index.root, index.left_out)
+    for names in look_alikes(index.classes):
+        logger.warning("%s=%s: classes with names that look alike: %s", key, index.root, names)
     return index
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from conf.errors import UserError
 from conf.schema import DataConfig
+from pipeline.data.class_names import look_alikes
 from pipeline.data.index import Index, find_split, find_storage, load_index
 
 
@@ -94,6 +95,9 @@ def other_classes(train: Index, val: Index) -> UserError:
     only_here = sorted(set(val.classes) - set(train.classes))[:5]
     only_there = sorted(set(train.classes) - set(val.classes))[:5]
     differences = f"only there: {only_there}; only here: {only_here}"
+    alike = look_alikes(only_here + only_there)
+    if alike:
+        differences += f"; names that look alike: {', '.join(alike)}"
     wrong = f"its classes are not those of {train.root} ({differences})"
     return UserError(f"data.val={val.root}", wrong, "give both the same classes")
 

@@ -261,11 +261,6 @@ def build_val(config: Config) -> Datasets:
     return Datasets(nothing, val, classes)
 
 
-def sorted_as_text(names: Sequence[str]) -> bool:
-    """Whether the names of classes are numbers in another order than theirs, such as 1, 10, 2."""
-    return all(map(str.isdecimal, names)) and list(names) != sorted(names, key=int)
-
-
 def sizes_in(
     weights: Mapping[str, Tensor], config: ModelConfig, *, image_size: int, origin: str
 ) -> tuple[int, int]:

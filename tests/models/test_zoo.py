@@ -162,6 +162,28 @@ def test_the_head_of_other_classes_is_not_kept(tmp_path, caplog, suffix, named):
     assert torch.equal(model.state_dict()["fc.weight"], stored["fc.weight"])
 
 
+@pytest.mark.parametrize(
+    ("classes", "kept"),
+    [
+        (("class1", "class10", "class2"), False),
+        (("Banana", "apple"), False),
+        (("1", "2"), True),
+        (("b", "a"), True),  # a torch dataset's own order
+        (("n01440764", "n01443537"), True),
+    ],
+)
+def test_load_weights_keeps_head_only_in_known_class_order(tmp_path, caplog, classes, kept):
+    """A file without class names, as of timm, may have them in natural order."""
+    stored, model = tiny(len(classes), seed=5).state_dict(), tiny(len(classes))
+    torch.save({"arch": "tiny", "state_dict": stored}, tmp_path / "weights.pth")
+    load_weights(model, tmp_path / "weights.pth", classes)
+    assert torch.equal(model.state_dict()["fc.weight"], kept * stored["fc.weight"])
+    assert ("the order of its classes is unknown; to keep its head" in caplog.text) != kept
+    caplog.clear()
+    load_weights(tiny(20), tmp_path / "weights.pth", [f"class{i}" for i in range(20)])
+    assert "unknown" not in caplog.text  # the head has a different size
+
+
 @pytest.mark.parametrize("name", ["densenet121", "vit_b_32"])
 def test_former_names_of_torchvision(name):
     with torch.device("meta"):

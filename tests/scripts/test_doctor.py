@@ -83,7 +83,7 @@ def test_classes_that_are_numbers(root):
             (root / split / name).rename(root / split / number)
     warnings = of_status("warn", look(root, sample=1)["data"])
     assert [*map(attrgetter("result"), warnings)] == [
-        f"{root}/{split}: numbers sorted as text: 1, 10, 2" for split in ("train", "val")
+        f"{root}/{split}: class names sorted as text: 1, 10, 2" for split in ("train", "val")
     ]
 
 

@@ -18,7 +18,7 @@ from pipeline.data.decode import FORMATS
 from pipeline.data.index import load_index
 from pipeline.data.listing import EXTENSIONS
 from tests.helpers.limits import file_size_limit
-from tests.helpers.stored import samples
+from tests.helpers.stored import as_tar, samples
 
 
 def make(folder: Path, *names: str | bytes) -> Path:
@@ -48,6 +48,37 @@ def unseen_change(folder: Path) -> Iterator[None]:
     info = folder.stat()
     yield
     os.utime(folder, ns=(info.st_atime_ns, info.st_mtime_ns))
+
+
+ALIKE = {
+    "case": ("Dog", "dog"),
+    "space": ("dog", "dog "),
+    "zero-width space": ("dog", "do\u200bg"),
+    "NFC and NFD": ("caf\u00e9", "cafe\u0301"),
+    "full width": ("dog", "\uff44og"),
+}
+
+
+@pytest.mark.parametrize("names", ALIKE.values(), ids=ALIKE)
+@pytest.mark.parametrize("kind", ["folder", "list", "tar"])
+def test_load_index_warns_of_class_names_that_look_alike(tmp_path, caplog, kind, names):
+    files = [f"{name}/1.jpg" for name in (*names, "cat")]
+    folder = make(tmp_path / "train", *files)
+    if kind == "tar":
+        as_tar(folder, tmp_path / "images.tar")
+        folder = tmp_path / "images.tar"
+    if kind == "list":
+        rows = [f'train/{file},"{os.path.dirname(file)}"\n' for file in files]
+        folder = tmp_path / "list.csv"
+        folder.write_text("".join(rows))
+    found = load_index(folder, key="data.train")
+    warnings = [text for text in caplog.messages if "look alike" in text]
+    if len(found.classes) == 2:  # a list without spaces at the ends of labels
+        assert (kind, names) == ("list", ALIKE["space"]) and not warnings
+    else:
+        (text,) = warnings
+        assert all(" ".join(f"{ord(c):X}" for c in name) in text for name in names)
+        assert repr("cat") not in text
 
 
 def test_images_at_any_depth_in_the_order_of_their_names(tmp_path):

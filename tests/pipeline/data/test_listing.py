@@ -209,14 +209,19 @@ def test_list_with_other_folders_and_wrong_lists(tmp_path):
     (tmp_path / "one, two.jpg").write_bytes(JPEG)
     (tmp_path / "three.jpg").write_bytes(JPEG)
     text = f'\npath,label\n"one, two.jpg", "z"\n"{tmp_path / "three.jpg"}",a b\n./three.jpg,a b\n'
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "4.jpg").write_bytes(JPEG)
     (tmp_path / "train.csv").write_text(text, encoding="utf-8-sig")
     index = load_index(tmp_path / "train", key="data.train")
     assert (index.classes, [*dict(content_of(index)).values()]) == (("a b", "z"), [JPEG] * 2)
     for text, says in (
-        ("image,Target\n", "holds no images"),  # no class of that name
+        ("image,Target\n", "lists no images"),  # no class of that name
         ("1.jpg,a\n2.jpg;a\n", "line 2 is not path,label"),
         ('"1.jpg,a\n2.jpg,a\n"3.jpg,b', "line 3: ',' expected after '\"'; correct it"),
-        ("x,1.jpg\na,1.jpg", f"no file is at their paths, such as {tmp_path}/a; "),
+        ("a,1.jpg\nb,2.jpg", "the columns are label,path in line 1; write path,label"),
+        ("label,path\na,1.jpg", "the columns are label,path in line 2; "),
+        ("path,label\nthree.jpg,a\nfour.jpg,a\n", "line 3: four.jpg: no such file (1 of 2 images)"),
+        ("sub\\4.jpg,a\n", "sub\\4.jpg: no such file (1 of 1 images); write paths with /, not"),
         (f"1.jpg,a\n{tmp_path}/1.jpg,b", "1.jpg is b, but a in an earlier line; "),
         ("1.jpg,a\n2.jpg,b\n./1.jpg,b", "line 3: ./1.jpg is b, but a in an earlier line; "),
     ):
@@ -230,7 +235,7 @@ def test_only_regular_files_of_a_list_are_read(kind, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "folder").mkdir()
-    (tmp_path / "train.csv").write_text(f"{kind},label\nx.jpg,a\n{kind},a\n")  # with a header
+    (tmp_path / "train.csv").write_text(f"{kind},label\n{kind},a\n")  # with a header
     index = load_index(tmp_path / "train", key="data.train")
     with pytest.raises(OSError, match="not a regular file"):
         index.read(0)

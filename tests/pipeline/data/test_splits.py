@@ -89,11 +89,20 @@ def test_a_source_whose_splits_have_other_classes_is_refused(image_root):
         build_datasets(from_overrides([f"data.root={image_root}", source]))
 
 
+def test_other_classes_shows_names_that_look_alike(changeable, tmp_path):
+    shutil.copytree(changeable, tmp_path / "both" / "train")
+    shutil.copytree(changeable, tmp_path / "both" / "val")
+    (tmp_path / "both" / "val" / "dots").rename(tmp_path / "both" / "val" / "Dots ")
+    with pytest.raises(UserError, match=r"look alike: 'Dots ' \(44 6F 74 73 20\) and 'dots' "):
+        build_datasets(from_overrides([f"data.root={tmp_path / 'both'}"]))
+
+
 @pytest.mark.parametrize("train", ["../train", "train"])
 def test_a_list_that_shares_images_is_refused(changeable, tmp_path, train):
     image = next(changeable.glob("*/*"))
     (tmp_path / "link").symlink_to(image.parent)
     (tmp_path.parent / "train.csv").write_text(f"{tmp_path}/link/{image.name},a\n")
+    (tmp_path / "3.jpg").touch()
     (tmp_path / "val.csv").write_text(f"3.jpg,a\n./{image.relative_to(tmp_path)},b\n")
     with pytest.raises(UserError, match=f"val.csv: 1 of its .* also in .*, such as {image}; "):
         splits(tmp_path, train=train)
