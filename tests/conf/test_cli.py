@@ -30,7 +30,7 @@ from tests.helpers.processes import (
 
 
 @needs_extras
-def test_help_shows_the_composed_defaults():
+def test_schema_defaults_equal_composed_config():
     """Except for these keys: tests/repository/equal has their values."""
     composed, declared = config_values(from_overrides([DATA])), config_values(Config())
     differ = {"data.root", "augment.train", "augment.val", "data.val_size", "run.name", "run.dir"}
@@ -39,7 +39,7 @@ def test_help_shows_the_composed_defaults():
     assert {name for name in composed if declared[name] != composed[name]} == differ
 
 
-def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path):
+def test_help_lists_all_keys_without_importing_torch(tmp_path):
     done = run_python("-X", "importtime", ROOT / "train.py", "--help", cwd=tmp_path)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
@@ -57,7 +57,7 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_flags_of_other_trainers_are_answered_with_keys_that_exist():
+def test_answer_to_foreign_flags_names_existing_keys():
     answers = (FOLDER / "flags.csv").read_text()
     assert set(re.findall(r"\b([a-z]+\.[a-z_]+)=", answers)) <= FIELDS.keys()
     # The long options of each trainer
@@ -67,7 +67,7 @@ def test_flags_of_other_trainers_are_answered_with_keys_that_exist():
     assert "BatchNorm" in answer_to("--bn-momentum")
 
 
-def test_section_help():
+def test_help_text_for_section_and_key():
     group, *keys = cli.help_text("", "", "schedule").splitlines()
     assert group == "  schedule=  constant | cosine | linear | step"
     assert len(keys) == sum(name.startswith("schedule.") for name in FIELDS)
@@ -75,7 +75,7 @@ def test_section_help():
     assert learning_rate == cli.help_text("", "", "optim.lr")
 
 
-def test_output_that_nobody_reads_and_a_full_disk():
+def test_help_with_closed_pipe_and_full_disk():
     """As in `python train.py --help | head`, which needs no message."""
     command = [sys.executable, ROOT / "train.py", "--help"]
     read, write = os.pipe()
@@ -93,7 +93,7 @@ def test_output_that_nobody_reads_and_a_full_disk():
 
 
 @pytest.mark.parametrize("variable", ["PYTHONOPTIMIZE", "PYTHONSAFEPATH"])
-def test_surroundings(variable, tmp_path, monkeypatch):
+def test_help_with_python_environment_variables(variable, tmp_path, monkeypatch):
     """Python without docstrings, or without the script's folder, for a copy of train.py, too."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv(variable, "2")
@@ -104,7 +104,7 @@ def test_surroundings(variable, tmp_path, monkeypatch):
     assert "usage: python train_mine.py " in done.stdout
 
 
-def test_an_error_of_the_system_is_one_line(capsys):
+def test_run_main_reports_os_error_in_one_line(capsys):
     """With the path; a reader that stops needs no words."""
     assert cli.run_main(lambda: len(Path("nowhere").read_text())) == 1
     error = capsys.readouterr().err
@@ -116,7 +116,7 @@ def test_an_error_of_the_system_is_one_line(capsys):
         assert (capsys.readouterr().err, handle.call_args.args[1]) == ("", signal.getsignal(2))
 
 
-def test_ctrl_c_before_torch_is_imported_is_quiet():
+def test_train_py_ctrl_c_before_torch_import_is_silent():
     with Started([sys.executable, ROOT / "train.py", "data=fake"], stdout=PIPE, stderr=PIPE) as run:
         assert run.stdout.readline().startswith("start ")
         run.send_signal(signal.SIGINT)
@@ -139,12 +139,12 @@ PATHS += ["os:system", "/日本", "/macOS 9.41\u202fAM\xa0(1)", "/not-UTF-8/\udc
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_path_is_taken_literally(path):
+def test_overrides_take_paths_literally(path):
     config = from_overrides([f"data.root={path}", f"run.dir=/x{path}", f"data.train={path}"])
     assert (config.data.root, config.run.dir, config.data.train) == (path, f"/x{path}", path)
 
 
-def test_the_home_folder_in_a_path(monkeypatch):
+def test_overrides_expand_home_in_paths(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     config = from_overrides(["data.root=~/a", "run.dir=~/a", "model.weights=~/a"])
     assert {config.data.root, config.run.dir, config.model.weights} == {"/home/ada/a"}

@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_recipe_and_group(folder, monkeypatch):
+def test_from_overrides_reads_recipe_and_group_by_path(folder, monkeypatch):
     """The absolute path is among the values, which hold in another folder too."""
     monkeypatch.setenv("HOME", str(folder.parent))
     config = from_overrides([f"recipe=~/{folder.name}/recipe/mine.yaml"])
@@ -49,7 +49,7 @@ def test_recipe_and_group(folder, monkeypatch):
 
 
 @pytest.mark.usefixtures("toy_runs")
-def test_a_run_needs_the_folder_only_for_its_command(folder, image_root, tmp_path):
+def test_run_is_readable_after_recipe_folder_is_deleted(folder, image_root, tmp_path):
     (folder / "model" / "wide.yaml").write_text("name: resnet_tiny\n")
     run = tmp_path / "run"
     small = [*SMALL_RUN[1:], "train.max_steps=1", f"data.root={image_root}", f"run.dir={run}"]
@@ -74,6 +74,6 @@ MISTAKES = [  # a file of the folder, its content, the message
 
 
 @pytest.mark.parametrize(("name", "content", "says"), MISTAKES)
-def test_mistakes_in_a_file(name, content, says, folder, capsys):
+def test_cli_reports_errors_in_recipe_files(name, content, says, folder, capsys):
     (folder / f"{name}.yaml").write_text(content, errors="surrogateescape")
     assert says in refusal([f"{name.partition('/')[0]}={folder}/{name}.yaml", DATA], capsys)

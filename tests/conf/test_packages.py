@@ -17,7 +17,7 @@ PYTHON = sys._base_executable
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_outside_the_environment(program, tmp_path):
+def test_scripts_report_missing_packages(program, tmp_path):
     command = [PYTHON, "-S", ROOT / program, "--help"]  # with only the standard library
     done = run_command(command, {"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
@@ -27,7 +27,7 @@ def test_outside_the_environment(program, tmp_path):
     assert done.stderr.endswith("`pip install -r requirements.txt`\n")
 
 
-def test_packages_are_the_required_ones():
+def test_start_packages_equal_requirements():
     """Except jinja2, which torch needs, and tensorboard and plotly, which a run does not need."""
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     lines = (ROOT / "requirements.txt").read_text().splitlines()

@@ -55,7 +55,7 @@ SMALL += ["log.every_steps=1", "log.trackers=[]", "train.max_steps=2", "train.de
 
 
 @pytest.mark.usefixtures("toy_runs")
-def test_a_run_continues_with_larger_images(image_root, tmp_path):
+def test_run_resumes_with_larger_images(image_root, tmp_path):
     """As imagenet_rn50_fast; a stop after the change makes no difference. Epoch 1 begins at 5."""
     smaller = ["data.image_size=16", "data.val_size=32", "train.max_steps=5"]
     larger = ["data.val_size=32", "checkpoint.accept_changes=true"]
