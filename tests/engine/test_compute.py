@@ -31,7 +31,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
 
-def test_compiled_kernels_are_kept_in_the_cache(cache, monkeypatch):
+def test_keep_compiled_kernels_uses_cache_dir(cache, monkeypatch):
     """torch chooses the folder for temporary files at its import; a container loses it."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # that of this process
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
@@ -43,7 +43,7 @@ def test_compiled_kernels_are_kept_in_the_cache(cache, monkeypatch):
 
 @pytest.mark.slow
 @NEEDS_COMPILER
-def test_recompute_keeps_fewer_activations():
+def test_compile_recompute_keeps_fewer_activations():
     """Activations are computed twice, and the gradients are the same."""
     network = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
     weights = {parameter.data_ptr() for parameter in network.parameters()}
@@ -71,7 +71,7 @@ def test_recompute_keeps_fewer_activations():
     torch.testing.assert_close(found, expected)
 
 
-def test_blocks_that_differ_are_compiled_with_the_whole_step():
+def test_has_equal_blocks():
     """With drop path, each block has its own rate: they would be compiled one by one."""
     assert not has_equal_blocks(nn.Module())
     for rate, are_equal in ((0.1, True), (0.2, False)):
@@ -79,7 +79,7 @@ def test_blocks_that_differ_are_compiled_with_the_whole_step():
         assert has_equal_blocks(nn.ModuleDict({"blocks": blocks})) == are_equal
 
 
-def test_compiled_blocks_are_not_compiled_again_for_a_validation():
+def test_for_validation_does_not_compile_blocks():
     compiler = Mock(side_effect=lambda graph, examples: graph)
     block = models.vit.Mlp(3, 4)
     block.compile(backend=compiler)
@@ -92,7 +92,7 @@ def test_compiled_blocks_are_not_compiled_again_for_a_validation():
 
 @pytest.mark.slow
 @NEEDS_COMPILER
-def test_equal_blocks_are_compiled_once():
+def test_compile_blocks_compiles_equal_blocks_once():
     torch._dynamo.reset()
     model, images = short_vit(7, 32), torch.randn(4, 3, 32, 32)
     nn.init.normal_(model.head.weight)
@@ -109,7 +109,7 @@ def test_equal_blocks_are_compiled_once():
 @pytest.mark.parametrize(
     ("capability", "auto"), [((9, 0), "bf16"), ((7, 5), "fp16"), ((6, 0), "fp32")]
 )
-def test_precision(monkeypatch, capability, auto):
+def test_choose_precision(monkeypatch, capability, auto):
     """On older GPUs, torch emulates bf16, and reports it as supported by default."""
     monkeypatch.setattr(
         torch.cuda,
@@ -133,7 +133,7 @@ def test_precision(monkeypatch, capability, auto):
         ("train.deterministic=true", CUDA, 90, "default", False),
     ],
 )
-def test_compile_mode_of_resnet50(word, device, epochs, found, searches):
+def test_resolve_compile_for_resnet50(word, device, epochs, found, searches):
     config = from_overrides(["data=fake", f"train.epochs={epochs}", word])
     steps = round(5_004.5 * epochs)
     assert resolve_compile(config, device, steps, 6.28e12 * steps) == found
@@ -145,7 +145,7 @@ class Query(nn.MultiheadAttention):  # like SigLIP's pooling, it gives a paramet
         return self.out_proj(self.in_proj_weight.expand(1, -1, -1))
 
 
-def test_published_flops():
+def test_count_flops_equals_published():
     """torchvision publishes 4.089 G multiply-adds for ResNet-50 at 224 px; each counts as two."""
     with torch.device("meta"):
         model = models.build("resnet50", num_classes=1000, image_size=224)
@@ -177,11 +177,11 @@ def count_two(network: nn.Module, forward, **fields: Field) -> int:
         return count_flops(network.to("meta"), {"image": image_field(8), **fields}, forward)
 
 
-def test_forward_passes_a_second_field():
+def test_count_flops_with_second_field():
     assert count_two(TwoInputs(), forward_both, age=Field(np.float32)) == 2 * 4 * 3
 
 
-def test_a_call_that_the_network_does_not_take_is_one_line():
+def test_count_flops_reports_wrong_network_call():
     cure = r"; change it to call the network with \("
     missing = r"^forward\(\) in train\.py: TwoInputs\.forward\(\) missing 1 .*: 'age'"
     with pytest.raises(UserError, match=rf"{missing}{cure}image, age\)$"):
@@ -193,7 +193,7 @@ def test_a_call_that_the_network_does_not_take_is_one_line():
         count_two(TwoInputs(inner=True), forward_both, age=Field(np.float32))
 
 
-def test_a_field_that_samples_lack_is_one_line():
+def test_count_flops_reports_missing_field():
     message = r'^batch\["age"\]: samples have no such field, only image, label; '
     with pytest.raises(UserError, match=message):
         count_two(TwoInputs(), forward_both, label=LABEL)

@@ -28,7 +28,7 @@ from tests.helpers.small_run import command
 from train import build_state, forward
 
 
-def test_variables_of_torchrun(monkeypatch):
+def test_join_world_reads_torchrun_variables(monkeypatch):
     """Rank 1 of each of two nodes; without WORLD_SIZE, left-over variables mean nothing."""
     given = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.append(more))
@@ -47,13 +47,13 @@ def test_variables_of_torchrun(monkeypatch):
     assert group == {"timeout": timedelta(minutes=10), "rank": 3, "world_size": 4}
 
 
-def test_two_ranks(ranks):
+def test_world_with_two_ranks(ranks):
     done = ranks.run([sys.executable, str(Path(__file__).with_name("two_ranks.py"))], 2)
     lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # of torch 2.10
     assert lines == ["rank 0 is done", "rank 1 is done"], done.stderr
 
 
-def test_devices(monkeypatch):
+def test_resolve_device(monkeypatch):
     def gpus(number):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
@@ -69,7 +69,7 @@ def test_devices(monkeypatch):
             resolve_device("auto", rank, 3)
 
 
-def test_sync_bn_keeps_weights_and_keys():
+def test_sync_bn_conversion_keeps_weights_and_keys():
     """Only its conversion: torch computes SyncBatchNorm on GPUs only, as in the next test."""
     config = from_overrides(
         ["data=fake", "model=resnet_tiny", "data.image_size=32", "model.sync_bn=true"]
@@ -108,7 +108,7 @@ def losses(arguments: list[str], folder: Path, gpus: str) -> torch.Tensor:
 @pytest.mark.timeout(720)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("more", [[], COMPILED], ids=["eager", "compiled"])
-def test_sync_bn_trains_two_ranks_as_one_on_the_whole_batch(image_root, tmp_path, more):
+def test_sync_bn_two_ranks_equal_one(image_root, tmp_path, more):
     found = {}
     # One GPU trains without torch.compile, whose BatchNorm rounds differently; SyncBatchNorm is not
     # compiled. Seen: equal bits on two H200s in both modes, and on two H100s without compilation;
@@ -126,7 +126,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_signal_is_received_and_the_handlers_restored(number):
+def test_stop_signal_restores_handlers(number):
     before = [*map(signal.getsignal, STOPS)]
     with StopSignal(ALONE, Pool([])) as stop:
         assert not stop.poll()
@@ -137,7 +137,7 @@ def test_signal_is_received_and_the_handlers_restored(number):
     assert [*map(signal.getsignal, STOPS)] == before
 
 
-def test_repeated_and_ignored_signals(capfd):
+def test_stop_signal_repeated_and_ignored(capfd):
     """A scheduler may send SIGTERM twice; a second Ctrl-C interrupts anything in one process."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -28,7 +28,7 @@ def focal(logits: Tensor, targets: Tensor, *, class_weights: Tensor | None) -> T
     return ((1 - (-losses).exp()) ** 2 * losses).mean()
 
 
-def test_a_loss_gets_the_keys_that_it_takes(monkeypatch):
+def test_build_criterion_passes_accepted_keys(monkeypatch):
     """A key that it does not take is not ignored; tests/mistakes.csv has the other key."""
     monkeypatch.setitem(LOSSES, "focal", focal)
     weights = torch.linspace(0.5, 2, CLASSES)
@@ -48,7 +48,7 @@ def check_halves(criterion: Criterion) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_labels_equal_one_hot_targets(name):
+def test_loss_equal_for_labels_and_one_hot(name):
     loss = build_criterion(TrainConfig(loss=name, label_smoothing=0.1, class_weights="sampled"))
     torch.testing.assert_close(loss(LOGITS, LABELS), loss(LOGITS, ONE_HOT))
     check_halves(loss)
@@ -61,7 +61,7 @@ def weights_of(given: Any, *classes: str) -> list[float] | None:
     return None if weights is None else weights.tolist()
 
 
-def test_balanced_weights_are_scikit_learns():
+def test_class_weights_balanced_equal_sklearn():
     """compute_class_weight("balanced", classes=[0, 1, 2], y=[0] * 6 + [1] * 3 + [2])."""
     assert weights_of("balanced", "a", "b", "c") == pytest.approx([10 / 18, 10 / 9, 10 / 3])
     assert weights_of(None, "a", "b", "c") is None
@@ -75,7 +75,7 @@ def test_class_weights_by_name():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_class_weights(smoothing):
+def test_criterion_class_weights(smoothing):
     """The weight of an image's class multiplies all its loss, not as in torch (pytorch#104776)."""
     weights = torch.linspace(0.5, 20, CLASSES)
     criterion = build_criterion(TrainConfig(label_smoothing=smoothing), weights)
@@ -90,7 +90,7 @@ def test_class_weights(smoothing):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_bce_by_its_formula(smoothing):
+def test_bce_formula(smoothing):
     """That of timm: the threshold comes after smoothing and mixing."""
     config = TrainConfig(loss="bce", label_smoothing=smoothing)
     p = LOGITS.double().sigmoid()

@@ -49,7 +49,7 @@ def limited_loss(most: int, network: nn.Module, batch: Batch, **options: Any) ->
 
 
 @pytest.mark.parametrize(("most", "images", "found"), [(64, 64, None), (9, 64, 8), (5, 17, 4)])
-def test_micro_batches_halve_until_they_fit(monkeypatch, caplog, most, images, found):
+def test_fit_memory_halves_micro_batches(monkeypatch, caplog, most, images, found):
     """`found`: the most in a part; None if the schedule stays as it is. The state does, too."""
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, most))
@@ -71,7 +71,7 @@ def test_micro_batches_halve_until_they_fit(monkeypatch, caplog, most, images, f
     assert params_sha256(state.model) != before
 
 
-def test_not_even_one_image_fits(monkeypatch):
+def test_fit_memory_fails_below_one_image(monkeypatch):
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, 0))
     schedule, _, train_on_batch, batch = built("loader.batch_size=8")
@@ -88,7 +88,7 @@ def test_not_even_one_image_fits(monkeypatch):
         (replace(CUDA, size=2), 0, ["model.sync_bn=true"]),  # ranks wait in the forward pass
     ],
 )
-def test_what_is_not_tried(world, step, overrides):
+def test_fit_memory_skips_trial(world, step, overrides):
     schedule = schedule_of(*overrides)
     state = TrainState(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), step=step)
     step = FunctionStep(state.model, state, lambda batch: {})
@@ -107,11 +107,11 @@ def test_what_is_not_tried(world, step, overrides):
         (RuntimeError("worker 1 was killed by SIGKILL; is the host out of memory?"), "None"),
     ],
 )
-def test_message(error, says):
+def test_explain_limit_message(error, says):
     assert str(explain_limit(error)).endswith(says)
 
 
-def test_a_run_that_does_not_fit(image_root, tmp_path, monkeypatch):
+def test_run_keeps_fitted_micro_batch(image_root, tmp_path, monkeypatch):
     """It trains in parts, also when it is resumed where more memory is free."""
     batch = "loader.batch_size=16"
     whole = run(image_root, tmp_path / "whole", batch)
@@ -143,7 +143,7 @@ def train_on_a_full_gpu(mode: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize("compiled", ["off", pytest.param("default", marks=pytest.mark.slow)])
-def test_on_a_gpu(compiled):
+def test_fit_memory_on_gpu(compiled):
     """In a process of its own: what other tests hold would count as memory of this run."""
     code = f"from tests.engine.test_memory import train_on_a_full_gpu as f; f({compiled!r})"
     done = run_python("-c", code, seconds=300)  # it compiles again for each size

@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def test_auto_resumes_the_newest_intact_checkpoint(run):
+def test_run_auto_resumes_newest_intact_checkpoint(run):
     ten, twenty = checkpoint.files(run / "checkpoints")
     before = tree(run)
     assert directory(run).read_checkpoint()["identity"] == IDENTITY
@@ -51,7 +51,7 @@ def test_auto_resumes_the_newest_intact_checkpoint(run):
         open_run(run)
 
 
-def test_best_is_linked_after_a_kill(run):
+def test_run_links_best_after_kill(run):
     """The checkpoint says that it is the best; a kill has prevented best.pt."""
     best = add_checkpoint(run, 30, best={"step": 30, "top1": 50.0})
     assert open_run(run) == best
@@ -59,7 +59,7 @@ def test_best_is_linked_after_a_kill(run):
     assert open_run(run) == best
 
 
-def test_another_best_by_forgets_the_best_if_it_is_accepted(run):
+def test_run_forgets_best_if_best_by_changes(run):
     add_checkpoint(run, 30, best={"step": 30}, last={"step": 30})
     state = state_of()
     opened = directory(run)
@@ -71,7 +71,7 @@ def test_another_best_by_forgets_the_best_if_it_is_accepted(run):
     assert (state.best_validation, state.last_validation) == ({}, {})
 
 
-def test_new_run_starts_from_a_path(run, tmp_path):
+def test_run_resume_from_path(run, tmp_path):
     ten, twenty = checkpoint.files(run / "checkpoints")
     branch = tmp_path / "branch"
     for folder in (run, run / "checkpoints"):
@@ -86,7 +86,7 @@ def test_new_run_starts_from_a_path(run, tmp_path):
     check_refused("leave the key out to resume it, ", run, run, str(twenty))
 
 
-def test_never_moves_the_old_run_aside(run, tmp_path):
+def test_run_never_moves_old_run_aside(run, tmp_path):
     for path in checkpoint.files(run / "checkpoints"):
         path.write_bytes(b"partial")  # it does not read the checkpoints
     before = tree(run)
@@ -112,7 +112,7 @@ def check_refused(message: str, unchanged: Path, *arguments: Any) -> None:
     assert tree(unchanged) == before
 
 
-def test_changes_are_listed_and_accepted():
+def test_check_changes_lists_and_accepts():
     """At most six, those first that cannot change within a run."""
     now = {"data.val": "b", "optim.lr": 0.4, "train.seed": 0, "optim.momentum": 0.9}
     stored = {"data.val": "c", "optim.lr": 0.2, "train.seed": 0, "optim.betas": [0.9]}
@@ -132,14 +132,14 @@ def test_changes_are_listed_and_accepted():
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_a_change_that_no_state_fits_is_refused(name):
+def test_check_changes_rejects_fixed_keys(name):
     changes = changed_keys({"a": 1, name: 1}, {"a": 2, name: 2})
     message = rf"changed \(1\): {name}=1 \(now 2\); give run\.name=NAME to .*, unless one of these"
     with pytest.raises(UserError, match=message):
         check_changes(Path("step-7.pt"), changes, accept=True)
 
 
-def test_a_run_that_another_process_has_continued_is_refused(tmp_path):
+def test_run_resume_detects_progress_of_other_process(tmp_path):
     """It trained between the two steps of this start, and its steps would be lost."""
     with directory(tmp_path) as run:
         run.read_checkpoint()
@@ -156,7 +156,7 @@ def hold(path: Path, connection: Connection) -> None:
     connection.recv()
 
 
-def test_second_process_is_refused_until_the_first_one_is_killed(tmp_path):
+def test_run_lock_excludes_second_process(tmp_path):
     here, there = multiprocessing.Pipe()
     arguments = (tmp_path / "run", there)
     holder = multiprocessing.get_context("fork").Process(target=hold, args=arguments)
@@ -186,7 +186,7 @@ COMPLETE = {"status": "finished", "step": 20}
         ('{"status": "fin', 20, {"step": 20}, None),
     ],
 )
-def test_finished_run(run, text, stop_step, validated, finished):
+def test_run_finished_summary(run, text, stop_step, validated, finished):
     """Nothing is written in it; otherwise, an earlier summary is removed."""
     add_checkpoint(run, 20, last=validated)
     (run / "config.yaml").write_text("mine")

@@ -16,7 +16,7 @@ from tests.engine.plans import config, schedule
 CPU = torch.device("cpu")
 
 
-def test_count_steps():
+def test_schedule_steps():
     assert schedule(1_281_167, 256, 90).steps == 450_411  # 450,410.3
     assert schedule(100, 50, 0.001).steps == 1
     assert schedule(100, 10, 1.1).steps == 11  # 11.000000000000002 in floating point
@@ -33,14 +33,14 @@ def test_count_steps():
         ("epoch", 1.5, None, 50, [10]),
     ],
 )
-def test_what_is_due(what, epochs, max_steps, every, steps):
+def test_schedule_due(what, epochs, max_steps, every, steps):
     """Ten steps per epoch, log.every_steps=5, checkpoint.every_steps=4."""
     given = schedule(100, 10, epochs, max_steps, every)
     assert [s for s in range(1, given.stop_step + 1) if getattr(given.due(s), what)] == steps
     assert given.due(given.stop_step + 1).validate  # of a run whose train.max_steps was lowered
 
 
-def test_epochs_of_a_step_and_ten_rows_of_a_short_run():
+def test_schedule_epochs_and_log_interval():
     short = Schedule(schema.Config(train=TrainConfig(epochs=0.5)), 25_600)
     long = Schedule(schema.Config(train=TrainConfig(epochs=9)), 25_600)
     assert (short.stop_step, short.log_every, long.log_every) == (50, 5, 50)
@@ -83,7 +83,7 @@ def curve(
         (curve("linear", final_lr=1.0), {0: 2, 50: 1.5, 100: 1, 150: 1}),
     ],
 )
-def test_learning_rates_by_hand(one, expected):
+def test_schedule_lr_by_hand(one, expected):
     assert {step: one.lr(step) for step in expected} == pytest.approx(expected)
 
 
@@ -95,14 +95,14 @@ def test_learning_rates_by_hand(one, expected):
         (64, 8, 16, 1),  # of 4 images
     ],
 )
-def test_micro_batches(batch, micro_batch, ranks, found):
+def test_make_schedule_micro_batches(batch, micro_batch, ranks, found):
     """Parts of at most train.micro_batch images, for any number of ranks."""
     given = dataclasses.replace(config(batch), train=TrainConfig(micro_batch=micro_batch))
     assert make_schedule(given, 100, World(0, ranks, ranks, CPU), {}).num_micro_batches == found
 
 
 @pytest.mark.parametrize(("batch", "found"), [(12, 10), (2, 5)])
-def test_a_batch_that_the_ranks_cannot_share_is_refused(batch, found):
+def test_make_schedule_rejects_indivisible_batch(batch, found):
     message = rf"^loader\.batch_size={batch}: .* multiple of the 5 ranks; set it to {found}$"
     with pytest.raises(UserError, match=message):
         make_schedule(config(batch), 100, World(0, 5, 5, CPU), {})

@@ -44,7 +44,7 @@ def take_step(state: TrainState) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_loaded_state_continues_bit_for_bit(tmp_path, name):
+def test_train_state_load_is_bitwise_identical(tmp_path, name):
     straight = new_state(name)
     advance(straight, 3)
     straight.best_validation = {"step": 2, "top1": 40.0}
@@ -63,7 +63,7 @@ def test_loaded_state_continues_bit_for_bit(tmp_path, name):
     assert same(resumed.state_dict(), straight.state_dict())
 
 
-def test_average_of_buffers():
+def test_moving_average_buffers():
     """Running statistics are averaged, the number of batches is copied."""
     model = nn.BatchNorm1d(1)
     model.register_buffer("mask", torch.tensor(-torch.inf))
@@ -85,7 +85,7 @@ def test_params_sha256():
     assert params_sha256(nn.Linear(3, 3).bfloat16()) != params_sha256(nn.Linear(3, 3).bfloat16())
 
 
-def test_seed_of_a_step():
+def test_seed_step():
     def draw(seed, step, rank):
         torch.rand(step % 7)  # earlier random numbers have no effect
         seed_step(seed, step, rank, torch.device("cpu"))
@@ -97,7 +97,7 @@ def test_seed_of_a_step():
     assert len(set(first.values())) == len(cases)  # also (1, 11) and (11, 1)
 
 
-def test_resumed_optimizer_uses_the_options_of_the_current_config():
+def test_load_state_dict_keeps_current_optim_options():
     """Momentum buffers come from the checkpoint; weight decay and momentum from the config."""
     model = nn.Linear(4, 2)
     sgd = partial(torch.optim.SGD, [*model.parameters()], lr=0.1)
@@ -113,7 +113,7 @@ def test_resumed_optimizer_uses_the_options_of_the_current_config():
         assert torch.equal(first, second)
 
 
-def test_what_an_optimizer_counts_in_its_groups_is_resumed():
+def test_load_state_dict_resumes_group_counters():
     def built(count):  # as schedule-free optimisers and Prodigy
         model = nn.Linear(4, 2)
         groups = [{"params": [*model.parameters()], "count": count}]
@@ -130,7 +130,7 @@ def test_what_an_optimizer_counts_in_its_groups_is_resumed():
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "trained"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_everything_is_restored_on_exit(name, steps):
+def test_restored_on_exit_restores_everything(name, steps):
     """All values are restored, bit for bit and weights in place, also if the block raises."""
     state = new_state(name)
     advance(state, steps)
@@ -163,7 +163,7 @@ def test_everything_is_restored_on_exit(name, steps):
     check()
 
 
-def test_a_checkpoint_of_a_cpu_continues_on_a_gpu():
+def test_load_state_dict_moves_optimizer_to_gpu():
     """All of the optimiser's state moves to the GPU, for which the device "meta" stands."""
 
     def build(device, *, capturable):

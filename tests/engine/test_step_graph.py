@@ -96,7 +96,7 @@ def weights(state: TrainState) -> list[str]:
         (False, ["model=resnet_tiny", "model.freeze=[conv1,bn1,layer1]", "train.ema_decay=0.9"]),
     ],
 )
-def test_a_graph_gives_the_same_bits(mixed, overrides, world, monkeypatch):
+def test_step_graph_is_bitwise_identical(mixed, overrides, world, monkeypatch):
     monkeypatch.setitem(zoo.OURS, "vit_s16", short_vit)
     found = []
     for refused in ("", "for the comparison"):
@@ -114,7 +114,7 @@ def test_a_graph_gives_the_same_bits(mixed, overrides, world, monkeypatch):
     assert len({row["loss"] for row in found[0][1]}) >= STEPS - 1
 
 
-def test_a_parameter_group_may_scale_the_learning_rate(world):
+def test_train_step_applies_lr_scale(world):
     compute, state, train_on_batch = build(world, "model=resnet_tiny", "optim.decay_norms=false")
     groups = state.optimizer.param_groups
     groups[0]["lr_scale"] = 0.5
@@ -128,7 +128,7 @@ def test_a_parameter_group_may_scale_the_learning_rate(world):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_fp16_skips_a_step_that_overflows(world, optim):
+def test_step_graph_fp16_skips_overflow(world, optim):
     """Within the graph if the optimiser skips it on the device, as torch's fused ones do."""
     compute, state, train_on_batch = build(
         world, "model=resnet_tiny", "train.precision=fp16", f"optim={optim}"
@@ -150,7 +150,7 @@ def test_fp16_skips_a_step_that_overflows(world, optim):
 
 
 @pytest.mark.gpu
-def test_the_end_destroys_the_graph(world):
+def test_step_graph_exit_destroys_graph(world):
     """Also if it is still referred to: NCCL waits for its graphs."""
     compute, _, train_on_batch = build(world, "model=resnet_tiny")
     with train_on_batch:
@@ -163,7 +163,7 @@ def test_the_end_destroys_the_graph(world):
 
 
 @pytest.mark.gpu
-def test_the_same_bits_after_a_measurement(world):
+def test_step_graph_reset_after_measurement(world):
     """The optimiser's state moves in memory when a measurement of the step is undone."""
     found = []
     for measured in (True, False):
@@ -180,7 +180,7 @@ def test_the_same_bits_after_a_measurement(world):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("why", ["waits at its end", "waits in the optimiser", "draws on the host"])
-def test_a_step_that_a_graph_would_change_is_not_captured(why, world, caplog):
+def test_step_graph_does_not_capture_host_work(why, world, caplog):
     """One line says why, and the steps continue with the same results, dropout included."""
     found = []
     for waits in (True, False):
@@ -213,7 +213,7 @@ def test_a_step_that_a_graph_would_change_is_not_captured(why, world, caplog):
 
 
 @pytest.mark.parametrize("where", ["backward", "optimiser"])
-def test_a_step_that_fails_leaves_no_gradients(where):
+def test_clear_gradients_after_failed_step(where):
     """As a capture that fails; StepGraph calls `clear_gradients`."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 3))
     batch = batch_of(image=torch.ones(3, 3, 2, 2), label=torch.arange(3))

@@ -50,7 +50,7 @@ def install(nvml: Mock, monkeypatch: pytest.MonkeyPatch) -> Mock:
         (nvml_with(nvmlDeviceGetHandleByUUID=OSError("Not Found")), "Not Found"),
     ],
 )
-def test_without_nvml(nvml, warning, monkeypatch, caplog):
+def test_gpu_monitor_without_nvml(nvml, warning, monkeypatch, caplog):
     install(nvml, monkeypatch)
     monitor = GpuMonitor(CUDA)
     assert (monitor.sample(), monitor.throttled) == ({}, False)
@@ -58,7 +58,7 @@ def test_without_nvml(nvml, warning, monkeypatch, caplog):
     assert warning in message
 
 
-def test_the_gpu_is_found_by_its_uuid(monkeypatch):
+def test_gpu_monitor_finds_gpu_by_uuid(monkeypatch):
     """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 cuda:1 in torch; NVML ignores the variable."""
     known = {f"GPU-{UUIDS[1]}".encode(): "gpu"}
     install(nvml_with(nvmlDeviceGetHandleByUUID=known.__getitem__), monkeypatch)
@@ -73,7 +73,7 @@ def test_the_gpu_is_found_by_its_uuid(monkeypatch):
         *((mask, 1.0, True) for mask in (0x024, 0x068, 0x008, 0x010, 0x040, 0x080)),
     ],
 )
-def test_reduced_clocks(mask, reduced, throttled, monkeypatch):
+def test_gpu_monitor_throttling(mask, reduced, throttled, monkeypatch):
     query = {"nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: mask}
     install(nvml_with(**query), monkeypatch)
     monitor = GpuMonitor(CUDA)
@@ -81,14 +81,14 @@ def test_reduced_clocks(mask, reduced, throttled, monkeypatch):
     assert monitor.throttled == throttled
 
 
-def test_what_a_gpu_does_not_support_is_left_out(monkeypatch):
+def test_gpu_monitor_skips_unsupported_metrics(monkeypatch):
     refused = dict.fromkeys(["nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperature"], OSError("no"))
     install(nvml_with(**refused), monkeypatch)
     found = {"gpu/utilization": 90, "gpu/sm_clock_mhz": 1980, "gpu/throttled_fraction": 0.0}
     assert GpuMonitor(CUDA).sample() == found
 
 
-def test_memory_of_processes():
+def test_memory_figures_of_processes():
     """The memory of a worker that has died is not known."""
     needs_linux()
     before = memory_figures([], CPU)
@@ -101,7 +101,7 @@ def test_memory_of_processes():
 
 
 @pytest.mark.gpu
-def test_nvml(caplog):
+def test_gpu_monitor_with_nvml(caplog):
     pytest.importorskip("pynvml")
     with caplog.at_level(logging.INFO):
         found = GpuMonitor(CUDA).sample()
@@ -112,7 +112,7 @@ def test_nvml(caplog):
 
 
 @pytest.mark.gpu
-def test_the_allocator():
+def test_memory_figures_of_cuda_allocator():
     """Reading its counters does not wait for the GPU."""
     tensor = torch.ones(2**28, device="cuda").add_(1)  # 1 GiB; the first add_ waits for the GPU
     figures = memory_figures([], CUDA)

@@ -73,7 +73,7 @@ def curve(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
     return [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
 
 
-def test_after_restarts(tmp_path):
+def test_tracker_drops_later_rows_on_restart(tmp_path):
     """The rows and values of later steps are dropped: no step has two."""
     start(tmp_path, 0, [10, 20, 30, 40, 50], loss=1)
     start(tmp_path, 30, [40, 50, 60], loss=2)
@@ -90,7 +90,7 @@ def test_after_restarts(tmp_path):
     assert curve(curves(tmp_path), "train/loss") == [(10, 4), (20, 4)]
 
 
-def test_lines_that_are_no_rows_are_dropped(tmp_path):
+def test_tracker_drops_invalid_lines(tmp_path):
     start(tmp_path, 0, [10, 20])
     complete = (tmp_path / "metrics.jsonl").read_bytes()
     line = complete.splitlines()[0]
@@ -108,7 +108,7 @@ def test_lines_that_are_no_rows_are_dropped(tmp_path):
     assert not rows(tmp_path, "val")
 
 
-def test_tags_and_values(tmp_path):
+def test_tracker_writes_tags_and_values(tmp_path):
     """One more value of `train_step` has a curve."""
     with Tracker(tmp_path, CONFIG, at(0)) as tracker:
         tracker.write_row({**train_row(20), "grad_norm": 1.23456789})
@@ -131,7 +131,7 @@ def test_tags_and_values(tmp_path):
 
 
 @pytest.mark.parametrize("broken", ["metrics.jsonl", "TensorBoard", "per_class.json"])
-def test_output_that_cannot_be_written(tmp_path, broken, caplog, monkeypatch):
+def test_tracker_warns_once_about_unwritable_output(tmp_path, broken, caplog, monkeypatch):
     """One warning. A folder instead of a file: this also stops root."""
     if broken == "TensorBoard":
         full = Mock(side_effect=OSError("No space left on device"))

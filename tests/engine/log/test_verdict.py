@@ -71,13 +71,13 @@ SAYS: list[tuple[list[StepTimes], Setup, str]] = [
 
 
 @pytest.mark.parametrize(("ranks", "setup", "says"), SAYS)
-def test_sentences(ranks, setup, says):
+def test_judge_sentences(ranks, setup, says):
     for order in (ranks, ranks[::-1]):
         text = judge(order, setup)
         assert all(part in text for part in says.split(" ... ")), text
 
 
-def test_a_short_time_has_no_verdict(image_root):
+def test_verdict_of_requires_20_seconds(image_root):
     """It needs 20 s of each rank."""
     short, long = (RUNS_WELL._replace(seconds=seconds) for seconds in (19.9, 20.0))
     with opened(image_root, workers=0) as feed:
@@ -101,14 +101,14 @@ RE_ENCODE = "re-encode the images: python scripts/prepare.py SOURCE --to DIR --s
         ([], 100, "compute-bound", None),
     ],
 )
-def test_the_remedy_for_this_run(overrides, kilobytes, cause, expected):
+def test_remedy_for_run(overrides, kilobytes, cause, expected):
     config = from_overrides(["data=fake", "data.image_size=32", *overrides])
     train = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes)
     feed = SimpleNamespace(config=config, datasets=SimpleNamespace(train=train), num_cores=4)
     assert remedy_for(cause, feed) == expected
 
 
-def test_what_remedies_say_to_give_can_be_given():
+def test_remedies_name_valid_overrides():
     texts = " ".join([*REMEDIES.values(), AUTO, RE_ENCODE])
     assert {*re.findall(r"[a-z]+\.[a-z_]+", texts)} - {"prepare.py"} <= {*NAMES}
     from_overrides(["data=fake", *re.findall(r"[a-z]+\.[a-z]+=[a-z]+", texts)])

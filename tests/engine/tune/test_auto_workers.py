@@ -27,7 +27,7 @@ def tuning(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return [line.removeprefix("autotune  ") for line in lines if line.startswith("autotune")]
 
 
-def test_other_workers_do_not_change_the_result(image_root, tmp_path, monkeypatch, capfd):
+def test_auto_workers_do_not_change_result(image_root, tmp_path, monkeypatch, capfd):
     """A measurement leaves no trace, also after a stop and a resume."""
     monkeypatch.setattr(tune, "workers_for", lambda *_: 2)
     small_run.run(image_root, tmp_path / "1", *FAKE)
@@ -41,7 +41,7 @@ def test_other_workers_do_not_change_the_result(image_root, tmp_path, monkeypatc
     assert rows(tmp_path / "auto", "val") == rows(tmp_path / "1", "val")
 
 
-def test_few_steps_are_not_worth_a_measurement(image_root, tmp_path, capfd):
+def test_auto_workers_not_measured_for_few_steps(image_root, tmp_path, capfd):
     small_run.run(image_root, tmp_path / "run", AUTO, "train.max_steps=1")
     assert not tuning(capfd)
     assert column(tmp_path / "run", "train", "workers") == [1]
@@ -62,7 +62,7 @@ sys.exit(train.main(from_overrides(sys.argv[1:])))
 
 
 @pytest.mark.slow
-def test_ranks_measure_together(image_root, tmp_path, ranks):
+def test_auto_workers_with_two_ranks(image_root, tmp_path, ranks):
     """Rank 0 prints the answer, and the weights are those without a measurement."""
     script, hashes = tmp_path / "measures.py", []
     script.write_text(MEASURES)

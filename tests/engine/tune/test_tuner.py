@@ -40,18 +40,18 @@ class Rated(Tuner):
         (6700, (6900, 7000, 6000), "hybrid", "hybrid"),
     ],
 )
-def test_the_cpu_if_it_is_enough_else_the_faster_mode(step_rate, rates, mode, tried):
+def test_tuner_selects_faster_mode(step_rate, rates, mode, tried):
     """The CPU needs a little more than the step. The third mode is not tried."""
     tuner = Rated(dict(zip(MODES, rates, strict=True)), step_rate)
     assert (tuner.choose(), tuner.newest) == (mode, tried)
 
 
-def test_a_resumed_run_keeps_its_mode():
+def test_tuner_keeps_mode_of_resumed_run():
     """Even if it fails now: the training then says why."""
     assert Rated({"hybrid": 0.0}, 1000).choose() == "hybrid"
 
 
-def test_a_mode_that_a_rank_lacks_is_not_tried(monkeypatch):
+def test_tuner_skips_mode_missing_on_a_rank(monkeypatch):
     """Else this rank would wait for a measurement that the other one does not make."""
 
     def gathered(_, value):  # the other rank has the CPU's mode only, and is twice as fast
@@ -72,6 +72,6 @@ def test_a_mode_that_a_rank_lacks_is_not_tried(monkeypatch):
         (6000, 12.0, 80),
     ],
 )
-def test_workers_that_wait_for_storage_need_no_core(step_rate, storage, workers):
+def test_workers_for_adds_workers_waiting_for_storage(step_rate, storage, workers):
     times = StepTimes(images_per_second=5000, image_cpu_ms=3.0, image_storage_ms=storage)
     assert workers_for(times, 15, step_rate) == workers
