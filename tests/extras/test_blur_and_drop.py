@@ -34,7 +34,7 @@ def blurred(conv: nn.Module, inputs: tuple[Tensor]) -> Tensor:
     ("name", "size", "count"),
     [pytest.param("resnet50", 50, 6, marks=pytest.mark.slow), ("resnet_tiny", 32, 4)],
 )
-def test_blur_is_the_published_one(name, size, count):
+def test_blur_pool_equals_published(name, size, count):
     """In the convolutions that FFCV replaces."""
     ours, theirs = build(name, size, blur_pool=True).double(), build(name, size).double()
     assert sum(isinstance(module, BlurredConv) for module in ours.modules()) == count
@@ -49,7 +49,7 @@ def test_blur_is_the_published_one(name, size, count):
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-9)
 
 
-def test_weights_are_those_of_the_plain_model():
+def test_blur_and_drop_keeps_initial_weights():
     args = {"base": "resnet18", "blur_pool": True, "stochastic_depth_prob": 0.1}
     more, states = {"zero_init_residual": True}, []
     for name, given in (("resnet18", more), (NAME, args | more)):
@@ -85,7 +85,7 @@ def with_hooks(model: nn.Module, name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", BRANCHES)
-def test_it_is_torchvisions_stochastic_depth(name):
+def test_stochastic_depth_equals_torchvision(name):
     """Logits and gradients of a training step, from the same state of the generator."""
     found, expected = dropping(name, LAST), with_hooks(dropping(name, 0.0), name)
     expected.load_state_dict(found.state_dict())

@@ -46,7 +46,7 @@ def row(epoch: int, top1: float = 0.0) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("std", "expected"), [(0.123, "76.1 ± 0.12 is expected"), (None, "76.1 is expected")]
 )
-def test_the_summary_at_the_end(std, expected):
+def test_expectation_finish_summary(std, expected):
     """It has the facts of the recipe. A run that stops earlier is not compared."""
     line = f"recipe    top1 75.70 %: {expected} (published, torchvision IMAGENET1K_V1)"
     compared = {**FACTS, "std": std, "value": "top1", "difference": -0.4, "line": line}
@@ -72,6 +72,6 @@ OTHERS += [("fitted", 64), ("history", ("began at",))]  # smaller parts; it cont
         ([], {"image": "tar: 1.PNG", "format": "lossless"}, True),
     ],
 )
-def test_which_runs_are_compared(typed, changes, compared):
+def test_expectation_compared_runs(typed, changes, compared):
     found = expectation(*typed, last=row(3), **changes).finish({})
     assert (found["expectation"] is not None) == compared

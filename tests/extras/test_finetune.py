@@ -36,7 +36,7 @@ def decided(images: int, *typed: str, ranks: int = 1) -> dict[str, Any]:
     return config_values(complete(config, images, ranks))
 
 
-def test_values_from_the_number_of_images(pretrained):
+def test_complete_depends_on_number_of_images(pretrained):
     config = from_overrides(["recipe=finetune", "data.root=/x", f"model.weights={pretrained}"])
     weights, images = complete(config, 18).notes
     assert weights.startswith(f"from {pretrained}: ") and "model.name=resnet_tiny" in weights
@@ -49,7 +49,7 @@ def test_values_from_the_number_of_images(pretrained):
         assert values["schedule.warmup_epochs"] == epochs / 10  # 0.1 * 12 has 17 digits
 
 
-def test_override_keys_override_what_the_program_decides(pretrained):
+def test_complete_keeps_overrides(pretrained):
     weights = f"model.weights={pretrained / 'checkpoints' / 'best.pt'}"
     values = decided(36, weights, "loader.batch_size=512", "train.epochs=5", "data.std=[1,1,1]")
     assert values["loader.batch_size"] == 512 and values["optim.lr"] == 0.03
@@ -77,7 +77,7 @@ def test_override_keys_override_what_the_program_decides(pretrained):
         ("a.pth", lambda w: {"arch": "of_timm", "state_dict": w}, "timm/of_timm", None),
     ],
 )
-def test_files_of_other_projects(tmp_path, file, content, name, resize):
+def test_complete_for_files_of_other_projects(tmp_path, file, content, name, resize):
     if name.startswith("timm/"):
         pytest.importorskip("timm")
     model = models.build("resnet_tiny", num_classes=5, image_size=64)
@@ -92,7 +92,7 @@ def test_files_of_other_projects(tmp_path, file, content, name, resize):
     assert decided(36, weights, "model=resnet18")["model.name"] == "resnet18"
 
 
-def test_another_size_keeps_the_share_of_the_image(pretrained, tmp_path):
+def test_complete_size_keeps_crop_ratio(pretrained, tmp_path):
     out = tmp_path / "exported.safetensors"
     words = [str(pretrained), "--to", "safetensors", "--out", str(out), "train.device=cpu"]
     words += ["augment=imagenet", "data.val_size=28"]
@@ -105,7 +105,7 @@ def test_another_size_keeps_the_share_of_the_image(pretrained, tmp_path):
             assert crop == {"center_crop": {"size": size}}
 
 
-def test_what_is_decided_is_the_same_at_the_next_start(pretrained, image_root, tmp_path):
+def test_finetune_resumes_with_same_values(pretrained, image_root, tmp_path):
     """So it resumes; tests/test_train.py has frozen layers."""
     words = ["recipe=finetune", f"model.weights={pretrained}", f"data.root={image_root}", *FAST]
     words += ["train.epochs=20", "model.freeze=[conv1,bn1]", f"run.dir={tmp_path / 'run'}"]

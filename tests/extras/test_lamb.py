@@ -14,7 +14,7 @@ BETAS, EPS, DECAY = (0.9, 0.99), 1e-6, 0.02
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-def test_by_its_formula(zeros):
+def test_lamb_formula(zeros):
     """The trust ratio of weights that are 0 is 1."""
     model = nn.Linear(3, 2, bias=False)
     if zeros:
@@ -38,7 +38,7 @@ def test_by_its_formula(zeros):
         np.testing.assert_allclose(model.weight.detach().numpy(), weights, rtol=1e-5, atol=1e-6)
 
 
-def test_its_options():
+def test_lamb_options():
     config = from_overrides(["data=fake", "optim=lamb", "optim.betas=[0.8,0.95]", "optim.eps=1e-5"])
     assert (config.optim.name, config.changed["optim.name"]) == ("extras.lamb:lamb", "lamb")
     optimizer = build_optimizer(nn.Linear(2, 2), config.optim)

@@ -35,7 +35,7 @@ SHARES = {
 
 
 @pytest.mark.parametrize("case", SHARES)
-def test_macro_means_are_scikit_learns(case):
+def test_macro_means_equal_sklearn(case):
     rng, (of_labels, of_predictions) = np.random.default_rng(0), map(np.array, SHARES[case])
     classes, count = len(of_labels), 500
     label = rng.choice(classes, count, p=of_labels / of_labels.sum())
@@ -53,7 +53,7 @@ def test_macro_means_are_scikit_learns(case):
 
 @pytest.mark.parametrize("ones", [0.5, 0.01])
 @pytest.mark.parametrize("digits", [1, 6], ids=["ties", "no ties"])
-def test_area_under_the_curve_is_scikit_learns(ones, digits):
+def test_roc_auc_equals_sklearn(ones, digits):
     rng = np.random.default_rng(0)
     label = (rng.random(1000) < ones).astype(np.int64)
     score = np.round(rng.random(1000) + 0.3 * label, digits).astype(np.float32)
@@ -62,7 +62,7 @@ def test_area_under_the_curve_is_scikit_learns(ones, digits):
     assert roc_auc(label, np.zeros(1000)) == 50 and roc_auc(label, label) == 100
 
 
-def test_values_of_a_validation_of_two_classes():
+def test_metrics_of_two_class_validation():
     """The images are the logits. As probabilities, those of the first two would both be 1."""
     logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])
     batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
@@ -77,7 +77,7 @@ def test_values_of_a_validation_of_two_classes():
     assert not metrics["macro_f1"].console and not metrics["auc"].console
 
 
-def test_expected_calibration_error():
+def test_calibration_error_formula():
     """The formula of arXiv 1706.04599, with bins (0, 1/15], (1/15, 2/15], ..."""
     rng = np.random.default_rng(0)
     confidence = rng.random(500).astype(np.float32)
@@ -89,7 +89,7 @@ def test_expected_calibration_error():
     assert calibration_error(top1, confidence) == pytest.approx(error, abs=1e-5) and error > 5
 
 
-def test_the_best_checkpoint_by_one_of_them(image_root, tmp_path, toy_runs):
+def test_best_by_ece(image_root, tmp_path, toy_runs):
     summary = run(image_root, tmp_path, "loader.workers=0", "train.best_by=-ece")
     found = rows(tmp_path, "val")
     assert summary["best_ece"] == pytest.approx(min(row["ece"] for row in found), abs=1e-3)

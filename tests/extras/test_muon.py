@@ -49,7 +49,7 @@ def muon_step(weight: np.ndarray, average: np.ndarray, gradient: np.ndarray) -> 
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_by_its_formula(fixed):
+def test_muon_formula(fixed):
     """The second to fourth convolution are the hidden layers; the others are trained by SGD."""
     model, twin = build(), build()
     args = "optim.args={rate: 0.05, fixed_norm: true}" if fixed else "optim.args={rate: 0.05}"
@@ -80,7 +80,7 @@ def test_by_its_formula(fixed):
             torch.testing.assert_close(parameter, twin.get_parameter(name), rtol=0, atol=0)
 
 
-def test_frozen_and_single_channel_layers_do_not_move_the_first_one():
+def test_hidden_weights_with_frozen_layer():
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.Conv2d(4, 6, 3), nn.Conv2d(6, 6, 3), nn.Linear(6, 2)
     )

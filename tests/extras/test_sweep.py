@@ -34,12 +34,12 @@ NAME = "resnet50,data=fake"
         ("model.weights=a/best.pt,b/best.pt", ["a/best.pt", "b/best.pt"]),
     ],
 )
-def test_syntax_of_sweeps(typed, expected):
+def test_sweep_syntax(typed, expected):
     key = typed.partition("=")[0].lstrip("+")
     assert list(Sweep([FAKE, typed]).jobs) == [(f"{key}={value}",) for value in expected]
 
 
-def test_the_configs_of_all_jobs_are_printed(capsys):
+def test_sweep_cfg_job_prints_all_jobs(capsys):
     words = [FAKE, "-m", "train.seed=range(3)", "--cfg", "job"]
     with pytest.raises(SystemExit) as stop:
         cli.parse(words, script="train.py", purpose="")
@@ -48,7 +48,7 @@ def test_the_configs_of_all_jobs_are_printed(capsys):
     assert [config["train"]["seed"] for config in yaml.safe_load_all(printed)] == [0, 1, 2]
 
 
-def test_a_search_is_not_composed():
+def test_sweep_search_checks_first_job_only():
     """A plugin draws jobs of any number of combinations, of which only the first is checked."""
     keys = ("lr", "momentum", "weight_decay", "clip_norm")
     words = [f"optim.{key}=range(0.01,1,0.01)" for key in keys]
@@ -65,12 +65,12 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES.items())
-def test_mistakes(words, message, capsys):
+def test_sweep_errors_before_first_job(words, message, capsys):
     """They are found before the first job starts."""
     assert message in refusal(["-m", "data.root=.", *words.split()], capsys)
 
 
-def test_refused_elsewhere(monkeypatch, capsys):
+def test_sweep_rejected_for_scripts_and_torchrun(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.parse(["-m", "optim.lr=1,2", FAKE], script="bench.py", purpose="")
     assert "-m: only train.py has sweeps; start this" in capsys.readouterr().err
@@ -143,7 +143,7 @@ def sweep(folder: Path, outcomes: list[Any], *more: str) -> tuple[int, list[str]
     return process.returncode, (folder / "started").read_text().split(), out
 
 
-def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path):
+def test_sweep_continues_after_failed_job(tmp_path):
     status, started, out = sweep(tmp_path, [0, 1, 0])
     assert (status, started) == (1, ["0", "1", "2"])
     first, _, third = (NAME.replace(",", f",train.seed={seed},") for seed in range(3))
@@ -168,7 +168,7 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path):
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )
-def test_a_signal_reaches_the_job(tmp_path, number):
+def test_sweep_signal_stops_job(tmp_path, number):
     """The job saves, and the sweep ends with its status; also if the sweep itself is killed."""
     if number == signal.SIGKILL:
         needs_linux()  # prctl
@@ -185,7 +185,7 @@ def test_a_signal_reaches_the_job(tmp_path, number):
     assert (tmp_path / "saved").exists() and (tmp_path / "started").read_text() == "0\n"
 
 
-def test_installed_plugins_run(tmp_path):
+def test_sweep_runs_installed_plugin(tmp_path):
     """They get the overrides that vary, and the best score of each job, or that of a failed one."""
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "backwards.py").write_text(PLUGIN)

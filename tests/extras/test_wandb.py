@@ -17,7 +17,7 @@ def start(root: Path, folder: Path, steps: int) -> None:
     train.train(compose(root, folder, "loader.workers=0", *options))
 
 
-def test_the_rows_of_two_starts(image_root, tmp_path, monkeypatch):
+def test_wandb_rows_of_two_starts(image_root, tmp_path, monkeypatch):
     """The second one continues the run, also in another place; another directory is another."""
     wandb = MagicMock(Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", wandb)

@@ -57,7 +57,7 @@ def row_of(picture: decode.Picture) -> np.ndarray:
 
 @pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("seed", range(6))
-def test_drawn_geometry_is_that_of_the_cpu_path(entries, seed):
+def test_geometry_equals_cpu_path(entries, seed):
     image = np.asarray(draw_image("waves", np.random.default_rng(seed)))
     chain = transform(entries)
     drawn = chain(file_of((image.shape[1], image.shape[0])), sample_rng(1, 2, seed))
@@ -65,7 +65,7 @@ def test_drawn_geometry_is_that_of_the_cpu_path(entries, seed):
     np.testing.assert_array_equal(apply(row_of(drawn), image, 48), expected)
 
 
-def test_geometry_that_the_kernel_cannot_make():
+def test_write_geometry_rejects_unsupported():
     picture, row = file_of((100, 80)), np.zeros(geometry.COLUMNS)
     assert not write_geometry(picture.cropped((-1, 0, 40, 20)), row)
     assert not write_geometry(picture.resized((50, 50)).resized((20, 20)), row)
@@ -105,7 +105,7 @@ UNUSUAL: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("kind", [*USUAL, *UNUSUAL])
-def test_engines_get_only_usual_files(kind):
+def test_engines_support_only_usual_files(kind):
     data = (USUAL | UNUSUAL)[kind]
     assert bool(decode.colour_size(data) and engines_support(data)) == (kind in USUAL)
 
@@ -128,7 +128,7 @@ def grey_batch(level: int, side: int = 512) -> tuple[Any, ...]:
 
 
 @pytest.mark.gpu
-def test_engines_wait_for_kernels_that_use_the_memory(monkeypatch):
+def test_gpu_decoder_waits_for_kernels_before_write(monkeypatch):
     """They write when they are called, not when the stream gets there."""
     from extras.gpu_decode import crop_kernel
 
@@ -176,7 +176,7 @@ def cropped(rows: np.ndarray, images: list[np.ndarray], device: torch.device) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
-def test_kernel_makes_the_pixels_of_the_cpu_path(entries):
+def test_crop_kernel_equals_cpu_path(entries):
     """To one level, if both get the same pixels."""
     chain, count = transform(entries), 12
     # Pixels of 0 and 255 only, where a bicubic filter overshoots most.
@@ -194,7 +194,7 @@ def test_kernel_makes_the_pixels_of_the_cpu_path(entries):
 @pytest.mark.gpu
 @pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("mode", ["gpu", "hybrid"])
-def test_batches_agree_with_the_cpu_path(tmp_path, entries, mode):
+def test_gpu_decode_batches_close_to_cpu_path(tmp_path, entries, mode):
     """Engines and libjpeg differ in inverse DCT and chroma upsampling, most in synthetic images."""
     names = ["waves", "dots", "rings", "plaid"] * 6
     images = [draw_image(name, np.random.default_rng(i)) for i, name in enumerate(names)]

@@ -87,7 +87,7 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_decode, "GpuDecoder", PillowEngines)
 
 
-def test_workers_decode_what_the_engines_cannot(changeable, monkeypatch):
+def test_engine_stage_workers_decode_unsupported(changeable, monkeypatch):
     """Other kinds of files, large ones, and those to be turned; the engines get the next ones."""
     plain = crops(changeable)
     plain.exif_orientation = True
@@ -121,7 +121,7 @@ def test_workers_decode_what_the_engines_cannot(changeable, monkeypatch):
         (3e-3, math.inf, gpu_decode.MAX_SHARE),
     ],
 )
-def test_engines_take_the_smallest_share_that_is_enough(image_root, sent, demand, share):
+def test_engine_stage_takes_smallest_fraction(image_root, sent, demand, share):
     """Two workers decode 1,000 images/s, the engines 3,000; a worker takes `sent` for a file."""
     stage = JpegEngineStage(crops(image_root / "train"))
     shared = stage.shared.array
@@ -134,7 +134,7 @@ def test_engines_take_the_smallest_share_that_is_enough(image_root, sent, demand
         assert shared[gpu_decode.SHARE] == pytest.approx(expected)
 
 
-def test_a_share_that_splits_no_task_exactly(image_root):
+def test_engine_stage_fraction_between_task_sizes(image_root):
     """31 of 32 files are 7.75 of eight: the engines get all in three of four tasks."""
     dataset = with_engines(image_root / "train", "hybrid", 31 / 32)
     with open_loader(dataset, workers=1) as loader:
@@ -148,7 +148,7 @@ def test_a_share_that_splits_no_task_exactly(image_root):
 @pytest.mark.usefixtures("pillow")
 @pytest.mark.parametrize("batch", ["[]", "[mixup]"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_mode_makes_the_batches_of_the_cpu(image_root, workers, batch, monkeypatch):
+def test_engine_stage_modes_equal_cpu_batches(image_root, workers, batch, monkeypatch):
     """Bit for bit, with every transform of a batch; the CPU decodes all validation images."""
     # The share of the engines would follow from what a busy machine measures.
     monkeypatch.setattr(JpegEngineStage, "_balance", lambda stage: None)
@@ -207,7 +207,7 @@ def extended(dataset: Any, *overrides: str, device: torch.device = CUDA) -> Any:
         (listed(CROP, kind=Edges), "the dataset makes the images itself"),
     ],
 )
-def test_datasets_that_leave_nothing_to_the_engines(caplog, dataset, reason):
+def test_engines_not_used_for_unsupported_datasets(caplog, dataset, reason):
     caplog.set_level("INFO")
     assert isinstance(extended(dataset), JpegEngineStage) == (not reason)
     if isinstance(dataset, FolderDataset):
@@ -217,7 +217,7 @@ def test_datasets_that_leave_nothing_to_the_engines(caplog, dataset, reason):
             extended(dataset, f"loader.decoder={mode}")
 
 
-def test_machines_and_keys_that_exclude_the_engines(monkeypatch, caplog):
+def test_engines_not_used_for_machines_and_keys(monkeypatch, caplog):
     caplog.set_level("INFO")
     dataset = listed(CROP)
     plain = dataset.stage
@@ -237,7 +237,7 @@ def test_machines_and_keys_that_exclude_the_engines(monkeypatch, caplog):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["cpu", "gpu"])
-def test_images_that_a_gpu_decodes_get_their_operations(image_root, mode):
+def test_engine_stage_with_drawn_operations(image_root, mode):
     """Those that follow from the levels of the same images without operations."""
     drawn = pytest.importorskip("extras.rand_augment.on_gpu")
     crop = "{random_resized_crop: {size: 48}}, horizontal_flip"
@@ -266,7 +266,7 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root, mode):
 
 @pytest.mark.usefixtures("pillow")
 @pytest.mark.parametrize("error", [JpegEngineError("status 6"), torch.OutOfMemoryError("large")])
-def test_the_cpu_decodes_what_the_engines_refuse(error, image_root, monkeypatch):
+def test_engine_stage_falls_back_to_cpu(error, image_root, monkeypatch):
     """Bit for bit, in the training process."""
     with opened(image_root, "data.image_size=48") as plain:
         expected = training(plain)
@@ -276,7 +276,7 @@ def test_the_cpu_decodes_what_the_engines_refuse(error, image_root, monkeypatch)
 
 
 @pytest.mark.usefixtures("pillow", "toy_runs")
-def test_two_workers_send_files_on_two_cores(image_root, tmp_path, monkeypatch, capfd):
+def test_auto_workers_hybrid_uses_two_workers(image_root, tmp_path, monkeypatch, capfd):
     """One would supply 5,700 images/s on a host on which two supply 6,200 (H200)."""
     measure_on_cpu(monkeypatch.setattr)
     monkeypatch.setattr("engine.tune.Tuner.choose_mode", lambda *_: "hybrid")
@@ -285,7 +285,7 @@ def test_two_workers_send_files_on_two_cores(image_root, tmp_path, monkeypatch, 
 
 
 @pytest.mark.usefixtures("pillow", "toy_runs", "own_logging")
-def test_engines_that_fail_are_not_used(image_root, tmp_path, monkeypatch, caplog):
+def test_auto_workers_skips_failing_engines(image_root, tmp_path, monkeypatch, caplog):
     """The weights are those of the CPU, which loader.workers=auto takes."""
     auto = "loader.workers=auto", "augment=imagenet"
     measure_on_cpu(monkeypatch.setattr)

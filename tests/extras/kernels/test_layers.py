@@ -46,7 +46,7 @@ def gradient(tensor: Tensor) -> Tensor:
     return tensor.grad.clone()
 
 
-def test_layers_of_a_resnet_are_replaced_once():
+def test_rewrite_replaces_resnet_layers_once():
     """The parameters remain the same objects: an optimiser that was created before is valid."""
     model = models.build("resnet18", num_classes=10, image_size=64)
     before, decayed = [*model.parameters(), *model.buffers()], linear_weights(model)
@@ -59,7 +59,7 @@ def test_layers_of_a_resnet_are_replaced_once():
 
 
 @pytest.mark.parametrize("size", [64, pytest.param(65, marks=pytest.mark.slow)])
-def test_rewritten_resnet_computes_the_same(size):
+def test_rewrite_resnet_equals_plain(size):
     """float64, except the float32 sums of the statistics: an error of 2**-24 in each layer."""
     plain, rewritten = pair(torch.float64)
     generator = torch.Generator().manual_seed(1)
@@ -110,7 +110,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("layer", OTHERS, ids=str)
-def test_other_layers_are_not_replaced(layer):
+def test_rewrite_keeps_other_layers(layer):
     assert type(exchanged(layer)) is type(layer)
 
 
@@ -144,7 +144,7 @@ def check(layer: nn.Module, *inputs: Tensor, bound: float = 0) -> None:
     [(2, 3, 32, 32), (1, 3, 2, 2), (2, 3, 18, 46), (1, 3, 31, 32), (1, 3, 32, 31), (1, 3, 7, 7)],
 )
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_convolution_over_blocks_is_exact(shape, memory_format):
+def test_block_conv_is_exact(shape, memory_format):
     """Odd sides use the plain layer."""
     torch.manual_seed(0)
     images = torch.randn(shape, dtype=torch.float64).to(memory_format=memory_format)
@@ -164,7 +164,7 @@ def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("repeatable")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_variance_of_values_far_from_zero(device, dtype):
+def test_batch_norm_variance_far_from_zero(device, dtype):
     """Mean 100, deviation 1: the sums are in float32, and shifted by one of the values."""
     generator = torch.Generator(device).manual_seed(3)
     images = 100 + torch.randn(32, 64, 14, 14, generator=generator, device=device)
@@ -195,7 +195,7 @@ ODD_SHAPES = [(2, 8, 15, 16), (2, 8, 16, 15), (2, 8, 7, 7)]  # for which the pla
 
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_positions_of_the_maxima(values, shape):
+def test_max_pool_positions(values, shape):
     """The forward pass needs no GPU. The first of equal values is selected, padding never."""
     torch.manual_seed(0)
     images = VALUES[values](torch.randn(shape)).requires_grad_()
@@ -214,7 +214,7 @@ def test_positions_of_the_maxima(values, shape):
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("shape", [(8, 64, 112, 112), *SHAPES, *ODD_SHAPES])
 @pytest.mark.parametrize("values", VALUES)
-def test_pooling_has_the_bits_of_the_plain_layer(values, shape, memory_format, dtype):
+def test_max_pool_is_bitwise_identical(values, shape, memory_format, dtype):
     """Both sum up to four gradients per pixel in float32, in the order of the windows."""
     torch.manual_seed(0)
     images = VALUES[values](torch.randn(shape, device="cuda"))
@@ -223,7 +223,7 @@ def test_pooling_has_the_bits_of_the_plain_layer(values, shape, memory_format, d
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["one value for all", "transposed", "with gaps"])
-def test_pooling_takes_any_layout_of_the_gradient(layout):
+def test_max_pool_gradient_layouts(layout):
     torch.manual_seed(0)
     images = torch.randn(2, 12, 8, 8, device="cuda").to(memory_format=torch.channels_last)
     grad = {
@@ -263,7 +263,7 @@ def train_two_steps(
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
-def test_compiled_resnet_learns_the_same_in_float64():
+def test_rewrite_compiled_resnet_float64():
     """Up to rounding: no error is hidden by a tolerance for low precision."""
     plain, rewritten = (model.double() for model in pair(torch.float32, "cuda"))
     images = torch.randn(32, 3, 64, 64, device="cuda", dtype=torch.float64)
@@ -277,7 +277,7 @@ def test_compiled_resnet_learns_the_same_in_float64():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
-def test_compiled_vit_learns_the_same_in_bf16():
+def test_rewrite_compiled_vit_bf16():
     """Losses to 1 %; gradient errors little above those of the plain model."""
     torch.manual_seed(0)
     plain = short_vit(10, 64).cuda()
@@ -302,7 +302,7 @@ def add_norm(width: int) -> AddNorm:
     return module
 
 
-def test_norm_on_the_cpu_is_the_plain_layer():
+def test_add_norm_on_cpu_equals_plain():
     module = add_norm(24)
     assert type(exchanged(module)) is OnePassAddNorm
     check(module, torch.randn(2, 5, 24), torch.randn(2, 5, 24).bfloat16())
@@ -311,7 +311,7 @@ def test_norm_on_the_cpu_is_the_plain_layer():
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [24, 384, 768, 1000, 4096])
 @pytest.mark.parametrize("rows", [(1,), (3, 7), (64, 196)])
-def test_gradients_of_the_norm_compared_with_float64(width, rows):
+def test_add_norm_gradients_equal_float64(width, rows):
     """float32 results are exact to float32 rounding; bf16 results are the rounded exact ones."""
     module = add_norm(width).cuda()
     generator = torch.Generator("cuda").manual_seed(1)

@@ -114,7 +114,7 @@ def by_row(image: np.ndarray, row: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("size", [1, 2, 33])
 @pytest.mark.parametrize("name", ALL)
-def test_rows_describe_the_operations_of_pillow(name, size):
+def test_kernel_row_describes_pillow_operation(name, size):
     image = np.random.default_rng(0).integers(0, 256, (size, size, 3), np.uint8)
     for operation in all_operations(name, size):
         row = np.array(kernel_row(operation, (size, size)))
@@ -152,7 +152,7 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(TRIVIAL, "[random_erasing]", 2, CUDA, marks=pytest.mark.gpu),
     ],
 )
-def test_operations_on_the_device_make_the_batches_of_the_workers(
+def test_drawn_operations_equal_worker_batches(
     image_root, tmp_path, request, entries, batch, workers, device
 ):
     """Bit for bit, also of images that replace unreadable ones, and after mixup and rounding."""
@@ -187,7 +187,7 @@ class Deep(FolderDataset):
 
 
 @pytest.mark.usefixtures("pillow")
-def test_datasets_whose_operations_stay_in_the_workers(image_root):
+def test_on_gpu_keeps_operations_in_workers(image_root):
     """Those that do not end in them, and those that make other images than a FolderDataset."""
     flip, rand = HorizontalFlip(p=1), RandAugment()
     for kind, transforms, drawn in (
@@ -219,7 +219,7 @@ def levels_of(pixels: Tensor, operations: Tensor) -> Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 2, 32, 33, 160, 224])
 @pytest.mark.parametrize("name", ALL)
-def test_operation_makes_the_pixels_of_pillow(image_root, name, size):
+def test_apply_operations_equals_pillow(image_root, name, size):
     images = example_images(size, image_root / "train" / "dots" / "03.jpg")
     drawn = all_operations(name, size)
     operations = [[each] for each in drawn for _ in images]
@@ -230,7 +230,7 @@ def test_operation_makes_the_pixels_of_pillow(image_root, name, size):
 
 
 @pytest.mark.gpu
-def test_operations_do_not_wait_for_the_device():
+def test_apply_operations_does_not_synchronize():
     drawn = [[Operation(name, 1)] for name in ALL]
     drawn += [[Operation("rotate", 1, mode)] for mode in (MODES.BILINEAR, MODES.BICUBIC)]
     operations = rows_of(drawn, 32)
@@ -241,7 +241,7 @@ def test_operations_do_not_wait_for_the_device():
 
 
 @pytest.mark.gpu
-def test_offsets_of_a_large_batch(image_root):
+def test_apply_operations_large_batch_offsets(image_root):
     """More than 2**31 bytes."""
     size, batch = 224, 2**31 // (3 * 224**2) + 2
     photo = example_images(size, image_root / "train" / "dots" / "03.jpg")[1]

@@ -54,7 +54,7 @@ def applied(name: str, value: float, interpolation: str = "nearest", fill: int =
     + [(name, mode) for name in MATRICES for mode in INTERPOLATIONS],
 )
 @pytest.mark.parametrize("operations", FAMILIES)
-def test_operation_of_every_strength_is_torchvisions(transforms, operations, name, interpolation):
+def test_operations_equal_torchvision(transforms, operations, name, interpolation):
     """Interpolated, up to 1 level and the border: the last bit of the matrices differs."""
     family, arguments = FAMILIES[operations]
     space = getattr(transforms.autoaugment, family)()._augmentation_space(*arguments)
@@ -78,7 +78,7 @@ def test_operation_of_every_strength_is_torchvisions(transforms, operations, nam
 
 
 @pytest.mark.parametrize("name", LISTS["timm"])
-def test_operation_of_every_strength_is_timms(monkeypatch, name):
+def test_operations_equal_timm(monkeypatch, name):
     timm = pytest.importorskip("timm.data.auto_augment")
     theirs = re.sub("^Translate.$", r"\g<0>Rel", THEIRS[name])
     if f"{theirs}Increasing" in timm._RAND_INCREASING_TRANSFORMS:
@@ -94,7 +94,7 @@ def test_operation_of_every_strength_is_timms(monkeypatch, name):
         assert abs(found - np.asarray(expected, int)).max() <= ("translate" in name)
 
 
-def test_a_wrong_fill_and_other_pixels_are_refused_and_no_mask_follows():
+def test_rand_augment_rejects_fill_pixels_and_masks():
     with pytest.raises(ValueError, match=r": fill=.*: give "):
         build_by_name([{"extras.rand_augment:RandAugment": {"fill": [0, 256, 0]}}], {}, key="a")
     for pixels in (np.zeros((9, 9, 1), np.uint8), np.zeros((9, 9, 3), np.uint16)):
@@ -105,7 +105,7 @@ def test_a_wrong_fill_and_other_pixels_are_refused_and_no_mask_follows():
         transform_target(np.zeros((120, 176), np.uint8), picture)
 
 
-def test_three_augment_is_deit_iiis(transforms):
+def test_three_augment_equals_deit_iii(transforms):
     """Its operations are torchvision's and Pillow's; each of the three has the same probability."""
     theirs, kinds = transforms.functional, []
     for seed in range(60):
