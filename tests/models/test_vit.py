@@ -31,7 +31,7 @@ def test_positions_by_hand():
     assert found[0].tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
-def test_blocks_compute_the_same_as_torch():
+def test_blocks_equal_torch_encoder_layer():
     """nn.TransformerEncoderLayer with the same weights and the tanh form of GELU."""
     torch.manual_seed(0)
     model = small().eval()
@@ -60,7 +60,7 @@ def test_blocks_compute_the_same_as_torch():
     assert expected.abs().max() > 0.1
 
 
-def test_other_image_sizes():
+def test_vit_other_image_sizes():
     """Positions are computed from the grid: a model for another size gives the same output."""
     torch.manual_seed(0)
     model, other = small(32).eval(), small(48).eval()
@@ -71,7 +71,7 @@ def test_other_image_sizes():
     assert model(torch.randn(1, 3, 16, 40)).shape == (1, 5)
 
 
-def test_the_residual_stream_is_float32_under_autocast():
+def test_residual_stream_is_float32_under_autocast():
     """Also in bf16, the last norm gets float32. tests/extras/kernels compiles it on a GPU."""
     model, seen = small(), []
     model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
