@@ -29,7 +29,7 @@ def made(transform: Any, image: Image.Image, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (0.1, 10.0), (2.0, 2.0)])
 @pytest.mark.parametrize("scale", [(0.08, 1.0), (0.0001, 0.001), (1.0, 1.0)])
-def test_crop_lies_within_the_image(scale, ratio):
+def test_random_resized_crop_inside_image(scale, ratio):
     crop = one("random_resized_crop", size=8, scale=scale, ratio=ratio)
     sizes = [(1, 1), (1, 500), (2, 3), (300, 200), (4000, 20)]
     for (width, height), seed in itertools.product(sizes, range(30)):
@@ -39,7 +39,7 @@ def test_crop_lies_within_the_image(scale, ratio):
 
 
 @pytest.mark.parametrize("size", [(30, 1000), (1000, 30)])
-def test_after_ten_tries_the_crop_is_torchvisions_largest_region(size):
+def test_random_resized_crop_fallback_equals_torchvision(size):
     from torchvision.transforms import RandomResizedCrop as Theirs
 
     left, top, *end = one("random_resized_crop", size=8, scale=(1, 1)).box(*size, random.Random(0))
@@ -48,7 +48,7 @@ def test_after_ten_tries_the_crop_is_torchvisions_largest_region(size):
 
 
 @pytest.mark.parametrize("padding_mode", ["constant", "reflect"])
-def test_borders_are_torchvisions(padding_mode):
+def test_crop_padding_equals_torchvision(padding_mode):
     """Also of a file that is not decoded yet, and wider than the image."""
     from torchvision.transforms.v2 import functional
 
@@ -66,7 +66,7 @@ def test_borders_are_torchvisions(padding_mode):
     np.testing.assert_array_equal(made(one("center_crop", size=40), image), theirs)
 
 
-def test_an_image_smaller_than_the_crop_is_refused():
+def test_random_crop_rejects_small_image():
     with pytest.raises(ValueError, match="smaller than size 11"):
         made(one("random_crop", size=11), PHOTO.resize((10, 12)))
 
@@ -82,7 +82,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws(image_root, name):
+def test_v2_transform_equals_torchvision(image_root, name):
     """As torchvision makes them from the file itself: RGB, uint8."""
     from torchvision.transforms import v2
 
@@ -101,7 +101,7 @@ def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws(image_root, 
     assert changed
 
 
-def test_draws_come_from_the_sample_and_leave_torchs_generator_as_it_was():
+def test_v2_transform_keeps_global_generator():
     """Also in a worker, which gets the transform without torchvision's."""
     transform = one("v2.RandomErasing", p=1)
     before = torch.get_rng_state()
@@ -140,7 +140,7 @@ def own_pixels(picture: Picture) -> float:
 @pytest.mark.parametrize(
     "entries", [[CROP, FLIP, {"center_crop": {"size": 160}}], [FLIP, CROP], [FLIP, REFLECTED]]
 )
-def test_every_pixel_of_a_mask_follows_exactly(entries):
+def test_transform_target_moves_mask_exactly(entries):
     for seed in range(8):
         picture = moved(entries, seed)
         assert (picture.pixels()[..., 0] == transform_target(MASK, picture) * 100).all()
@@ -155,7 +155,7 @@ def test_every_pixel_of_a_mask_follows_exactly(entries):
         [{"resize": {"size": [90, 160]}}, CROP, FLIP],
     ],
 )
-def test_a_mask_follows_where_pixels_are_means(entries):
+def test_transform_target_with_resized_images(entries):
     """Pixels near to an edge have a colour between those of both values."""
     for seed in range(4):
         picture = moved(entries, seed)
@@ -166,7 +166,7 @@ def test_a_mask_follows_where_pixels_are_means(entries):
         assert own_pixels(picture) > 0.97, seed
 
 
-def test_no_mask_follows_a_rotation():
+def test_transform_target_rejects_rotation():
     """By torchvision, also with a step behind it, or of a photo that was turned upright."""
     data = encoded(Image.fromarray(IMAGE), exif=exif(3))
     transform_target(MASK, open_picture(data, "pillow").mirrored())
@@ -180,7 +180,7 @@ def test_no_mask_follows_a_rotation():
     "mask",
     [MASK.astype(np.uint8), MASK.astype(np.float32), np.stack([MASK, MASK + 5], axis=-1)],
 )
-def test_a_file_that_stays_encoded_moves_a_mask_alike_without_decoding(mask):
+def test_transform_target_without_decoding(mask):
     file = JpegFile(b"", (155, 140), lambda *_: pytest.fail("decoded"))
     for seed in range(6):
         pictures = [moved([CROP, FLIP], seed, source) for source in (file, IMAGE)]

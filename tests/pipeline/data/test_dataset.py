@@ -24,7 +24,7 @@ from tests.reliability.odd_images import DEEP, drawn, encoded
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root):
+def test_folder_dataset_in_torch_data_loader(image_root):
     """A rank whose workers start with each epoch."""
     from torch.utils.data import DataLoader, DistributedSampler
 
@@ -44,7 +44,7 @@ def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root):
     assert len(seen) == 3 * 18  # never twice alike
 
 
-def test_fingerprint_depends_on_the_sizes(changeable):
+def test_fingerprint_depends_on_sizes(changeable):
     """Not on the times of the files, and not on their storage (test_listing.py)."""
     before = crops(changeable).fingerprint()
     path = Path(crops(changeable).name(7))
@@ -59,7 +59,7 @@ def test_fingerprint_depends_on_the_sizes(changeable):
     assert crops(changeable).fingerprint() == before
 
 
-def test_fingerprint_is_that_of_earlier_versions(tmp_path):
+def test_fingerprint_equals_earlier_versions(tmp_path):
     """Otherwise no checkpoint could be resumed; also of some of the rows."""
     for name in ("a/1.jpg", "a/2.jpg", "b/3.jpg", "b/é.jpg"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -68,7 +68,7 @@ def test_fingerprint_is_that_of_earlier_versions(tmp_path):
     assert FolderDataset(index, Compose([])).fingerprint() == "3 images, SHA-256 1e74bae3ba096f6a"
 
 
-def test_what_training_does_not_see_is_noted(tmp_path):
+def test_folder_dataset_notes(tmp_path):
     """By the kind of each image, not of all: a folder may mix scanners."""
     grey = np.asarray(drawn("L")).astype(np.uint16)
     clear = drawn("RGBA").copy()
@@ -97,7 +97,7 @@ def test_what_training_does_not_see_is_noted(tmp_path):
     assert deep.startswith("3 of 11 images looked at have 16-bit levels")
 
 
-def test_transient_read_errors_are_retried(image_root, monkeypatch):
+def test_read_retries_transient_errors(image_root, monkeypatch):
     monkeypatch.setattr(module, "PAUSES", (0.001, 0.001, 0.001))
     dataset, read = crops(image_root / "train"), Mock()
     monkeypatch.setattr(ImageFolder, "read", read)
@@ -112,7 +112,7 @@ def test_transient_read_errors_are_retried(image_root, monkeypatch):
             dataset.read(0)
 
 
-def test_stale_container_is_opened_anew(image_root, tmp_path, monkeypatch):
+def test_read_reopens_stale_tar(image_root, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PAUSES", (0.001,))
     as_tar(image_root / "train", tmp_path / "packed.tar")
     dataset = crops(tmp_path / "packed")
@@ -125,7 +125,7 @@ def test_stale_container_is_opened_anew(image_root, tmp_path, monkeypatch):
     assert module._opened(tar) is not first
 
 
-def test_table_of_imagenet():
+def test_imagenet_names():
     """The IDs are those of ImageNet-1k, in the order of the labels of published weights."""
     names = imagenet_names()
     digest = hashlib.sha256(" ".join(names).encode()).hexdigest()

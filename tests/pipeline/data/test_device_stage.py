@@ -35,7 +35,7 @@ def shifted(*_: object) -> DeviceStage:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stage_changes_training_images_only(image_root, workers):
+def test_device_stage_changes_training_images_only(image_root, workers):
     """The training step gets the fields of the dataset, but not those of the stage."""
     levels = ("data.mean=[0.5]", f"data.std=[{1 / 255}]")  # the negative gets the opposite sign
     with opened(image_root, *levels, workers=workers) as feed:
@@ -52,7 +52,7 @@ def test_a_stage_changes_training_images_only(image_root, workers):
         assert_equal(validation(feed), validated)
 
 
-def test_a_dataset_of_both_splits_validates_without_the_stage(monkeypatch):
+def test_device_stage_not_used_for_validation(monkeypatch):
     same = Files(9)
     monkeypatch.setitem(DATASETS, "fake", lambda *_: (same, same, ("a", "b")))
     datasets = build_datasets(from_overrides(["data=fake", SHIFTED]), CPU)

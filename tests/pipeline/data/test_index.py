@@ -50,7 +50,7 @@ def unseen_change(folder: Path) -> Iterator[None]:
     os.utime(folder, ns=(info.st_atime_ns, info.st_mtime_ns))
 
 
-def test_images_at_any_depth_in_the_order_of_their_names(tmp_path):
+def test_load_index_sorts_images_at_any_depth(tmp_path):
     """Labels equal those of torchvision's ImageFolder: sorted by bytes, 10 before 2."""
     names = [f"{c}/{n}.jpg" for c in ("b", "B", "10", "2", "é") for n in (10, 9, 1)]
     names += ["b/2.JPEG", "b/deep/er/3.png", "b/folder.jpg/8.webp", "b/new\nline.jpg"]
@@ -68,7 +68,7 @@ def test_images_at_any_depth_in_the_order_of_their_names(tmp_path):
     assert paths(tmp_path / "two") == expected
 
 
-def test_links(tmp_path):
+def test_load_index_follows_links(tmp_path):
     """They may lead in a circle, or nowhere; a class counts each folder once."""
     store = make(tmp_path / "store", "deep/2.jpg", "3.jpg")
     root = make(tmp_path / "root", "a/1.jpg", "b/1.jpg")
@@ -85,7 +85,7 @@ def test_links(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar"])
-def test_what_is_left_out_is_counted(kind, tmp_path, caplog):
+def test_load_index_counts_skipped_files(kind, tmp_path, caplog):
     """By one rule for folders and tar files; also where the scan comes from the cache."""
     images = ["a/1.jfif", "a/2.JPE", "a/3.pnm", "b/1.jpg"]
     others = ["a/1.heic", "a/2.HEIC", "a/3", "b/._1.jpg", "b/@eaDir/M.jpg", "__MACOSX/b/1.jpg"]
@@ -105,7 +105,7 @@ def test_what_is_left_out_is_counted(kind, tmp_path, caplog):
         assert "__MACOSX" in said
 
 
-def test_endings_are_those_of_the_formats_that_are_decoded():
+def test_extensions_equal_decoded_formats():
     kinds = {*FORMATS, "MPO"}
     found = {end for end, kind in Image.registered_extensions().items() if kind in kinds}
     assert {*map(os.fsdecode, EXTENSIONS)} == found - {".pfm"}
@@ -121,7 +121,7 @@ def test_endings_are_those_of_the_formats_that_are_decoded():
         ([], ["a/2.jpg"]),
     ],
 )
-def test_changed_folder_is_scanned_again(tmp_path, new, gone):
+def test_index_cache_rescans_changed_folder(tmp_path, new, gone):
     root = make(tmp_path / "root", "a/1.jpg", "a/2.jpg", "b/deep/3.jpg")
     (root / "c").symlink_to(make(tmp_path / "other", "9.jpg"))
     age(root)
@@ -137,7 +137,7 @@ def test_changed_folder_is_scanned_again(tmp_path, new, gone):
     assert paths(root) == sorted(files.difference(gone))
 
 
-def test_recently_changed_folder_is_not_cached(tmp_path):
+def test_index_cache_skips_recently_changed_folder(tmp_path):
     root = age(make(tmp_path / "root", "a/1.jpg", "b/2.jpg"))
     assert paths(root) == ["a/1.jpg", "b/2.jpg"]
     make(root, "b/3.jpg")
@@ -150,7 +150,7 @@ def test_recently_changed_folder_is_not_cached(tmp_path):
     assert paths(root) == ["a/1.jpg", "b/2.jpg", "b/3.jpg", "b/4.jpg", "b/5.jpg"]
 
 
-def test_a_link_may_lead_to_a_file_later(tmp_path):
+def test_index_cache_rescans_dangling_link(tmp_path):
     root = make(tmp_path / "root", "a/1.jpg", "b/2.jpg")
     (root / "b" / "3.jpg").symlink_to(tmp_path / "3.jpg")
     age(root)
@@ -159,7 +159,7 @@ def test_a_link_may_lead_to_a_file_later(tmp_path):
     assert paths(root) == ["a/1.jpg", "b/2.jpg", "b/3.jpg"]
 
 
-def test_damaged_or_foreign_cache_is_scanned_again(tmp_path, cache, monkeypatch):
+def test_index_cache_ignores_damaged_file(tmp_path, cache, monkeypatch):
     root = age(make(tmp_path / "root", "a/1.jpg", "b/2.jpg", "b/3.jpg"))
     expected = paths(root)
     (stored,) = cache.glob("*.npz")
@@ -179,7 +179,7 @@ def test_damaged_or_foreign_cache_is_scanned_again(tmp_path, cache, monkeypatch)
     assert stored.name in os.listdir(cache)
 
 
-def test_unwritable_cache_is_one_warning(tmp_path, cache, caplog):
+def test_index_cache_unwritable_is_one_warning(tmp_path, cache, caplog):
     root = age(make(tmp_path / "root", "a/1.jpg"))
     with file_size_limit(100):
         assert paths(root) == ["a/1.jpg"]
@@ -187,7 +187,7 @@ def test_unwritable_cache_is_one_warning(tmp_path, cache, caplog):
     assert ["cannot be written" in text for text in caplog.messages] == [True]
 
 
-def test_where_the_cache_is(tmp_path, monkeypatch):
+def test_default_cache_dir(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
-def test_every_region_of_a_small_file():
+def test_region_decoder_every_region():
     """Chroma of the last columns is interpolated only in a region that is wide enough."""
     for data in FILES:
         picture = decode.open_picture(data, "region")
@@ -53,7 +53,7 @@ MIDDLE = len(JPEG) // 2
         GREY[:-3000] + b"\xff\xd9",
     ],
 )
-def test_damaged_data_is_refused(data):
+def test_region_decoder_rejects_damaged_data(data):
     """Pillow would give grey or wrong pixels for most of them."""
     with pytest.raises(UnreadableError, match=DAMAGED):
         decode.open_picture(data, "region").pixels()
@@ -62,7 +62,7 @@ def test_damaged_data_is_refused(data):
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(7500)
-def test_damaged_files_and_memory(tmp_path):
+def test_region_decoder_memory_safety(tmp_path):
     """100,000 files, with code that checks every access to memory if the compiler can add it."""
     compiler = next(filter(None, map(shutil.which, region.COMPILERS)), "")
     checks, libraries = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"], []
@@ -86,7 +86,7 @@ def test_damaged_files_and_memory(tmp_path):
 
 @needs_compiler
 @pytest.mark.parametrize("box", [(0, 0, 132, 150), (0, 0, 131, 151), (5, 5, 5, 9), (9, 5, 8, 9)])
-def test_a_box_outside_the_image_writes_nothing(box):
+def test_region_decoder_rejects_outside_box(box):
     decoder, result = region.load(), np.zeros(132 * 151 * 3, np.uint8)
     assert not decoder(FILES[0], box, 1, result.ctypes.data)
     assert not result.any()
@@ -109,7 +109,7 @@ def fresh(cache: Path) -> Iterator[Path]:
         ("echo 'cannot find ld' >&2; exit 1", r"cc failed \(cannot find ld\)"),
     ],
 )
-def test_without_a_compiler_another_decoder_is_used(
+def test_resolve_decoder_without_compiler(
     compiler, problem, fresh, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -124,7 +124,7 @@ def test_without_a_compiler_another_decoder_is_used(
 
 
 @needs_compiler
-def test_machine_code_is_compiled_once_and_only_into_a_safe_folder(fresh):
+def test_region_load_compiles_once_into_safe_folder(fresh):
     fresh.write_text("a file")
     with pytest.raises(UserError, match="File exists"):
         region.load()
@@ -139,7 +139,7 @@ def test_machine_code_is_compiled_once_and_only_into_a_safe_folder(fresh):
 
 
 @needs_compiler
-def test_two_threads_decode_at_the_same_time():
+def test_region_decoder_two_threads():
     """A shared box once made one of them write past its array, which ends the process."""
     noise = np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8)
     data = encoded(Image.fromarray(noise).resize((1200, 1200)), quality=95)

@@ -58,14 +58,14 @@ def is_box(inside: np.ndarray) -> bool:
     return bool((inside == np.outer(inside.any(axis=1), inside.any(axis=0))).all())
 
 
-def test_draws_differ_between_seeds_and_steps():
+def test_batch_transforms_draw_by_seed_and_step():
     places = (0, 0), (1, 0), (0, 1), (1, 0)
     found = [run(one("mixup"), *batch(), step, seed=seed)[1] for seed, step in places]
     assert torch.equal(found[1], found[3])
     assert len({targets.sum(0)[0].item() for targets in found}) == 3
 
 
-def test_mixup_blends_pixels_and_targets_alike():
+def test_mixup_blends_pixels_and_targets():
     images, targets = run(one("mixup", alpha=5.0), *batch())
     own = targets[range(COUNT), range(COUNT)]
     other = targets[range(COUNT), neighbours()]
@@ -77,7 +77,7 @@ def test_mixup_blends_pixels_and_targets_alike():
     assert len(set(own.tolist())) > COUNT / 2  # a weight of its own for each image
 
 
-def test_cutmix_pastes_a_box_and_its_area_is_the_weight():
+def test_cutmix_box_area_is_weight():
     images, targets = run(one("cutmix", alpha=1.0), *batch())
     torch.testing.assert_close(targets.sum(1), torch.ones(COUNT))
     rows, others = torch.arange(COUNT), torch.from_numpy(neighbours())
@@ -93,7 +93,7 @@ def test_cutmix_pastes_a_box_and_its_area_is_the_weight():
     assert areas.max() > 0.5
 
 
-def test_erasing_clears_a_box_and_keeps_the_targets():
+def test_random_erasing_clears_box():
     """Wherever it lies: the border does not cut it."""
     erasing = one("random_erasing", p=0.25, scale=[0.1, 0.2], ratio=[0.5, 2.0])
     erased = []
@@ -111,7 +111,7 @@ def test_erasing_clears_a_box_and_keeps_the_targets():
 
 
 @pytest.mark.parametrize("ratio", [0.3, 1.0, 3.3])
-def test_erased_boxes_are_as_high_and_as_wide_as_torchvisions(ratio):
+def test_random_erasing_box_equals_torchvision(ratio):
     options = {"scale": (0.1, 0.1), "ratio": (ratio, ratio)}
     images, _ = run(one("random_erasing", p=1.0, **options), *batch())
     erased = images[:, 0] == 0
@@ -129,7 +129,7 @@ def drawn(step: int, count: int, size: int) -> tuple[np.ndarray, ...]:
     return cut, rng.beta(alpha, alpha), np.floor(rng.random((2, count)) * size).astype(int)
 
 
-def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(monkeypatch):
+def test_mixup_or_cutmix_equals_torchvision(monkeypatch):
     """One choice, one weight and one box for the group, which is one block; 64 steps."""
     from torchvision.transforms import v2
 
@@ -153,7 +153,7 @@ def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(monkeypatch):
 @pytest.mark.parametrize(
     ("group", "sizes"), [(1, [1] * 10), (4, [4, 4, 2]), (10, [10]), (99, [10])]
 )
-def test_a_group_shares_its_draws_and_the_last_may_be_smaller(group, sizes):
+def test_mixup_or_cutmix_group_sizes(group, sizes):
     transform = one("mixup_or_cutmix", switch_p=0, group=group)
     _, targets = run(transform, torch.zeros(10, 1, 1, 1), torch.eye(10))
     assert targets.diagonal().unique_consecutive(return_counts=True)[1].tolist() == sizes
@@ -167,7 +167,7 @@ def test_a_group_shares_its_draws_and_the_last_may_be_smaller(group, sizes):
         one("mixup_or_cutmix", p=0.7, group=6),
     ],
 )
-def test_ranks_together_make_the_batch_of_one_process(transform):
+def test_batch_transforms_of_ranks_equal_one_process(transform):
     total = 48
     images, targets = torch.randn(total, 3, 8, 8), torch.eye(total)
     whole = run(transform, images, targets, 5, seed=3)
@@ -182,7 +182,7 @@ def test_ranks_together_make_the_batch_of_one_process(transform):
 
 
 @pytest.mark.parametrize(("total", "ranks"), [(24, 2), (12, 2), (9, 3), (10, 2), (7, 1), (6, 3)])
-def test_every_image_of_a_small_share_gets_another_one(total, ranks):
+def test_partners_in_small_shard(total, ranks):
     for rank in range(ranks):
         rows = torch.arange(float(total // ranks))
         mixed_with = transforms(rank=rank, ranks=ranks).partners(rows)
@@ -193,7 +193,7 @@ def test_every_image_of_a_small_share_gets_another_one(total, ranks):
 
 @pytest.mark.parametrize(("p", "low", "high"), [(0.0, 0.0, 0.0), (0.3, 0.25, 0.35)])
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
-def test_p_is_the_fraction_of_changed_images_and_the_input_stays(name, p, low, high):
+def test_batch_transforms_p_is_changed_fraction(name, p, low, high):
     images, targets = batch()
     changed = []
     transform = one(name, p=p)

@@ -63,7 +63,7 @@ def started(cuda: bool) -> StepClock:
     return clock
 
 
-def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu):
+def test_step_clock_splits_gap_into_wait_and_late(gpu):
     clock = started(cuda=True)
     run(clock, gpu, copied=30, begin=40, end=100)
     times = clock.step_times()
@@ -73,7 +73,7 @@ def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu):
     assert times.copy_fraction == pytest.approx(0.3)
 
 
-def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu):
+def test_step_clock_reads_steps_once(gpu):
     """Steps that compile are left out, but not the last one."""
     clock = started(cuda=True)
     for seconds in (60, 1, 2, 4):
@@ -89,7 +89,7 @@ def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu):
     assert gpu.waits == [61_000, 63_000, 67_000]
 
 
-def test_points_within_a_step_on_a_cpu(clock, monkeypatch):
+def test_step_clock_on_cpu(clock, monkeypatch):
     waited = iter([0.0, 3.0])  # seconds for a core, at the beginning and when it is read
     monkeypatch.setattr("pipeline.feed.clock.waited_for_core", lambda: next(waited))
     found = started(cuda=False)
@@ -106,7 +106,7 @@ def test_points_within_a_step_on_a_cpu(clock, monkeypatch):
     assert (times.compute_fraction, times.step_worst_ms) == pytest.approx((29 / 32, 11_000))
 
 
-def test_mean_of_rows():
+def test_mean_of_step_times():
     """Weighted by their seconds, which are added."""
     rows = [
         StepTimes(steps=10, seconds=1.0, images_per_second=100.0),

@@ -101,7 +101,7 @@ def check(batch: Batch, dataset: Dataset, samples: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("fields", [EVERYTHING, DEEP], ids=["everything", "deep"])
-def test_fields_arrive_as_they_are_loaded(fields):
+def test_feed_fields_equal_loaded(fields):
     """Also in a short last batch."""
     with opened(fields, "loader.workers=2") as feed:
         for share, stop in ((feed.train, 6), (feed.val, feed.num_val_batches)):
@@ -120,7 +120,7 @@ def test_fields_arrive_as_they_are_loaded(fields):
         ({"number": None, "mask": None}, "sample lacks (mask|number) of the dataset's `fields`"),
     ],
 )
-def test_a_wrong_sample_is_named(changed, reason):
+def test_loader_names_invalid_sample(changed, reason):
     with (
         opened(only("image", "mask", "number"), **changed) as feed,
         pytest.raises(LoaderError, match=rf"^noise 3: ValueError: the .*{reason}"),
@@ -156,7 +156,7 @@ PARTNERS = torch.tensor([3, 0, 1, 2, 7, 4, 5, 6])
         (("number", "labels", "mask"), "random_erasing"),
     ],
 )
-def test_all_images_and_the_numbers_are_mixed_alike(names, entry):
+def test_mix_all_images_and_numbers(names, entry):
     """With the same partners and boxes in each image and frame; other fields are as before."""
     fields = only("image", "view", "frames", *names)
     (transform,) = build_by_name([{entry: {"p": 1.0}}], BATCH_TRANSFORMS, key="augment.batch")
@@ -191,12 +191,12 @@ def test_all_images_and_the_numbers_are_mixed_alike(names, entry):
         (EVERYTHING | {"view": DEEP["image"]}, "data.mean: .* differ in"),
     ],
 )
-def test_what_cannot_be_mixed_or_normalised_is_refused(fields, reason):
+def test_open_feed_rejects_unmixable_fields(fields, reason):
     with pytest.raises(UserError, match=rf"^{reason}"), opened(fields, "augment.batch=[mixup]"):
         pass
 
 
-def test_memory_of_float_images_on_a_gpu_is_reused():
+def test_device_slot_reuses_float_memory():
     """Other memory could be that of a batch which the step still reads."""
     slot = DeviceSlot(ImageFormat(torch.device("meta"), [0.5], [0.5]))
     levels = torch.zeros(2, SIDE, SIDE, 3)

@@ -47,7 +47,7 @@ def begun(loader: Loader) -> list[Task]:
     return [task for tasks in loader._queue for task in tasks]
 
 
-def test_the_forkserver_imports_torch_before_the_program_does_and_in_any_folder(tmp_path):
+def test_forkserver_preloads_torch_in_any_folder(tmp_path):
     """Python 3.11 does not tell it where the modules of the program are.
 
     A process that is no worker ends by SIGTERM.
@@ -72,7 +72,7 @@ other.join()
     assert result.stdout == "False\nTrue\n", result.stderr
 
 
-def test_a_forkserver_that_cannot_start_is_one_line(tmp_path):
+def test_forkserver_start_failure_is_one_line(tmp_path):
     limited = ["sh", "-c", 'ulimit -n 8; exec "$@"', "sh", sys.executable, ROOT / "train.py"]
     result = run_command([*limited, "data=fake", "train.max_steps=1", f"run.dir={tmp_path}"])
     assert result.stderr.splitlines()[-1].startswith("train.py: ")
@@ -82,7 +82,7 @@ def test_a_forkserver_that_cannot_start_is_one_line(tmp_path):
     ("workers", "start_method"),
     [(0, "fork"), (2, "forkserver"), pytest.param(2, "spawn", marks=pytest.mark.slow)],
 )
-def test_batches_are_equal_for_any_number_of_workers_and_start_method(
+def test_loader_batches_equal_for_any_workers(
     image_root, workers, start_method, monkeypatch
 ):
     """Also while the number changes; no process is left."""
@@ -109,11 +109,11 @@ def test_batches_are_equal_for_any_number_of_workers_and_start_method(
 
 
 @pytest.mark.parametrize(("size", "rows"), [(8, 128), (64, 42), (224, 32)])
-def test_a_task_has_more_samples_if_they_are_small(size, rows):
+def test_task_rows_by_sample_size(size, rows):
     assert task_rows(FakeDataset(num_samples=1, num_classes=1, size=size)) == rows
 
 
-def test_iteration_waits_for_tasks_of_the_one_before(image_root):
+def test_loader_iteration_waits_for_previous_tasks(image_root):
     """A late worker would overwrite the next batch in its slot."""
     dataset = crops(image_root / "train", Stuck)
     with open_loader(dataset, slots=4) as loader:
@@ -127,7 +127,7 @@ def test_iteration_waits_for_tasks_of_the_one_before(image_root):
         check(batch, dataset, loader.samples(5))
 
 
-def test_workers_compute_in_one_thread_and_draw_different_numbers(monkeypatch):
+def test_worker_threads_and_generators(monkeypatch):
     """Forked workers start with the number of threads and the generator of the training process."""
 
     class Threads(FakeDataset):
@@ -149,7 +149,7 @@ def test_workers_compute_in_one_thread_and_draw_different_numbers(monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_a_worker_that_waits_for_storage_reads_ahead(image_root, monkeypatch):
+def test_worker_reads_ahead(image_root, monkeypatch):
     """Twice as many after each task, also of the task after it; the images are the same."""
 
     class Ahead(FolderDataset):
@@ -172,7 +172,7 @@ def test_a_worker_that_waits_for_storage_reads_ahead(image_root, monkeypatch):
         assert np.array_equal(image, plain[index]["image"])
 
 
-def test_what_is_read_ahead_is_read_once(changeable, monkeypatch):
+def test_read_ahead_reads_once(changeable, monkeypatch):
     dataset, read, places = crops(changeable), ImageFolder.read, []
     contents = [dataset.read(index) for index in range(2)]
     Path(dataset.name(2)).unlink()
@@ -185,7 +185,7 @@ def test_what_is_read_ahead_is_read_once(changeable, monkeypatch):
 
 
 @pytest.mark.parametrize(("workers", "in_use"), [(0, 1), (2, 3)])
-def test_slot_is_reused_only_after_the_copy_out_of_it(image_root, workers, in_use):
+def test_loader_reuses_slot_after_copy(image_root, workers, in_use):
     """The consumer reads each batch as late as allowed, after taking `in_use` others."""
     dataset = crops(image_root / "train")
     with open_loader(dataset, workers=workers, slots=5, in_use=in_use) as loader:
@@ -211,7 +211,7 @@ def test_slot_is_reused_only_after_the_copy_out_of_it(image_root, workers, in_us
 
 @pytest.mark.parametrize("start_method", START_METHODS)
 @pytest.mark.parametrize("killed", [True, False])
-def test_a_worker_that_died_or_hangs_is_named_with_its_sample(image_root, start_method, killed):
+def test_pool_names_dead_or_hanging_worker(image_root, start_method, killed):
     """As on a network file system that does not respond. None is left."""
     dataset = crops(image_root / "train", Stuck)
     with open_loader(dataset, workers=1, start_method=start_method) as loader:
@@ -280,7 +280,7 @@ pool.wait([blocked])
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-def test_workers_survive_signals_to_the_group_and_end_with_the_training_process(
+def test_pool_workers_survive_signals_and_end_with_parent(
     image_root, start_method
 ):
     """After SIGKILL to the training process, they end even during a read that never returns."""
@@ -295,7 +295,7 @@ def test_workers_survive_signals_to_the_group_and_end_with_the_training_process(
         wait_for("its workers end", lambda: not any(is_running(pid) for pid in family))
 
 
-def test_a_class_of_unreadable_files_ends_the_run(changeable):
+def test_loader_class_of_unreadable_files(changeable):
     """An image of another class would have another label."""
     dataset = crops(changeable)
     for index in range(12, 24):
@@ -310,7 +310,7 @@ def test_a_class_of_unreadable_files_ends_the_run(changeable):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_unreadable_file_is_skipped_and_counted(changeable, caplog, workers):
+def test_loader_skips_and_counts_unreadable_files(changeable, caplog, workers):
     """Each counts once; more than the limit are an error."""
     dataset = crops(changeable)
     bad = {20, 21, 35}  # two neighbours, and the last one of its class and of all
@@ -348,7 +348,7 @@ def buggy(image: np.ndarray, rng: random.Random) -> np.ndarray:
 
 
 @pytest.mark.parametrize("workers", [2, 0])
-def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
+def test_loader_transform_error_keeps_traceback(
     image_root, caplog, workers
 ):
     dataset = crops(image_root / "train")

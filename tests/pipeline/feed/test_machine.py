@@ -21,7 +21,7 @@ V2 = "1:cpu:/old\n0::/a/b\n"
         ("0::/\n", {"cpu.max": "250000 100000"}, 2.5),  # a container
     ],
 )
-def test_quota(tmp_path, monkeypatch, lines, files, cores):
+def test_cpu_quota(tmp_path, monkeypatch, lines, files, cores):
     for name in ("GROUPS", "MOUNT"):
         monkeypatch.setattr(machine, name, tmp_path / name)
     assert machine.cpu_quota() == math.inf  # without control groups

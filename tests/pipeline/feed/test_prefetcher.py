@@ -68,7 +68,7 @@ def open_prefetcher(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("levels", [np.uint8, np.uint16, np.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_levels_are_multiplied_and_added_in_float32(levels, dtype, device):
+def test_device_stage_normalizes_in_float32(levels, dtype, device):
     """Rounded after each, and once to the training dtype: the same bits on every device."""
     field = Field(levels, (8, 8, 3), image=True)
     format = ImageFormat(device, MEAN, STD, dtype, channels_last=True, highest=field.highest)
@@ -81,7 +81,7 @@ def test_levels_are_multiplied_and_added_in_float32(levels, dtype, device):
     assert found["image"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_timing_tells_waiting_from_stepping_and_from_pauses(clock):
+def test_prefetcher_timing(clock):
     """A batch is loaded in 0.1 s, a step takes 0.1 s, and a pause 1 s."""
 
     class Slow(FakeDataset):
@@ -160,7 +160,7 @@ class Access:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_streams_wait_for_each_other_in_both_directions(monkeypatch, depth):
+def test_prefetcher_streams_wait_for_each_other(monkeypatch, depth):
     """By CUDA's rules: a copy takes 1, the step's kernels take 10, the host takes 0."""
     main, side = Stream(), Stream()
     Stream.current = main
@@ -246,7 +246,7 @@ class LateCopies(Prefetcher):
         (100, 1, LateCopies, torch.float32, dict(workers=2)),
     ],
 )
-def test_consumer_three_steps_behind_reads_the_right_batches(
+def test_prefetcher_with_consumer_three_steps_behind(
     steps, lag, kind, dtype, options, monkeypatch
 ):
     monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)
@@ -287,7 +287,7 @@ class SlowThread(Prefetcher):
 
 
 @pytest.mark.gpu
-def test_next_iteration_waits_for_the_thread():
+def test_prefetcher_next_iteration_waits_for_thread():
     """The thread may still read a slot for an iteration that ended early."""
     format = ImageFormat(CUDA, *LEVELS)
     with open_prefetcher(NOISE, format, kind=SlowThread, workers=2) as prefetcher:
@@ -308,7 +308,7 @@ def test_next_iteration_waits_for_the_thread():
 
 
 @pytest.mark.gpu
-def test_loop_never_waits_for_the_device():
+def test_prefetcher_does_not_synchronize():
     weight = torch.randn(8, 3, 3, 3, device="cuda")
 
     def used(batch):
