@@ -110,19 +110,19 @@ def refused(reader: Reader, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_file_that_is_no_checkpoint(kind, content, readers, path):
+def test_readers_reject_files_that_are_no_checkpoint(kind, content, readers, path):
     FILES[kind](content, path)
     for reader in readers:
         refused(reader, path)
 
 
 @pytest.mark.parametrize("changed", [{"format": 1}, {"identity": None}, {"state": {"model": {}}}])
-def test_checkpoint_of_something_else(changed, content, readers, path):
+def test_resume_rejects_foreign_checkpoint(changed, content, readers, path):
     torch.save(content | changed, path)
     refused(readers[0], path)
 
 
-def test_parts_had_other_names(content, readers, image_root, path):
+def test_readers_accept_earlier_key_names(content, readers, image_root, path):
     """A checkpoint of an earlier version is taken as one of this: no reader refuses everything."""
     identity = dict(content["identity"])
     identity["pixels"] = identity.pop("decode_mode")
@@ -158,6 +158,6 @@ def detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_damage_is_detected(count, taken, content, path):
+def test_checkpoint_load_detects_damage(count, taken, content, path):
     whole = taken.read_bytes()
     assert not [seed for seed in range(count) if not detected(whole, path, seed, content)]

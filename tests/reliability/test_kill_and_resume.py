@@ -87,7 +87,7 @@ HUNDRED = [(100, 25, 1), (125, 25, 1), (150, 25, 2), (175, 25, 3)]
     ("first", "count", "size"),
     [(4, 4, 1), (10, 2, 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in HUNDRED)],
 )
-def test_ends_at_random_instants(first, count, size, roots, tmp_path, ranks):
+def test_run_resumes_after_random_kills(first, count, size, roots, tmp_path, ranks):
     """Some seeds, compared with a run that nothing ended."""
     started = time.monotonic()
     whole = tmp_path / "whole"
@@ -103,7 +103,7 @@ def test_ends_at_random_instants(first, count, size, roots, tmp_path, ranks):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
-def test_sigterm_while_all_workers_are_stalled(image_root, tmp_path, ranks):
+def test_run_saves_on_sigterm_with_stalled_workers(image_root, tmp_path, ranks):
     """As on storage that does not answer: there is a checkpoint before the scheduler kills."""
     start = command(image_root, tmp_path / "run", "train.epochs=2000", "loader.workers=2")
     with ranks.running(start, 1) as job:
@@ -131,7 +131,7 @@ def test_ranks_save_when_torchrun_is_killed(image_root, tmp_path, ranks):
 
 
 @pytest.mark.parametrize("number", [KILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_a_rank_that_is_lost_ends_the_others(number, image_root, tmp_path, ranks):
+def test_lost_rank_ends_other_ranks(number, image_root, tmp_path, ranks):
     """Killed, or without an answer for 10 times loader.timeout_seconds."""
     start = command(image_root, tmp_path / "run", *ONLY_STEPS, "loader.timeout_seconds=1")
     with ranks.running(start, 2) as job:

@@ -28,7 +28,7 @@ def pillows(data: bytes) -> np.ndarray:
         return np.asarray(image.convert("RGB"))
 
 
-def test_each_kind_is_trained_or_named(tmp_path):
+def test_decoders_train_or_name_every_file_kind(tmp_path):
     """With every CPU decoder; all files are named .jpg."""
     (tmp_path / "train" / "a").mkdir(parents=True)
     files = [make() for make, _ in KINDS.values()]
