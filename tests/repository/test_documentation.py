@@ -131,7 +131,7 @@ def check_command(line: str, monkeypatch: Any) -> None:
 @needs_extras
 @pytest.mark.usefixtures("desk")
 @pytest.mark.parametrize("page", COMMANDS)
-def test_commands_are_valid(page, monkeypatch):
+def test_docs_commands_are_valid(page, monkeypatch):
     for line in COMMANDS[page]:
         try:
             check_command(line, monkeypatch)
@@ -146,7 +146,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted(OF_FORKS)], ids=lambda page: page.name)
-def test_links_files_and_keys_exist(page):
+def test_docs_links_files_and_keys_exist(page):
     text = page.read_text().replace("](#", f"]({page.name}#")
     for name, anchor in re.findall(r"\]\((?!https://)([^)\s#]*)#?([^)\s]*)\)", text):
         path = page.parent / name
@@ -162,7 +162,7 @@ def test_links_files_and_keys_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_overrides_are_valid(page):
+def test_docs_overrides_are_valid(page):
     """Those that stand in `code`, also with options after them."""
     for code in inline_of(page):
         key, equals, _ = code.strip("'").partition("=")
@@ -171,7 +171,7 @@ def test_overrides_are_valid(page):
 
 
 @needs_extras
-def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capfd):
+def test_readme_python_runs(tmp_path, monkeypatch, capfd):
     """It trains, evaluates and predicts; the notebook of docs/ calls the same functions."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     monkeypatch.chdir(tmp_path)
@@ -181,7 +181,7 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capfd):
     assert "'top1': " in out and "'probability': " in out
 
 
-def test_a_notebook_sees_a_changed_recipe_and_an_interrupt(tmp_path, monkeypatch):
+def test_notebook_train_rereads_recipe_and_interrupts(tmp_path, monkeypatch):
     monkeypatch.setattr(notebook.training, "train", lambda config: {"signal": config.optim.lr})
     for lr in (0.5, 0.001):
         (tmp_path / "mine.yaml").write_text(f"optim: {{lr: {lr}}}\n")
@@ -192,7 +192,7 @@ def test_a_notebook_sees_a_changed_recipe_and_an_interrupt(tmp_path, monkeypatch
 
 @needs_extras
 @pytest.mark.parametrize("recipe", group_names("recipe"))
-def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe):
+def test_recipe_expectation_is_documented(recipe):
     """docs/accuracy.md has a row with these facts."""
     from tests.extras.test_expectation import FACTS
 

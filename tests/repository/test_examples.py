@@ -124,12 +124,12 @@ def tree(tmp_path_factory: pytest.TempPathFactory, image_root: Path) -> Path:
     return root
 
 
-def test_each_patch_has_its_commands():
+def test_examples_have_commands():
     patches = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.patch")}
     assert patches == {patch for example in EXAMPLES.values() for patch in example.patches}
 
 
-def test_the_tests_that_a_fork_keeps_are_collected(tree, tmp_path):
+def test_fork_tests_are_collected(tree, tmp_path):
     """The first command of fork.md deletes nothing that other tests import."""
     shutil.copytree(tree, tmp_path / "tree", symlinks=True)
     page = (ROOT / "docs" / "fork.md").read_text()
@@ -139,7 +139,7 @@ def test_the_tests_that_a_fork_keeps_are_collected(tree, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_dataset_of_the_page_trains(tree, tmp_path, ranks):
+def test_fork_page_dataset_trains(tree, tmp_path, ranks):
     """The file in docs/fork.md, with the command below it; it is at most as long as it claims."""
     root = shutil.copytree(tree, tmp_path / "tree", symlinks=True)
     page = (ROOT / "docs" / "fork.md").read_text()
@@ -187,7 +187,7 @@ def check_score(name: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_killed_training_ends_as_a_whole_one(name, tree, tmp_path):
+def test_patch_resumes_after_kill(name, tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", name)
     fork.check_sources("mypy", f"--cache-dir={tree.with_name('mypy')}")
     if name == "storage":
@@ -224,7 +224,7 @@ def unchanged(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
-def test_change_has_its_effect(name, tree, tmp_path, unchanged):
+def test_patch_has_effect(name, tree, tmp_path, unchanged):
     fork = prepared(tree, tmp_path / "tree", name)
     folder = fork.train("train.max_steps=4")
     is_same = summary_of(folder)["params_sha256"] == summary_of(unchanged)["params_sha256"]
@@ -240,7 +240,7 @@ def test_change_has_its_effect(name, tree, tmp_path, unchanged):
 
 
 @pytest.mark.slow
-def test_early_stopping_ends_all_ranks_and_the_next_start(tree, tmp_path):
+def test_early_stopping_patch_with_two_ranks(tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", "early_stopping")
     words = fork.training(*ON_CPU, "run.name=two")
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
@@ -263,14 +263,14 @@ TESTS += [("segmentation", "masks"), pytest.param("profiler", "profiler", marks=
 
 
 @pytest.mark.parametrize(("name", "tests"), TESTS)
-def test_tests_of_a_patch_pass(name, tests, tree, tmp_path):
+def test_patch_tests_pass(name, tests, tree, tmp_path):
     skip_without_package(name)
     fork = Fork(tree, tmp_path / "tree", name)
     fork.run(["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/extras/test_{tests}.py"])
 
 
 @pytest.mark.slow
-def test_outputs_of_another_shape_than_the_classes_are_exported(tree, tmp_path):
+def test_ordinal_patch_exports(tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", "ordinal")
     folder = fork.train("train.max_steps=2")
     fork.run(["scripts/export.py", str(folder), "--to", "safetensors", "--out", "a.safetensors"])
@@ -279,7 +279,7 @@ def test_outputs_of_another_shape_than_the_classes_are_exported(tree, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_second_input_is_evaluated_predicted_and_exported(tree, tmp_path):
+def test_second_input_patch_with_scripts(tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", "second_input")
     folder = str(fork.train())
     for words in (["loader.workers=0"], ["loader.workers=0", "--flip"]):
@@ -300,7 +300,7 @@ def test_a_second_input_is_evaluated_predicted_and_exported(tree, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_views_are_on_one_rank_and_their_features_tell_classes_apart(tree, tmp_path):
+def test_two_views_patch_ranks_and_features(tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", "two_views")
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     fork.run([*two, *fork.training(*ON_CPU, "run.name=two", "train.max_steps=6")])
@@ -316,7 +316,7 @@ def test_two_views_are_on_one_rank_and_their_features_tell_classes_apart(tree, t
 
 
 @pytest.mark.slow
-def test_a_teacher_of_other_classes_is_refused(tree, tmp_path):
+def test_distillation_patch_rejects_other_classes(tree, tmp_path):
     """Its outputs would be taken for those of other classes."""
     fork = prepared(tree, tmp_path / "tree", "distillation")
     for split in ("train", "val"):
@@ -329,7 +329,7 @@ def test_a_teacher_of_other_classes_is_refused(tree, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
-def test_task_trains_in_a_cuda_graph(name, tree, tmp_path):
+def test_task_patch_trains_in_cuda_graph(name, tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", name)
     printed = fork.run(fork.training("train.device=cuda", "loader.workers=0"))
     assert "not captured in a CUDA graph" not in printed

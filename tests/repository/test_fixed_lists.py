@@ -4,13 +4,13 @@ from conf.schema import FIELDS
 from tests.helpers.processes import ROOT, run_python
 
 
-def test_size():
+def test_project_size_limits():
     """No part is over a limit of .ci/size: what comes in pays with what goes."""
     done = run_python(ROOT / ".ci" / "size")
     assert done.returncode == 0, f"{done.stdout}write less; a fork deletes this file"
 
 
-def test_what_each_key_affects():
+def test_keys_without_effect_on_result():
     """The others affect the result. tests/repository/equal has the list of all keys."""
     found = {name for name, f in FIELDS.items() if not f.metadata["affects_result"]}
     sections = {"checkpoint", "run", "log"}

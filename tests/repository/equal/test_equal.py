@@ -23,7 +23,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("recipe", group_names("recipe"))
-def test_batches(recipe, drawn):
+def test_batches_equal_stored(recipe, drawn):
     root, files = drawn
     (line,) = (line for line in stored("batches") if line["recipe"] == recipe)
     assert files == line["files"], "other JPEG files have been drawn, perhaps by another Pillow"
@@ -34,7 +34,7 @@ def test_batches(recipe, drawn):
     "share", [0, *(pytest.param(share, marks=pytest.mark.slow) for share in range(1, 10))]
 )
 @pytest.mark.parametrize(("number", "recipe"), [*enumerate(group_names("recipe"))])
-def test_configs(number, recipe, share):
+def test_configs_equal_stored(number, recipe, share):
     """A tenth of the lists of overrides, another one for the next recipe."""
     expected = configs.expanded(CONFIGS, recipe)
     assert len(expected) == 59
@@ -42,10 +42,10 @@ def test_configs(number, recipe, share):
         assert configs.compose(recipe, json.loads(typed)) == expected[typed], typed
 
 
-def test_verdicts():
+def test_verdicts_equal_stored():
     assert KINDS["verdicts"](stored("verdicts")) == stored("verdicts")
 
 
-def test_every_cause_but_two_has_a_remedy():
+def test_remedies_cover_all_causes_but_two():
     causes = {case["cause"] for case in stored("verdicts")[1:]}
     assert causes - REMEDIES.keys() == {"input-bound by transfer from the workers", "compute-bound"}
