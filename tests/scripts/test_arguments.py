@@ -14,7 +14,7 @@ with Path(__file__).with_name("mistakes.csv").open(newline="", encoding="utf-8")
 
 
 @pytest.mark.parametrize(("script", "words", "message"), MISTAKES)
-def test_mistakes(script, words, message, tmp_path, monkeypatch, capsys):
+def test_scripts_report_argument_errors(script, words, message, tmp_path, monkeypatch, capsys):
     """They are one line, the status is 2, and no file is made."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first" / "checkpoints" / "best.pt").mkdir(parents=True)

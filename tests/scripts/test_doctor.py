@@ -49,7 +49,7 @@ def of_status(status: str, rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.status == status]
 
 
-def test_a_healthy_dataset(ranks, root, tmp_path):
+def test_doctor_healthy_dataset(ranks, root, tmp_path):
     (root / "train" / "dots" / "1.heic").touch()  # told once
     before = {p: p.lstat().st_mtime_ns for p in root.rglob("*")}
     place = [f"data.root={root}", f"run.dir={root.parent / 'run'}"]
@@ -66,7 +66,7 @@ def test_a_healthy_dataset(ranks, root, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"imagenet", "cache"}  # no run
 
 
-def test_a_check_that_raises(tmp_path, monkeypatch, capsys):
+def test_doctor_check_that_raises(tmp_path, monkeypatch, capsys):
     """And data without files."""
     monkeypatch.setitem(doctor.CHECKS, "plan", lambda case: iter(1 // 0))
     found = look(tmp_path / "none", "data=fake")
@@ -77,7 +77,7 @@ def test_a_check_that_raises(tmp_path, monkeypatch, capsys):
     assert f"\nwarn  plan {7 * ' '}check failed with an error: " in capsys.readouterr().out
 
 
-def test_classes_that_are_numbers(root):
+def test_doctor_numeric_class_names(root):
     for split in ("train", "val"):
         for number, name in zip(("1", "2", "10"), CLASSES, strict=True):
             (root / split / name).rename(root / split / number)
@@ -87,7 +87,7 @@ def test_classes_that_are_numbers(root):
     ]
 
 
-def test_each_split_is_listed_by_itself(root):
+def test_doctor_lists_each_split(root):
     """Folders that training refuses do not hide the faults of files."""
     image = (root / "val" / "dots" / "00.jpg").read_bytes()
     (root / "train" / "nothing").mkdir()
@@ -124,7 +124,7 @@ BAD = {
 }
 
 
-def test_files_that_cannot_be_read(root):
+def test_doctor_unreadable_files(root):
     """Training may skip them, validation may not."""
     for number, content in enumerate(BAD):
         for split in ("train", "val"):
@@ -152,7 +152,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_unusual_files_are_a_warning_above_a_fraction(root, kind):
+def test_doctor_unusual_files(root, kind):
     (root / "train" / "dots" / "odd.jpg").write_bytes(ODD[kind])
     case = case_of(root)
     for check in (doctor.data, doctor.readable):
@@ -169,7 +169,7 @@ def test_unusual_files_are_a_warning_above_a_fraction(root, kind):
     assert {row.status for row in doctor.odd_files(case)} == {"ok"}
 
 
-def test_duplicates_across_splits(root):
+def test_doctor_duplicates_across_splits(root):
     """A sampled validation image is compared with all of train; also copies of another class."""
     shutil.copy(root / "train" / "dots" / "03.jpg", root / "val" / "dots" / "copy.jpg")
     shutil.copy(root / "train" / "dots" / "04.jpg", root / "val" / "checks" / "copy.jpg")
@@ -185,7 +185,7 @@ def test_duplicates_across_splits(root):
     assert row.status == "fail" and row.result.startswith("5 of 5 examined validation images")
 
 
-def test_the_mean_and_the_deviation_of_the_pixels(root):
+def test_doctor_pixel_mean_and_std(root):
     pixels = np.full((32, 32, 3), (255, 51, 128), np.uint8)
     pixels[:16] = 0
     for path in (root / "train").rglob("*.jpg"):
@@ -206,7 +206,7 @@ def test_the_mean_and_the_deviation_of_the_pixels(root):
     assert list(doctor.colours(case)) == []
 
 
-def test_the_plan_names_what_training_refuses(root):
+def test_doctor_plan_reports_training_errors(root):
     said = {
         "model.weights=pretrained": "there are none of resnet_tiny;",
         "model.weights=gone.pth": "cannot be read (",

@@ -65,14 +65,14 @@ def outputs(found: Evaluated, images: int | None = None) -> torch.Tensor:
     return sum(found_both) / 2 if found.summary["flip"] else found_both[0]
 
 
-def test_result_equals_the_last_validation_to_the_last_digit(found):
+def test_evaluate_equals_last_validation(found):
     last = checkpoint.load(found.trained.path)["state"]["last"]
     assert found.values == {name: last[name] for name in found.values} and "top1" in found.values
     assert found.summary["images"] == VAL_IMAGES * len(CLASSES)
     assert found.trained.averaged and last["loss"] != last["loss_raw"]
 
 
-def test_command_line(ranks, folder, found, image_root, tmp_path):
+def test_evaluate_command_line(ranks, folder, found, image_root, tmp_path):
     """The name of the run contains `=`; nothing is written into the run or among the images."""
     before, last = sorted(folder.rglob("*")), newest(folder)
     against = []
@@ -95,7 +95,7 @@ def test_command_line(ranks, folder, found, image_root, tmp_path):
     assert done.stderr.startswith(f"evaluate.py: --out {inside}: is inside {image_root / 'val'}")
 
 
-def test_mcnemar_as_in_r():
+def test_compare_mcnemar_equals_r():
     """binom.test(1, 9)$p.value is 0.0390625."""
     hits = {"images": "a", "right": [True] * 9 + [False]}
     others = {"images": "a", "right": [False] * 8 + [True, True]}
@@ -105,7 +105,7 @@ def test_mcnemar_as_in_r():
         evaluate.compare(hits, {"images": "b", "right": [True] * 10})
 
 
-def test_other_classes(folder, image_root, tmp_path):
+def test_evaluate_other_classes(folder, image_root, tmp_path):
     """The outputs of the classes are found by name; no training split is needed."""
     for name in ("dots", "stripes"):
         shutil.copytree(image_root / "val" / name, tmp_path / "val" / name)
@@ -127,7 +127,7 @@ def test_other_classes(folder, image_root, tmp_path):
         measured(folder, f"data.root={tmp_path}")
 
 
-def test_outputs_that_are_no_classes_are_not_selected():
+def test_chosen_outputs_rejects_non_classes():
     """Such as the corners of a box behind the logits."""
     places = torch.tensor([2, 0])
     pick = partial(evaluate.chosen_outputs, torch.nn.Flatten(), places=places, count=3, flip=False)
@@ -136,7 +136,7 @@ def test_outputs_that_are_no_classes_are_not_selected():
         pick(torch.zeros(1, 5))
 
 
-def test_only_images_are_flipped():
+def test_chosen_outputs_flips_images_only():
     def network(image: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
         return torch.cat([image.flatten(1), age], 1)
 
@@ -161,7 +161,7 @@ def published_on(path: Path, root: Path, **options: Any) -> Evaluated:
     return measured(path, *FOREIGN, f"data.root={root}", **options)
 
 
-def test_published_weights_on_some_of_the_classes(published, image_root, tmp_path, capsys):
+def test_evaluate_published_weights_on_some_classes(published, image_root, tmp_path, capsys):
     """As on ImageNet-A and -R: the outputs of the 7 folders compete, or all 1,000."""
     places = [5, 17, 300, 301, 640, 872, 999]
     for i, place in enumerate(places):
@@ -187,7 +187,7 @@ def test_published_weights_on_some_of_the_classes(published, image_root, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["{}", "{:04d}"])
-def test_folders_named_by_number(published, folder, tmp_path, name):
+def test_evaluate_folders_named_by_number(published, folder, tmp_path, name):
     """As in ImageNet-V2, for weights without names and a model trained on WordNet IDs."""
     image = tmp_path / "a.jpg"
     Image.linear_gradient("L").resize((32, 32)).save(image)
@@ -207,7 +207,7 @@ def test_folders_named_by_number(published, folder, tmp_path, name):
         outputs_of(opened(folder), found.datasets)
 
 
-def test_real_labels(folder, found, tmp_path):
+def test_evaluate_real_labels(folder, found, tmp_path):
     """ImageNet's numbers, in the order of the names of the files; no number, no image."""
     classes = ("other", IMAGENET[7], IMAGENET[3])  # in the order of the outputs
     names = map("{:02d}.jpg".format, np.random.default_rng(0).permutation(15))
@@ -233,7 +233,7 @@ def test_real_labels(folder, found, tmp_path):
             evaluate.evaluate_checkpoint(trained, ALONE, real=file)
 
 
-def test_another_task(folder, tmp_path, monkeypatch, capsys):
+def test_evaluate_regression_task(folder, tmp_path, monkeypatch, capsys):
     """A number for each image: the names of the outputs need not be those of the folders."""
     fields = {"image": image_field(32), "mass": Field(np.float32)}
     monkeypatch.setattr(FolderDataset, "fields", fields)
@@ -254,7 +254,7 @@ def test_another_task(folder, tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "evaluation.json").read_text())["mae"] == found.values["mae"]
 
 
-def test_run_on_a_part_of_the_images(whole_runs, image_root, tmp_path, capsys):
+def test_evaluate_run_with_val_fraction(whole_runs, image_root, tmp_path, capsys):
     """The run's own config finds the same validation images, also where its files are not."""
     flat = Path(shutil.copytree(image_root / "train", tmp_path / "flat"))
     folder, short = tmp_path / "run", ["loader.workers=0", "train.epochs=1"]
@@ -286,7 +286,7 @@ def test_run_on_a_part_of_the_images(whole_runs, image_root, tmp_path, capsys):
         assert [Path(val.name(i)).stem for i in range(len(val))] == names
 
 
-def test_one_name_for_a_test_set(folder, image_root, tmp_path, monkeypatch):
+def test_name_of_test_set(folder, image_root, tmp_path, monkeypatch):
     """However its path is typed; the name of the run's own images is that of the checkpoint."""
     data = Path(shutil.copytree(image_root, tmp_path / "data"))
     as_tar(data / "val", tmp_path / "data" / "packed.tar")
@@ -306,7 +306,7 @@ def test_one_name_for_a_test_set(folder, image_root, tmp_path, monkeypatch):
     assert evaluate.name_of(own) == own.name == f"{folder.name},best"
 
 
-def test_file_of_another_project(found, image_root, tmp_path):
+def test_evaluate_foreign_file(found, image_root, tmp_path):
     """It does not hold the names of the classes: the order of the folders counts."""
     torch.save(found.trained.weights, tmp_path / "weights.pth")
     other = published_on(tmp_path / "weights.pth", image_root)
@@ -327,7 +327,7 @@ def test_file_of_another_project(found, image_root, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_with_two_ranks(ranks, image_root, tmp_path):
+def test_evaluate_with_two_ranks(ranks, image_root, tmp_path):
     overrides = small_run.overrides_of(image_root, tmp_path / "run")
     ranks.run([sys.executable, train.__file__, *overrides], 2)
     path = newest(tmp_path / "run")
@@ -339,7 +339,7 @@ def test_a_run_with_two_ranks(ranks, image_root, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", ["off", "default"])
-def test_on_a_gpu(whole_runs, image_root, tmp_path, compile):
+def test_evaluate_on_gpu(whole_runs, image_root, tmp_path, compile):
     overrides = ["train.deterministic=true", "train.device=cuda", f"model.compile={compile}"]
     small_run.run(image_root, tmp_path / "run", *overrides)
     with join_world("cuda") as world:

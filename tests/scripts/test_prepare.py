@@ -326,7 +326,7 @@ def report_of(to: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "endings"), [("folder", [""]), ("tar", [".tar", ".tar.json"])])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format(tmp_path, name, kind, endings, capsys):
+def test_prepare_every_format(tmp_path, name, kind, endings, capsys):
     files, expected = FORMATS[name]
     to = tmp_path / "new" / "to"
     assert run(write(tmp_path / "source", files()), to, "--format", kind) == 0
@@ -344,7 +344,7 @@ def test_every_format(tmp_path, name, kind, endings, capsys):
     assert NOTES.get(name, f"{command}\n") in said
 
 
-def test_the_labels_of_ilsvrc2012_are_known(tmp_path):
+def test_val_labels_of_ilsvrc2012(tmp_path):
     """A kit with 1,000 classes must give the published labels: another order is refused."""
     first = dict(zip([490, 361, 171, 822, 297], imagenet.FIRST_LABELS.values(), strict=True))
     ids = {i: f"n{i:08d}" for i in range(1, 1001)} | first
@@ -408,7 +408,7 @@ WRONG: list[tuple[Source, str]] = [
 
 
 @pytest.mark.parametrize(("files", "message"), WRONG)
-def test_what_is_wrong_and_what_to_do(tmp_path, files, message):
+def test_layouts_report_errors(tmp_path, files, message):
     source = write(tmp_path / "source", files())
     with pytest.raises(UserError) as error:
         recognise(str(source))
@@ -416,7 +416,7 @@ def test_what_is_wrong_and_what_to_do(tmp_path, files, message):
     assert "\n" not in str(error.value)
 
 
-def test_wrong_destinations(tmp_path, capsys):
+def test_prepare_rejects_destinations(tmp_path, capsys):
     """In the source, around it, with other files, another size, and other images."""
     source = write(tmp_path / "source", FOLDERS)
     to = write(tmp_path / "to", {"train/mine.jpg": b"mine"})
@@ -441,7 +441,7 @@ def test_wrong_destinations(tmp_path, capsys):
     assert written(to) == EXPECTED
 
 
-def test_files_are_linked_or_copied(tmp_path, monkeypatch):
+def test_prepare_links_or_copies_files(tmp_path, monkeypatch):
     """Copied to another file system."""
     source = write(tmp_path / "source", EXPECTED)
 
@@ -461,7 +461,7 @@ def test_files_are_linked_or_copied(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar"])
-def test_unreadable_images_are_listed_and_can_be_repaired(tmp_path, capsys, kind):
+def test_prepare_lists_unreadable_images(tmp_path, capsys, kind):
     """The same command keeps what is complete and not older than the source."""
     source, to = write(tmp_path / "source", FOLDERS), tmp_path / "to"
     broken = list(EXPECTED)[:4]
@@ -487,7 +487,7 @@ def test_unreadable_images_are_listed_and_can_be_repaired(tmp_path, capsys, kind
     assert not (to / "unreadable.txt").exists()
 
 
-def test_a_full_disk_ends_the_run_and_the_next_one_continues(tmp_path, capsys):
+def test_prepare_continues_after_full_disk(tmp_path, capsys):
     source, to = write(tmp_path / "source", kaggle()), tmp_path / "to"
     with file_size_limit(5_000):
         assert run(source, to, "--format", "tar") == 1
@@ -508,7 +508,7 @@ def test_a_full_disk_ends_the_run_and_the_next_one_continues(tmp_path, capsys):
         ("PNG", "RGBA", (300, 200)),
     ],
 )
-def test_a_smaller_image(kind, mode, size):
+def test_reencoded_image(kind, mode, size):
     """It is resized and encoded as by Pillow."""
     exif = Image.Exif()
     exif[0x0112], exif[0x010F] = 6, "maker"  # orientation: viewers rotate by 90 degrees
@@ -532,7 +532,7 @@ def test_a_smaller_image(kind, mode, size):
 
 
 @pytest.mark.parametrize(("kind", "counter"), [("folder", "linked"), ("tar", "copied")])
-def test_smaller_images(image_root, tmp_path, kind, counter):
+def test_prepare_smaller_images(image_root, tmp_path, kind, counter):
     """Names, labels and the identity of the samples do not change; a small image is a link."""
     to = tmp_path / "to"
     assert run(image_root, to, "--side", "96", "--format", kind) == 0

@@ -15,7 +15,7 @@ RNG = np.random.default_rng(0)
 CENTRES = RNG.normal(size=(4, 8))
 
 
-def test_both_probes(tmp_path, capsys):
+def test_probe_features_formulas(tmp_path, capsys):
     """Neighbours vote as in a loop in NumPy; the penalty is chosen without the queries."""
     files = tmp_path / "train", tmp_path / "val"
     rows = {}
@@ -41,7 +41,7 @@ def test_both_probes(tmp_path, capsys):
     assert probe.probe_features(*files) == 0 and f"{found[2]}\n" in capsys.readouterr().out
 
 
-def test_command(folder, image_root, tmp_path, ranks):
+def test_probe_command_line(folder, image_root, tmp_path, ranks):
     """The features of a run, of both splits; and wrong files."""
     files = tmp_path / "train", tmp_path / "val"
     for file in files:

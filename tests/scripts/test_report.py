@@ -99,7 +99,7 @@ def copied(run: Path, to: Path, top1: tuple[float, float] = (20.0, 30.0), **keys
     return to
 
 
-def test_the_page_of_a_run(folder):
+def test_report_of_one_run(folder):
     page, summary = page_of(folder), results.summary_of(folder)
     top1 = summary["best_top1"]
     error = (top1 * (100 - top1) / 15) ** 0.5
@@ -123,7 +123,7 @@ def test_the_page_of_a_run(folder):
 
 
 @needs_extras
-def test_what_the_best_checkpoint_gets_wrong(folder, image_root):
+def test_report_confusions_and_worst_images(folder, image_root):
     page, evaluation = page_of(folder), folder / "evaluation"
     head, *rows = page.table("matrix numbers")
     confusions = read_csv(evaluation / "confusion.csv")
@@ -143,7 +143,7 @@ def test_what_the_best_checkpoint_gets_wrong(folder, image_root):
 
 
 @needs_extras
-def test_many_classes_have_a_list_of_confusions(folder, tmp_path):
+def test_report_lists_confusions_of_many_classes(folder, tmp_path):
     to = copied(folder, tmp_path / "many")
     classes = "".join(f"c{i},1,{100 - i},,12.345,name {i}\n" for i in range(21))
     text = f"class,images,top1,precision,f1,name\nnone\udcea,0,,,,no images\n{classes}"
@@ -159,7 +159,7 @@ def test_many_classes_have_a_list_of_confusions(folder, tmp_path):
     assert len(confusions) == 20 and confusions[0] == ["name 1", "name 0", "29"]
 
 
-def test_evaluations_of_evaluate(folder, tmp_path, monkeypatch):
+def test_report_evaluations(folder, tmp_path, monkeypatch):
     """Those of the run; a damaged one is named."""
     monkeypatch.chdir(tmp_path)
     words = [str(folder), "loader.workers=0", "data.val=train"]
@@ -179,7 +179,7 @@ def test_evaluations_of_evaluate(folder, tmp_path, monkeypatch):
     assert "top1_real" not in page_of(folder).text
 
 
-def test_runs_are_compared(folder, tmp_path):
+def test_report_compares_runs(folder, tmp_path):
     """Each once, the best one first, with what differs and what they share."""
     low = copied(folder, tmp_path / "low", (10.0, 9.0), optim__lr=0.3, log__every_steps=9)
     high = copied(folder, tmp_path / "high", (20.0, 30.0), optim__lr=0.7)
@@ -207,14 +207,14 @@ def test_runs_are_compared(folder, tmp_path):
     assert "Do not compare" not in page_of(low, grown).text
 
 
-def test_the_best_value_is_from_after_an_accepted_change(folder, tmp_path):
+def test_report_best_after_accepted_change(folder, tmp_path):
     """Of data.val, for example: earlier validations were of other images."""
     changed = copied(folder, tmp_path / "changed", (90.0, 30.0))
     change_summary(changed, best_epoch=read_rows(folder, "val")[-1]["epoch"])
     assert dict(page_of(changed).table("facts"))["best top1"].startswith("30.00 % ± 11.8 at epoch")
 
 
-def test_each_run_has_the_value_that_it_is_judged_by(folder, tmp_path):
+def test_report_best_by_of_each_run(folder, tmp_path):
     copied(folder, tmp_path / "a", (10.0, 20.0))
     loss = read_rows(copied(folder, tmp_path / "b", train__best_by="-loss"), "val")[1]["loss"]
     first, second = page_of(tmp_path).rows()
@@ -223,7 +223,7 @@ def test_each_run_has_the_value_that_it_is_judged_by(folder, tmp_path):
     assert f"b: loss {loss:.4g}" in page_of(tmp_path).text
 
 
-def test_runs_that_differ_only_in_seed_or_fold_are_one_row(folder, tmp_path):
+def test_report_groups_seeds_and_folds(folder, tmp_path):
     """With their mean; equal weights count once, and a run that has not finished stands alone."""
     for seed, top1 in enumerate([(50.0, 40.0), (10.0, 60.0), (30.0, 64.0)]):
         copied(folder, tmp_path / f"seed{seed}", top1, train__seed=seed, data__val_fold=[seed, 5])
@@ -243,7 +243,7 @@ def test_runs_that_differ_only_in_seed_or_fold_are_one_row(folder, tmp_path):
     assert (row["best top1"], row["standard deviation"], row["n"]) == ("–", "–", "2")
 
 
-def test_runs_that_are_no_repetitions(folder, tmp_path):
+def test_report_separates_non_repetitions(folder, tmp_path):
     """Of another number of folds, or with a key that has changed on the way."""
     for name, fold in {"1": "1/3", "2": "2/3", "fifth": "1/5", "changed": "3/3"}.items():
         copied(folder, tmp_path / name, data__val_fold=fold)
@@ -251,7 +251,7 @@ def test_runs_that_are_no_repetitions(folder, tmp_path):
     assert sorted(row["n"] for row in page_of(tmp_path).rows()) == ["1", "1", "2"]
 
 
-def test_values_of_a_fork(folder, tmp_path):
+def test_report_custom_values(folder, tmp_path):
     """They have the unit of summary.json; a lower one may be better, and 0 has no chart."""
     for number in (2, 1):
         to = copied(folder, tmp_path / f"{number}", train__best_by="-mae", optim__lr=number)
@@ -268,7 +268,7 @@ def test_values_of_a_fork(folder, tmp_path):
     assert facts["best mae"].startswith("2 px at epoch") and facts["note"] == "warning slow"
 
 
-def test_a_run_that_has_not_ended(folder, tmp_path):
+def test_report_of_unfinished_run(folder, tmp_path):
     to = copied(folder, tmp_path / "killed")
     (to / "summary.json").unlink()
     (to / "verdict.json").write_text(json.dumps({"verdict": ["input-bound: slow"]}))
@@ -282,7 +282,7 @@ def test_a_run_that_has_not_ended(folder, tmp_path):
     assert [row["best top1"] for row in page_of(to, folder).rows()][1] == "–"
 
 
-def test_damaged_runs_are_named_and_left_out(folder, tmp_path, capsys):
+def test_report_names_and_skips_damaged_runs(folder, tmp_path, capsys):
     copied(folder, tmp_path / "good")
     damaged = {
         "metrics": ("metrics.jsonl", "{not json}\n"),
@@ -308,7 +308,7 @@ def test_damaged_runs_are_named_and_left_out(folder, tmp_path, capsys):
 
 
 @needs_extras
-def test_names_from_a_run_are_escaped(folder, tmp_path):
+def test_report_escapes_names(folder, tmp_path):
     to = copied(folder, tmp_path / HOSTILE.replace("/", "|"), model__name=HOSTILE)
     write_rows(to, [row | {HOSTILE: 1.5} for row in read_rows(folder, "val")])
     change_summary(to, units={HOSTILE: HOSTILE}, status=HOSTILE, verdict=[HOSTILE])
@@ -323,7 +323,7 @@ def test_names_from_a_run_are_escaped(folder, tmp_path):
     assert "<" not in str([json.loads(chart.attrib["data-figure"]) for chart in charts])
 
 
-def test_long_and_many_curves(folder, tmp_path):
+def test_report_long_and_many_curves(folder, tmp_path):
     """A point of a long one is a mean. Ten are drawn; a click on the legend draws others."""
     to = copied(folder, tmp_path / "long")
     row = read_rows(folder, "train")[0]
@@ -338,7 +338,7 @@ def test_long_and_many_curves(folder, tmp_path):
     assert [trace.get("visible") for trace in traces] == 10 * [None] + 2 * ["legendonly"]
 
 
-def test_only_regular_files_and_links_are_replaced(folder, tmp_path, monkeypatch):
+def test_report_replaces_only_files_and_links(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     with pytest.raises(UserError, match="--out pipe: not a regular file; give another name"):

@@ -23,7 +23,7 @@ if [[ $1 == show ]]; then echo localhost; else echo "$@" >>"$REQUEUED"; fi
 
 
 @pytest.mark.slow
-def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root, tmp_path):
+def test_sbatch_requeues_preempted_job(image_root, tmp_path):
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):

@@ -48,7 +48,7 @@ KINDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_of_other_projects(tmp_path, weights, kind):
+def test_open_trained_files_of_other_projects(tmp_path, weights, kind):
     torch.save(KINDS[kind](weights), tmp_path / "file.pth")
     found = open_trained(tmp_path / "file.pth", TINY)
     assert same(found.weights, weights)
@@ -59,7 +59,7 @@ def test_files_of_other_projects(tmp_path, weights, kind):
     assert [*found.inputs(model, 32)] == ["image"]
 
 
-def test_files_that_are_refused(tmp_path, weights):
+def test_open_trained_rejects_files(tmp_path, weights):
     path = tmp_path / "file.pth"
     torch.save({"arch": "x", "state_dict": weights}, path)
     no_name = "is no checkpoint of this .*; give model.name=NAME, "
@@ -73,7 +73,7 @@ def test_files_that_are_refused(tmp_path, weights):
 
 
 @pytest.mark.parametrize("name", ["", "checkpoints/../checkpoints", "checkpoints/best.pt"])
-def test_checkpoint(folder, name):
+def test_open_trained_checkpoint(folder, name):
     config = (found := open_trained(folder / name)).config
     state = checkpoint.load(found.path)["state"]
     assert same(found.weights, state["ema"]) and found.averaged
@@ -88,7 +88,7 @@ def test_checkpoint(folder, name):
             open_trained(folder, [f"{key}=40"])
 
 
-def test_the_fields_of_a_sample_are_stored(folder, tmp_path, monkeypatch):
+def test_open_trained_sample_fields(folder, tmp_path, monkeypatch):
     """A checkpoint without them has the image alone."""
     found = open_trained(folder)
     assert found.fields["label"] == Field("int64", [])
@@ -112,7 +112,7 @@ def test_best_checkpoint_in_other_libraries(folder):
     assert path.stat().st_size < 4 * size + 100_000
 
 
-def test_names_of_the_classes(tmp_path, weights):
+def test_open_trained_class_names(tmp_path, weights):
     path, names = tmp_path / "file.pth", tmp_path / "names.txt"
     torch.save(weights, path)
     names.write_text("".join(f"class {i}\n" for i in range(7)))
@@ -122,7 +122,7 @@ def test_names_of_the_classes(tmp_path, weights):
         open_trained(path, TINY, classes=names)
 
 
-def test_rewritten_layers_are_only_for_gpus(folder):
+def test_trained_build_skips_rewritten_layers(folder):
     """A run on a GPU with bf16 has trained with them; exported files have none."""
     found = open_trained(folder, ["train.precision=bf16"])
     found.stored["model_input"]["rewrites_layers"] = True
