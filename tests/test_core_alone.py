@@ -27,7 +27,7 @@ def core(tmp_path: Path) -> Path:
     return copy
 
 
-def test_it_trains_and_refuses_what_names_an_extra(core, image_root):
+def test_core_trains_and_rejects_extras(core, image_root):
     small = [*SMALL_RUN, f"data.root={image_root}", "loader.workers=0", "train.max_steps=2"]
     trained = run_python("train.py", *small, "run.dir=run", cwd=core)
     assert trained.returncode == 0, trained
@@ -48,7 +48,7 @@ def refused(core: Path, *words: str) -> str:
 
 
 @pytest.mark.slow
-def test_its_tests_pass(core):
+def test_core_tests_pass(core):
     options = ("-q", "-x", "-n", "2", "-p", "no:cacheprovider", "--ignore=tests/test_core_alone.py")
     done = run_python("-m", "pytest", *options, cwd=core, seconds=40 * HANGS_SECONDS)
     assert done.returncode == 0, done.stdout[-3000:]

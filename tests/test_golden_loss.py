@@ -42,7 +42,7 @@ def golden_model(num_classes: int, image_size: int) -> nn.Module:
 
 
 @pytest.mark.usefixtures("own_logging")
-def test_losses_are_the_stored_ones(image_root, tmp_path, monkeypatch):
+def test_losses_equal_stored(image_root, tmp_path, monkeypatch):
     """Every training and validation loss in metrics.jsonl of 20 steps."""
     # It draws other numbers in other versions of torch.
     monkeypatch.setattr(nn.init, "trunc_normal_", lambda w, std, a, b: nn.init.normal_(w, std=std))

@@ -78,7 +78,7 @@ def test_imports_have_one_direction():
                 assert within(name, ["engine.log", "engine.tune"]), f"{name} imports {imported}"
 
 
-def test_slow_packages_are_imported_when_used():
+def test_slow_packages_are_imported_lazily():
     """They take seconds. tests/conf/test_cli.py has what --help imports."""
     slow = {"torchvision", "tensorboard", "timm", "onnx", "matplotlib"}
     code = "import sys\nbefore = set()"
@@ -103,7 +103,7 @@ REQUIRED = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False"}
 REQUIRED |= {"numpy.load": "allow_pickle=False"}
 
 
-def test_no_code_from_a_config_or_a_file_is_executed():
+def test_program_does_not_execute_loaded_code():
     found = set()
     for name in PROGRAM.keys() - {"conf.named"}:
         for imported in imports(PROGRAM[name]):

@@ -60,7 +60,7 @@ def workplace(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.usefixtures("own_logging")
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
-def test_a_mistake_is_one_line(words, message, workplace, monkeypatch, capsys):
+def test_train_py_reports_error_in_one_line(words, message, workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     before, children = tree(workplace), descendants(os.getpid())
     try:
@@ -105,7 +105,7 @@ RANK_MISTAKES = {
 
 
 @pytest.mark.parametrize(("code", "message"), RANK_MISTAKES.items())
-def test_ranks_that_do_not_match(code, message, image_root, tmp_path, ranks):
+def test_ranks_report_mismatch(code, message, image_root, tmp_path, ranks):
     """One line says why, all of them exit, and nothing is created."""
     for rank in range(2):
         shutil.copytree(image_root, tmp_path / str(rank) / "images")

@@ -80,7 +80,7 @@ class Reference:
         return {"loss": loss, "top1": 100 * hits}
 
 
-def test_five_steps_equal_numpy():
+def test_train_step_equals_numpy():
     """Label smoothing, clipping, weight decay, Nesterov momentum and the average, in order."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
@@ -102,7 +102,7 @@ def test_five_steps_equal_numpy():
     assert reference.clipped == {True, False}, "clipping must act in some steps and not in others"
 
 
-def test_training_loss():
+def test_training_loss_formula():
     torch.manual_seed(0)
     network = nn.Linear(8, 7)
     images, labels = torch.randn(6, 8), torch.randint(0, 7, (6,))
@@ -122,7 +122,7 @@ def test_training_loss():
     assert network.weight.grad.any()
 
 
-def test_loss_is_computed_in_float32():
+def test_training_loss_is_float32():
     batch = batch_of(image=torch.randn(6, 8).bfloat16(), label=torch.zeros(6).long())
     loss, values = train.training_loss(nn.Linear(8, 6).bfloat16(), batch)
     assert {loss.dtype, values["top1"].dtype, values["top5"].dtype} == {torch.float32}
@@ -150,7 +150,7 @@ def after_five_steps(num_micro_batches: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("num_micro_batches", [2, 3, 4])
-def test_micro_batches_train_as_the_whole_batch(num_micro_batches):
+def test_train_step_micro_batches_equal_whole_batch(num_micro_batches):
     found, expected = after_five_steps(num_micro_batches), after_five_steps(1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
@@ -173,7 +173,7 @@ def overflow(network: nn.Module, batch: Batch) -> tuple[Tensor, Values]:
     return loss * 1e36, values
 
 
-def test_a_scaled_loss_changes_nothing():
+def test_train_step_loss_scale_has_no_effect():
     """Its gradients are divided by the scale, a power of 2, before they are clipped."""
     states = [new_state("sgd", fp16=fp16) for fp16 in (False, True)]
     for step in range(3):
@@ -185,7 +185,7 @@ def test_a_scaled_loss_changes_nothing():
 
 @pytest.mark.parametrize("fused", [False, True], ids=["host", "fused"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_that_overflows_is_skipped(name, fused):
+def test_train_step_skips_overflow(name, fused):
     """The scale is halved, and later steps update."""
     state = new_state(name, fused=fused)
     train.train_step(state, state.model, toy_loss, drawn(1))
@@ -201,7 +201,7 @@ def test_a_step_that_overflows_is_skipped(name, fused):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["host", "fused"])
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_an_overflow_in_the_first_step_leaves_no_trace(name, fused):
+def test_train_step_first_overflow_leaves_no_trace(name, fused):
     """A ResNet-50 overflows there. New memory holds NaN here."""
     states = [new_state(name, fused=fused) for _ in range(2)]
     torch.use_deterministic_algorithms(True)  # new memory is filled
@@ -214,7 +214,7 @@ def test_an_overflow_in_the_first_step_leaves_no_trace(name, fused):
     assert all(map(torch.equal, *(state.model.parameters() for state in states)))
 
 
-def test_the_scale_is_stored():
+def test_state_dict_stores_loss_scale():
     state = new_state("sgd")
     train.train_step(state, state.model, overflow, drawn(0))
     stored = copy.deepcopy(state.state_dict())
@@ -229,7 +229,7 @@ def test_the_scale_is_stored():
     new_state("sgd", fp16=False).load_state_dict(stored)
 
 
-def test_which_rows_end_a_run(tmp_path):
+def test_check_loss(tmp_path):
     row = {"step": 7, "lr": 0.1, "loss": math.nan}
     with pytest.raises(RunError, match=r"the loss is nan at step 7 \(lr 0.1\); these weights"):
         check_loss(row, tmp_path)

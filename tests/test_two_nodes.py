@@ -66,7 +66,7 @@ def start(prefix: list[str], arguments: list[str], node: int, log: Path) -> Star
         return Started(command, variables, stdout=file, stderr=STDOUT)
 
 
-def test_killed_ranks_restart_and_one_node_continues_alone(nodes, image_root, tmp_path):
+def test_two_nodes_restart_and_one_continues(nodes, image_root, tmp_path):
     """torchrun on the node of a killed rank counts a restart, on the other one perhaps a node."""
     folder, logs = tmp_path / "two", [tmp_path / "0.txt", tmp_path / "1.txt"]
     words = command(image_root, folder, *OPTIONS)

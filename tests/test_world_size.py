@@ -27,7 +27,7 @@ def check_rows(several: Path, one: Path) -> None:
         assert found[row["step"]] == pytest.approx(row["loss"], rel=1e-5)
 
 
-def test_losses_are_those_of_one_process(image_root, tmp_path, ranks):
+def test_losses_of_ranks_equal_one_process(image_root, tmp_path, ranks):
     """With the same samples and draws; the ranks share a directory that `${now:}` names."""
     options = [
         *(*OPTIONS, "loader.batch_size=16", "train.epochs=9"),
@@ -42,7 +42,7 @@ def test_losses_are_those_of_one_process(image_root, tmp_path, ranks):
 
 
 @pytest.mark.slow
-def test_other_numbers_of_ranks_in_the_middle_of_an_epoch(image_root, tmp_path, ranks):
+def test_resume_with_other_number_of_ranks(image_root, tmp_path, ranks):
     """36 images in batches of 8: the two epochs end at steps 4.5 and 9."""
     options = [*OPTIONS, "train.epochs=2"]
     several = tmp_path / "several"
@@ -82,7 +82,7 @@ with join_world("cpu") as world:
 """
 
 
-def test_each_image_is_validated_once(tmp_path, ranks):
+def test_ranks_validate_each_image_once(tmp_path, ranks):
     """And its row is in its place; also if a rank has no image, as with 3 images on 4 ranks."""
     script, found = tmp_path / "validates.py", []
     script.write_text(VALIDATES)
