@@ -106,9 +106,7 @@ def test_runlog_repeats_header_in_each_start(image_root, tmp_path, monkeypatch, 
         assert re.sub(r"\S+/9", "row", table) == "epoch row row row epoch row row "
 
 
-def test_runlog_prints_verdict_only_if_changed(
-    image_root, tmp_path, monkeypatch, capsys
-):
+def test_runlog_prints_verdict_only_if_changed(image_root, tmp_path, monkeypatch, capsys):
     # Five epochs, and the run: its verdict is printed after the last epoch.
     verdicts = iter([["a: 1."], ["a: 2."], [], ["b: 3."], ["c: 4."], ["c: 5."]])
     monkeypatch.setattr("engine.log.runlog.verdict_of", lambda *_: next(verdicts))

@@ -109,9 +109,7 @@ def fresh(cache: Path) -> Iterator[Path]:
         ("echo 'cannot find ld' >&2; exit 1", r"cc failed \(cannot find ld\)"),
     ],
 )
-def test_resolve_decoder_without_compiler(
-    compiler, problem, fresh, tmp_path, monkeypatch, caplog
-):
+def test_resolve_decoder_without_compiler(compiler, problem, fresh, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     if compiler is not None:
         (tmp_path / "cc").write_text(f"#!/bin/sh\n{compiler}\n")

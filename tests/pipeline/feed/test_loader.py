@@ -82,9 +82,7 @@ def test_forkserver_start_failure_is_one_line(tmp_path):
     ("workers", "start_method"),
     [(0, "fork"), (2, "forkserver"), pytest.param(2, "spawn", marks=pytest.mark.slow)],
 )
-def test_loader_batches_equal_for_any_workers(
-    image_root, workers, start_method, monkeypatch
-):
+def test_loader_batches_equal_for_any_workers(image_root, workers, start_method, monkeypatch):
     """Also while the number changes; no process is left."""
     monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)  # as if these samples were not small
     dataset = crops(image_root / "train")
@@ -280,9 +278,7 @@ pool.wait([blocked])
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-def test_pool_workers_survive_signals_and_end_with_parent(
-    image_root, start_method
-):
+def test_pool_workers_survive_signals_and_end_with_parent(image_root, start_method):
     """After SIGKILL to the training process, they end even during a read that never returns."""
     needs_linux()
     command = [sys.executable, "-c", PROGRAM, image_root / "train", start_method]
@@ -348,9 +344,7 @@ def buggy(image: np.ndarray, rng: random.Random) -> np.ndarray:
 
 
 @pytest.mark.parametrize("workers", [2, 0])
-def test_loader_transform_error_keeps_traceback(
-    image_root, caplog, workers
-):
+def test_loader_transform_error_keeps_traceback(image_root, caplog, workers):
     dataset = crops(image_root / "train")
     dataset.transform = Compose([buggy], SIZE)
     with (

@@ -246,9 +246,7 @@ class LateCopies(Prefetcher):
         (100, 1, LateCopies, torch.float32, dict(workers=2)),
     ],
 )
-def test_prefetcher_with_consumer_three_steps_behind(
-    steps, lag, kind, dtype, options, monkeypatch
-):
+def test_prefetcher_with_consumer_three_steps_behind(steps, lag, kind, dtype, options, monkeypatch):
     monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)
     copies = []
     unread = deque()
