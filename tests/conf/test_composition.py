@@ -1,4 +1,4 @@
-"""Layers of a config; commands share a run directory if and only if they train the same."""
+"""Config layers. Commands share a run directory if and only if they train the same."""
 
 import csv
 import shlex
@@ -17,11 +17,11 @@ def composed(typed: str) -> Config:
     return offered([DATA, *shlex.split(typed)])
 
 
-# Pairs of commands that train the same, or different things; tests/repository/equal has more.
+# Pairs of commands that train the same ("same") or not; tests/repository/equal has more pairs.
 with Path(__file__).with_name("pairs.csv").open(newline="", encoding="utf-8") as file:
     PAIRS = [*csv.reader(file)]
 SAME, OTHER = ([pair for kind, *pair in PAIRS if kind == wanted] for wanted in ("same", "other"))
-# run_identity holds what these stand for.
+# run_identity contains what these keys stand for.
 IGNORED = ("data.root", "data.val", "loader.decoder", "model.weights")
 
 
@@ -47,18 +47,18 @@ def values() -> dict[str, Any]:
 
 def test_from_checkpoint_roundtrip(values):
     assert config_values(from_checkpoint(values)) == values
-    del values["data.on_error"]  # of another version
+    del values["data.on_error"]  # written by a different version
     assert from_checkpoint({**values, "data.former": 3, "ranks": 8}).data.on_error == "raise"
 
 
 def test_from_checkpoint_accepts_former_names(values):
-    """A checkpoint can be evaluated whose transforms and loss have another name today."""
+    """A checkpoint whose transforms and loss were renamed since can still be evaluated."""
     former = {**values, "augment.train": ["former"], "train.loss": "former"}
     assert from_checkpoint(former).train.loss == "former"
 
 
 def test_from_checkpoint_drops_deleted_code(values):
-    """It is left out where it does not affect the result, as in a fork that deletes an extra."""
+    """Drop it if it does not affect the result, for example in a fork that deletes an extra."""
     gone = {**values, "log.observers": ["gone:Observer"], "model.rewrite": "gone:rewrite"}
     assert config_values(from_checkpoint(gone)) == values
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Several mistakes of a command line, names of classes, and the length of a run's name."""
+"""Several errors in one command line, class names as keys, and the length of the run name."""
 
 import os
 
@@ -12,7 +12,7 @@ from tests.conf.refused import DATA
 
 
 def lines(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Return what the lines of an answer begin with, the words that are wrong."""
+    """Return the invalid word that starts each line of the error message."""
     with pytest.raises(SystemExit):
         cli.parse(words.split(), script="train.py", purpose="")
     return [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()]

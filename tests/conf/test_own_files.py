@@ -1,4 +1,4 @@
-"""Recipes and groups in files of the user, by their path."""
+"""Recipes and groups in user files, selected by path."""
 
 import shutil
 from pathlib import Path
@@ -26,10 +26,10 @@ train: {epochs: 2}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a recipe, based on one of the program, and a model."""
+    """Create a directory with a model and with a recipe based on a built-in recipe."""
     folder = tmp_path / "it's my $conf, a=b"
     files = {"recipe/mine": RECIPE, "model/wide": "name: resnet50\n"}
-    files["trainer/default"] = "max_epochs: ["  # of another program: not read
+    files["trainer/default"] = "max_epochs: ["  # of a different program; not read
     for name, content in files.items():
         path = folder / f"{name}.yaml"
         path.parent.mkdir(parents=True)
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_from_overrides_reads_recipe_and_group_by_path(folder, monkeypatch):
-    """The absolute path is among the values, which hold in another folder too."""
+    """The overrides contain the absolute path, so they are also valid in a different directory."""
     monkeypatch.setenv("HOME", str(folder.parent))
     config = from_overrides([f"recipe=~/{folder.name}/recipe/mine.yaml"])
     assert (config.model.name, config.optim.lr, config.run.name) == ("resnet50", 0.05, "mine")
@@ -63,7 +63,7 @@ def test_run_is_readable_after_recipe_folder_is_deleted(folder, image_root, tmp_
     assert from_checkpoint(config_values(config)).model == config.model
 
 
-MISTAKES = [  # a file of the folder, its content, the message
+MISTAKES = [  # file in the directory, its content, the message
     ("recipe/mine", "optim:\n  lr=0.1", "there is no key optim; write optim=adamw"),
     ("recipe/mine", "defaults: [{model: resnet51}]", "a recipe chooses a group by `- override /"),
     ("recipe/mine", RECIPE + "log: {every_step: 3}", "there is no key log.every_step; did you"),

@@ -1,4 +1,4 @@
-"""How a device computes a model: precision, FLOPs, torch.compile."""
+"""Computing a model on a device: precision, FLOPs, torch.compile."""
 
 import shutil
 from unittest.mock import Mock
@@ -32,8 +32,8 @@ NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 
 
 def test_keep_compiled_kernels_uses_cache_dir(cache, monkeypatch):
-    """torch chooses the folder for temporary files at its import; a container loses it."""
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # that of this process
+    """Otherwise, torch selects a temporary directory when imported, which a container loses."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # set by this process
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     program = "from conf.start import keep_compiled_kernels as keep; keep(); from torch._inductor"
     program += ".runtime import cache_dir_utils as d; print(d.cache_dir(), d.triton_cache_dir(0))"
@@ -44,7 +44,7 @@ def test_keep_compiled_kernels_uses_cache_dir(cache, monkeypatch):
 @pytest.mark.slow
 @NEEDS_COMPILER
 def test_compile_recompute_keeps_fewer_activations():
-    """Activations are computed twice, and the gradients are the same."""
+    """Activations are computed twice, and gradients are the same."""
     network = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
     weights = {parameter.data_ptr() for parameter in network.parameters()}
     images = torch.randn(256, 64)
@@ -52,7 +52,7 @@ def test_compile_recompute_keeps_fewer_activations():
     def gradients(mode):
         torch._dynamo.reset()
         network.zero_grad()
-        kept = {}  # address of what the backward pass needs -> bytes
+        kept = {}  # address of a tensor for the backward pass -> bytes
 
         def keep(tensor):
             storage = tensor.untyped_storage()
@@ -72,7 +72,7 @@ def test_compile_recompute_keeps_fewer_activations():
 
 
 def test_has_equal_blocks():
-    """With drop path, each block has its own rate: they would be compiled one by one."""
+    """With drop path, each block has a different rate, so blocks would be compiled one by one."""
     assert not has_equal_blocks(nn.Module())
     for rate, are_equal in ((0.1, True), (0.2, False)):
         blocks = nn.Sequential(nn.Dropout(0.1), nn.Dropout(rate))
@@ -102,7 +102,7 @@ def test_compile_blocks_compiles_equal_blocks_once():
     torch._dynamo.utils.counters.clear()
     found = torch.autograd.grad(model(images).square().mean(), list(model.parameters()))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-    # The first of three has its own: its residual stream, the positions, needs no gradient.
+    # The first of three has its own graph; its input, the positions, needs no gradient.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
@@ -110,7 +110,7 @@ def test_compile_blocks_compiles_equal_blocks_once():
     ("capability", "auto"), [((9, 0), "bf16"), ((7, 5), "fp16"), ((6, 0), "fp32")]
 )
 def test_choose_precision(monkeypatch, capability, auto):
-    """On older GPUs, torch emulates bf16, and reports it as supported by default."""
+    """Older GPUs emulate bf16, which torch reports as supported by default."""
     monkeypatch.setattr(
         torch.cuda,
         "is_bf16_supported",
@@ -123,7 +123,7 @@ def test_choose_precision(monkeypatch, capability, auto):
 
 
 @pytest.mark.parametrize(
-    ("word", "device", "epochs", "found", "searches"),  # of 5,004.5 steps
+    ("word", "device", "epochs", "found", "searches"),  # epochs have 5,004.5 steps
     [
         ("model.compile=auto", CPU, 90, "off", True),
         ("model.compile=default", CPU, 1, "default", False),
@@ -140,7 +140,7 @@ def test_resolve_compile_for_resnet50(word, device, epochs, found, searches):
     assert is_search_worthwhile(config, steps) == searches
 
 
-class Query(nn.MultiheadAttention):  # like SigLIP's pooling, it gives a parameter to a layer
+class Query(nn.MultiheadAttention):  # passes a parameter to a layer, like SigLIP's pooling
     def forward(self, image):
         return self.out_proj(self.in_proj_weight.expand(1, -1, -1))
 
@@ -156,7 +156,7 @@ def test_count_flops_equals_published():
 
 
 class TwoInputs(nn.Module):
-    """With `inner`, its layer does not take the number."""
+    """A network with two inputs. With `inner`, its layer does not accept the number."""
 
     def __init__(self, *, inner: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which parameters have weight decay, and the options of the optimisers."""
+"""Parameters with weight decay, and the optimizers' options."""
 
 import re
 from collections import Counter
@@ -17,7 +17,7 @@ from models import build
 
 
 def stored_lists() -> dict[str, Counter[str]]:
-    """Model -> `+ name` or `- name` -> how many."""
+    """Return model -> `+ name` or `- name` -> count."""
     text = (Path(__file__).parent / "weight_decay.txt").read_text()
     return {
         model: Counter({name: int(n) for name, n in re.findall(r"^(.*) (\d+)$", lines, re.M)})
@@ -49,9 +49,9 @@ KEYS = {"betas": (0.8, 0.9), "eps": 1e-5, "momentum": 0.7, "nesterov": True, "we
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_optimizer_keys_with_effect(name):
-    """conf.schema lists them, because conf imports no torch."""
+    """conf.schema lists them, because conf does not import torch."""
     config = from_overrides(["data=fake", f"optim.name={name}"])
-    for keys in ({"momentum": 0, "nesterov": True}, KEYS):  # without momentum it has no effect
+    for keys in ({"momentum": 0, "nesterov": True}, KEYS):  # no effect without momentum
         optimizer = build_optimizer(nn.Linear(2, 2), replace(config.optim, **keys))
     found = {key for key, value in KEYS.items() if optimizer.defaults.get(key) == value}
     assert found == {key for key in KEYS if not unmet_requirements(config, f"optim.{key}")}
@@ -59,7 +59,7 @@ def test_optimizer_keys_with_effect(name):
 
 @pytest.mark.parametrize("name", ARGS_OPTIMIZERS)
 def test_args_optimizers_take_lr_and_weight_decay(name):
-    """What betas and eps mean is different in each class: they are given in optim.args."""
+    """The meaning of betas and eps depends on the class, so they must be set in optim.args."""
     config = OptimConfig(name, lr=0.3, weight_decay=0.5)
     optimizer = build_optimizer(nn.Linear(2, 2), config)
     assert type(optimizer).__name__.lower() == name
@@ -83,7 +83,7 @@ def test_build_optimizer_keeps_error_of_custom_code():
 
 
 def test_build_optimizer_from_timm():
-    """It may stand for an option, which a key does not replace."""
+    """The name may imply an option that a key does not replace."""
     pytest.importorskip("timm")
     assert build_optimizer(nn.Linear(2, 2), OptimConfig("timm/nesterov")).defaults["nesterov"]
     with pytest.raises(UserError, match="timm has no such optimiser"):

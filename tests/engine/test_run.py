@@ -1,4 +1,4 @@
-"""The run directory: one process at a time; foreign files and refused runs stay unchanged."""
+"""The run directory: one process at a time; foreign files and rejected runs stay unchanged."""
 
 import json
 import multiprocessing
@@ -30,7 +30,7 @@ CREATED = {".lock", "checkpoints", "config.yaml", "overrides.yaml"}
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run directory with checkpoints of steps 10 and 20."""
+    """Create a run directory with checkpoints of steps 10 and 20."""
     path = tmp_path / "run"
     assert open_run(path) is None
     for step in (10, 20):
@@ -52,7 +52,7 @@ def test_run_auto_resumes_newest_intact_checkpoint(run):
 
 
 def test_run_links_best_after_kill(run):
-    """The checkpoint says that it is the best; a kill has prevented best.pt."""
+    """Its content says that it is the best, but a kill prevented best.pt."""
     best = add_checkpoint(run, 30, best={"step": 30, "top1": 50.0})
     assert open_run(run) == best
     assert (run / "checkpoints" / "best.pt").samefile(best)
@@ -76,11 +76,11 @@ def test_run_resume_from_path(run, tmp_path):
     branch = tmp_path / "branch"
     for folder in (run, run / "checkpoints"):
         assert open_run(branch, str(folder)) == twenty
-    assert open_run(branch, str(ten)) == ten  # as if it was killed before its first checkpoint
+    assert open_run(branch, str(ten)) == ten  # as if killed before its first checkpoint
     begun = {**CONFIG, "checkpoint.resume": str(ten)}
     content = {**content_of(15, state_of(15).state_dict()), "config": begun}
     own = checkpoint.save(branch / "checkpoints", content, keep=9)
-    ten.rename(tmp_path / "elsewhere.pt")  # as if its run had removed it
+    ten.rename(tmp_path / "elsewhere.pt")  # as if removed by its run
     assert open_run(branch, str(ten)) == own  # the same command resumes
     check_refused(r"checkpoint\.resume=.*/branch holds a run", branch, branch, str(twenty))
     check_refused("leave the key out to resume it, ", run, run, str(twenty))
@@ -88,7 +88,7 @@ def test_run_resume_from_path(run, tmp_path):
 
 def test_run_never_moves_old_run_aside(run, tmp_path):
     for path in checkpoint.files(run / "checkpoints"):
-        path.write_bytes(b"partial")  # it does not read the checkpoints
+        path.write_bytes(b"partial")  # the checkpoints are not read
     before = tree(run)
     for number in (1, 2):
         assert open_run(run, "never", {"dataset": "other"}) is None
@@ -113,7 +113,7 @@ def check_refused(message: str, unchanged: Path, *arguments: Any) -> None:
 
 
 def test_check_changes_lists_and_accepts():
-    """At most six, those first that cannot change within a run."""
+    """At most six are listed, starting with those that cannot change within a run."""
     now = {"data.val": "b", "optim.lr": 0.4, "train.seed": 0, "optim.momentum": 0.9}
     stored = {"data.val": "c", "optim.lr": 0.2, "train.seed": 0, "optim.betas": [0.9]}
     changes = changed_keys(stored, now)
@@ -140,7 +140,7 @@ def test_check_changes_rejects_fixed_keys(name):
 
 
 def test_run_resume_detects_progress_of_other_process(tmp_path):
-    """It trained between the two steps of this start, and its steps would be lost."""
+    """It trained between the two steps of this startup; resuming would lose its steps."""
     with directory(tmp_path) as run:
         run.read_checkpoint()
         add_checkpoint(tmp_path, 7)
@@ -149,7 +149,7 @@ def test_run_resume_detects_progress_of_other_process(tmp_path):
 
 
 def hold(path: Path, connection: Connection) -> None:
-    """Open a run directory in another process, until it is killed."""
+    """Open a run directory in a child process until it is killed."""
     signal.alarm(HANGS_SECONDS)
     resume_with(directory(path), state_of(), {})
     connection.send("open")
@@ -179,7 +179,7 @@ COMPLETE = {"status": "finished", "step": 20}
 @pytest.mark.parametrize(
     ("text", "stop_step", "validated", "finished"),
     [
-        (json.dumps(COMPLETE), 10, {"step": 20}, COMPLETE),  # train.max_steps is less now
+        (json.dumps(COMPLETE), 10, {"step": 20}, COMPLETE),  # train.max_steps is lower now
         (json.dumps(COMPLETE), 10, {}, None),  # on other images
         (json.dumps(COMPLETE), 30, {"step": 20}, None),
         (json.dumps({**COMPLETE, "status": "interrupted"}), 20, {"step": 20}, None),
@@ -187,7 +187,7 @@ COMPLETE = {"status": "finished", "step": 20}
     ],
 )
 def test_run_finished_summary(run, text, stop_step, validated, finished):
-    """Nothing is written in it; otherwise, an earlier summary is removed."""
+    """The directory is not changed if finished; otherwise, an earlier summary is removed."""
     add_checkpoint(run, 20, last=validated)
     (run / "config.yaml").write_text("mine")
     (run / "summary.json").write_text(text)

@@ -1,4 +1,4 @@
-"""The training state: a stored and loaded state continues bit for bit."""
+"""Training state: a run that loads a saved state is bitwise identical."""
 
 import copy
 import hashlib
@@ -27,7 +27,7 @@ def new_state(name: str, *, seed: int = 0) -> TrainState:
 
 
 def advance(state: TrainState, steps: int) -> None:
-    """Train on images that depend on the step only, with dropout that depends on (seed, step)."""
+    """Train on images that depend only on the step, with dropout seeded by (seed, step)."""
     for _ in range(steps):
         seed_step(0, state.step, 0, torch.device("cpu"))
         take_step(state)
@@ -54,7 +54,7 @@ def test_train_state_load_is_bitwise_identical(tmp_path, name):
     assert list(stored["model"]) == list(resnet_tiny(5, 16).state_dict())
 
     resumed = new_state(name, seed=1)
-    resumed.load_state_dict({**stored, "losses": {}})  # an entry of earlier versions
+    resumed.load_state_dict({**stored, "losses": {}})  # key of earlier versions
     assert same(resumed.state_dict(), straight.state_dict())
     assert (resumed.step, resumed.best_validation["step"]) == (3, 2)
     assert resumed.last_validation == straight.last_validation
@@ -64,7 +64,7 @@ def test_train_state_load_is_bitwise_identical(tmp_path, name):
 
 
 def test_moving_average_buffers():
-    """Running statistics are averaged, the number of batches is copied."""
+    """Running statistics are averaged; the number of batches is copied."""
     model = nn.BatchNorm1d(1)
     model.register_buffer("mask", torch.tensor(-torch.inf))
     average = MovingAverage(model, 0.25)
@@ -114,14 +114,14 @@ def test_load_state_dict_keeps_current_optim_options():
 
 
 def test_load_state_dict_resumes_group_counters():
-    def built(count):  # as schedule-free optimisers and Prodigy
+    def built(count):  # like schedule-free optimizers and Prodigy
         model = nn.Linear(4, 2)
         groups = [{"params": [*model.parameters()], "count": count}]
         return TrainState(model, torch.optim.SGD(groups, lr=0.1))
 
     before, after, other = map(built, (0, 0, 7))
     before.optimizer.param_groups[0]["count"] = 5
-    for state, found in ((after, 5), (other, 7)):  # the other is built with another option
+    for state, found in ((after, 5), (other, 7)):  # `other` is built with a different option
         state.load_state_dict(before.state_dict())
         with restored_on_exit(state):
             state.optimizer.param_groups[0]["count"] = 6
@@ -131,7 +131,7 @@ def test_load_state_dict_resumes_group_counters():
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "trained"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_restored_on_exit_restores_everything(name, steps):
-    """All values are restored, bit for bit and weights in place, also if the block raises."""
+    """All values are restored in place and bitwise identical, even if the block raises."""
     state = new_state(name)
     advance(state, steps)
     state.optimizer.param_groups[0]["lr"] = 0.0123
@@ -164,7 +164,7 @@ def test_restored_on_exit_restores_everything(name, steps):
 
 
 def test_load_state_dict_moves_optimizer_to_gpu():
-    """All of the optimiser's state moves to the GPU, for which the device "meta" stands."""
+    """The whole optimizer state moves to the GPU, represented by the device "meta"."""
 
     def build(device, *, capturable):
         model = nn.Linear(3, 3, device=device)

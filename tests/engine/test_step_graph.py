@@ -1,4 +1,4 @@
-"""The training step as a CUDA graph compared with the step whose kernels are launched singly."""
+"""Training step as a CUDA graph, compared with the same step without a graph."""
 
 import copy
 import itertools
@@ -28,7 +28,7 @@ from tests.models.test_vit import short_vit
 SIZE, CLASSES, ROWS, STEPS = 64, 1000, 16, 3 * STEPS_BEFORE_CAPTURE
 OPTIONS = ["data=fake", f"data.image_size={SIZE}", f"loader.batch_size={ROWS}"]
 OPTIONS += ["train.deterministic=true", "model.compile=off"]
-OPTIONS += ["schedule.warmup_epochs=0.1"]  # another learning rate at every step
+OPTIONS += ["schedule.warmup_epochs=0.1"]  # so every step has a different learning rate
 AUGMENT = ["mixup_or_cutmix", {"random_erasing": {"p": 0.5}}]
 
 
@@ -54,7 +54,7 @@ def build(
 
 
 def random_batch(compute: Compute, step: int, *, mixed: bool = False) -> Batch:
-    """A random batch on the device; with `mixed`, what it takes to mix it."""
+    """Return a random batch on the device; `mixed` adds the fields that mixing needs."""
     rng = torch.Generator().manual_seed(step)
     fields = {"label": torch.randint(0, CLASSES, (ROWS,), generator=rng)}
     transforms = mixing(compute, mixed=mixed)
@@ -73,7 +73,7 @@ def train_steps(compute: Compute, train_on_batch: StepGraph) -> None:
 
 
 def weights(state: TrainState) -> list[str]:
-    """Return the digests of the model, and of its average."""
+    """Return the digests of the model and of its EMA."""
     return [params_sha256(state.model), params_sha256(nn.ModuleList([state.ema]))]
 
 
@@ -110,7 +110,7 @@ def test_step_graph_is_bitwise_identical(mixed, overrides, world, monkeypatch):
         assert train_on_batch.disabled_reason == refused
         found.append((weights(state), logged))
     assert found[0] == found[1]
-    # Each step has another batch. The head of a ViT begins with zeros: its first losses are equal.
+    # Each step has a different batch. A ViT's head starts at zero, so its first losses are equal.
     assert len({row["loss"] for row in found[0][1]}) >= STEPS - 1
 
 
@@ -129,7 +129,7 @@ def test_train_step_applies_lr_scale(world):
 @pytest.mark.gpu
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_step_graph_fp16_skips_overflow(world, optim):
-    """Within the graph if the optimiser skips it on the device, as torch's fused ones do."""
+    """The graph contains the skip if the optimizer supports it, like torch's fused optimizers."""
     compute, state, train_on_batch = build(
         world, "model=resnet_tiny", "train.precision=fp16", f"optim={optim}"
     )
@@ -151,7 +151,7 @@ def test_step_graph_fp16_skips_overflow(world, optim):
 
 @pytest.mark.gpu
 def test_step_graph_exit_destroys_graph(world):
-    """Also if it is still referred to: NCCL waits for its graphs."""
+    """Even if it is still referenced, because NCCL waits for its graphs."""
     compute, _, train_on_batch = build(world, "model=resnet_tiny")
     with train_on_batch:
         train_steps(compute, train_on_batch)
@@ -164,7 +164,7 @@ def test_step_graph_exit_destroys_graph(world):
 
 @pytest.mark.gpu
 def test_step_graph_reset_after_measurement(world):
-    """The optimiser's state moves in memory when a measurement of the step is undone."""
+    """Undoing a benchmark of the step moves the optimizer's state in memory."""
     found = []
     for measured in (True, False):
         compute, state, train_on_batch = build(world, "model=resnet_tiny", "train.ema_decay=0.9")
@@ -181,7 +181,7 @@ def test_step_graph_reset_after_measurement(world):
 @pytest.mark.gpu
 @pytest.mark.parametrize("why", ["waits at its end", "waits in the optimiser", "draws on the host"])
 def test_step_graph_does_not_capture_host_work(why, world, caplog):
-    """One line says why, and the steps continue with the same results, dropout included."""
+    """One line reports the reason. Later steps give the same results, including dropout."""
     found = []
     for waits in (True, False):
         compute, state, train_on_batch = build(world, "model.name=efficientnet_b0")
@@ -214,7 +214,7 @@ def test_step_graph_does_not_capture_host_work(why, world, caplog):
 
 @pytest.mark.parametrize("where", ["backward", "optimiser"])
 def test_clear_gradients_after_failed_step(where):
-    """As a capture that fails; StepGraph calls `clear_gradients`."""
+    """A failed capture is similar; StepGraph then calls `clear_gradients`."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 3))
     batch = batch_of(image=torch.ones(3, 3, 2, 2), label=torch.arange(3))
     states = [
@@ -222,7 +222,7 @@ def test_clear_gradients_after_failed_step(where):
         for net in (model, copy.deepcopy(model))
     ]
     fail = Mock(side_effect=RuntimeError("operation not permitted when stream is capturing"))
-    if where == "backward":  # after the gradients of the second layer
+    if where == "backward":  # after the second layer's gradients
         hook = states[0].model[1].weight.register_hook(fail)
     else:
         hook = states[0].optimizer.register_step_pre_hook(fail)

@@ -1,4 +1,4 @@
-"""Validation counts every image once for any batch size; hits are counted as by torch.topk."""
+"""Validation counts each image once for any batch size, and hits like torch.topk."""
 
 import copy
 import math
@@ -40,7 +40,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def padded(images: Tensor, labels: Tensor, size: int) -> Iterator[Batch]:
-    """Split into batches of one size; the last one is filled up with rows that are not valid."""
+    """Split into batches of equal size, padding the last one with invalid rows."""
     for start in range(0, len(images), size):
         rows = torch.arange(start, start + size)
         places = rows.clamp(max=len(images) - 1)
@@ -68,7 +68,7 @@ def test_evaluate_independent_of_batch_size(model, data, size):
 
 
 def test_evaluate_copies_rows(model, data):
-    """On a GPU, a later batch is written into the memory of an earlier one."""
+    """On a GPU, a later batch overwrites the memory of an earlier one."""
 
     def batches():
         reused = next(padded(*data, 8)).clone()
@@ -96,7 +96,7 @@ def test_evaluate_does_not_change_model(model, data, mode):
 
 @pytest.mark.gpu
 def test_validation_values_do_not_synchronize(model, data):
-    """Until the sums are read, also with deterministic kernels."""
+    """Not until the sums are read, even with deterministic kernels."""
     network = copy.deepcopy(model).cuda().eval()
     batches = [on_device(batch, "cuda") for batch in padded(*data, 8)]
     with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
@@ -118,13 +118,13 @@ def test_validation_values_do_not_synchronize(model, data):
     ],
 )
 def test_accuracy_of_odd_rows(logits, labels, expected):
-    """Padding, NaN and inf are no hits; equal logits rank in the order of their classes."""
+    """Padding, NaN and inf are no hits; equal logits rank in class order."""
     found = accuracy(logits, torch.tensor(labels))
     assert tuple(value.sum().item() / 100 for value in found.values()) == expected
 
 
 def test_evaluate_separates_rows_from_values():
-    """The images are the logits; a value of a classifier with two classes may need `score`."""
+    """The images are the logits. Two-class metrics may need the row value `score`."""
     logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])
     batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
     (found,) = evaluate([nn.Flatten()], measure, [batch], ALONE)

@@ -1,4 +1,4 @@
-"""The vision transformer: parameter count, initialisation and arithmetic of the paper."""
+"""Vision transformer: number of parameters, initialization, and arithmetic from the paper."""
 
 import math
 
@@ -10,7 +10,7 @@ from models.vit import PatchEmbed, VisionTransformer, positions, vit_s16
 
 
 def short_vit(num_classes: int, image_size: int) -> nn.Module:
-    """A ViT-S/16 with 3 of its 12 blocks: to compile all takes a minute."""
+    """Build a ViT-S/16 with 3 of its 12 blocks, because compiling all of them takes a minute."""
     model = vit_s16(num_classes, image_size)
     del model.blocks[3:]
     return model
@@ -32,7 +32,7 @@ def test_positions_by_hand():
 
 
 def test_blocks_equal_torch_encoder_layer():
-    """nn.TransformerEncoderLayer with the same weights and the tanh form of GELU."""
+    """Compare with nn.TransformerEncoderLayer with the same weights and the tanh form of GELU."""
     torch.manual_seed(0)
     model = small().eval()
     for norm in (m for m in model.modules() if isinstance(m, nn.LayerNorm)):
@@ -61,7 +61,7 @@ def test_blocks_equal_torch_encoder_layer():
 
 
 def test_vit_other_image_sizes():
-    """Positions are computed from the grid: a model for another size gives the same output."""
+    """Positions are computed from the grid, so a model built for a different size agrees."""
     torch.manual_seed(0)
     model, other = small(32).eval(), small(48).eval()
     nn.init.normal_(model.head.weight)
@@ -72,7 +72,7 @@ def test_vit_other_image_sizes():
 
 
 def test_residual_stream_is_float32_under_autocast():
-    """Also in bf16, the last norm gets float32. tests/extras/kernels compiles it on a GPU."""
+    """The last norm gets float32 in bf16 as well. tests/extras/kernels compiles it on a GPU."""
     model, seen = small(), []
     model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):

@@ -72,7 +72,7 @@ def test_build_reports_missing_argument():
 
 
 def test_zero_init_residual():
-    """Only the scales of the last norms are zero."""
+    """Only the scales of each block's last norm are zero."""
     args = {"zero_init_residual": True}
     model = models.build("resnet_tiny", num_classes=10, image_size=32, args=args)
     for (block,) in (model.layer1, model.layer2, model.layer3):
@@ -91,7 +91,7 @@ def test_build_timm_model():
 
 
 def test_build_hugging_face_hub_name(monkeypatch):
-    """timm finds what they name."""
+    """timm resolves these names."""
     timm = SimpleNamespace(__spec__="found", is_model=lambda name: False)
     timm.create_model = lambda name, num_classes, **_: nn.Linear(len(name), num_classes)
     monkeypatch.setitem(sys.modules, "timm", timm)
@@ -117,7 +117,7 @@ def test_build_torchvision_rejects_five_channels():
 
 
 def test_fit_weights_new_head_is_zero(caplog):
-    """The file has another number of classes, or no head."""
+    """The file has a different number of classes, or no head."""
     caplog.set_level("INFO")
     other = tiny(seed=5).state_dict()
     body = dict(other)
@@ -145,7 +145,7 @@ def test_fit_weights_new_head_before_relu_learns():
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @pytest.mark.parametrize("named", ['["cat", "dog"]', '["dog", "cat"]', "[]", "cat,dog"])
 def test_load_weights_drops_head_of_other_classes(tmp_path, caplog, suffix, named):
-    """Also if their number is that of the training; another program need not state JSON."""
+    """Even with the right number of classes. Files of other programs need not contain JSON."""
     stored, model, path = tiny(2, seed=5).state_dict(), tiny(2), tmp_path / f"weights{suffix}"
     kept = named in ('["cat", "dog"]', "[]")
     if suffix == ".pt":
@@ -158,7 +158,7 @@ def test_load_weights_drops_head_of_other_classes(tmp_path, caplog, suffix, name
     assert torch.equal(model.state_dict()["fc.weight"], kept * stored["fc.weight"])
     assert torch.equal(model.state_dict()["conv1.weight"], stored["conv1.weight"])
     assert bool(caplog.messages) != kept
-    load_weights(model, path, ("cat", "dog", "fox"))  # for which two outputs are no classes
+    load_weights(model, path, ("cat", "dog", "fox"))  # not the classes of the file's 2 outputs
     assert torch.equal(model.state_dict()["fc.weight"], stored["fc.weight"])
 
 
@@ -177,7 +177,7 @@ def test_fit_weights_accepts_former_names(name):
 
 
 def test_fit_weights_without_num_batches_tracked(caplog):
-    """mnasnet needs them; torchvision's oldest weights have no num_batches_tracked."""
+    """mnasnet needs version metadata; torchvision's oldest weights lack num_batches_tracked."""
     stored = models.build("mnasnet0_5", num_classes=7, image_size=32).state_dict()
     old = {k: v for k, v in stored.items() if not k.endswith("num_batches_tracked")}
     model = models.build("mnasnet0_5", num_classes=7, image_size=32)
@@ -213,7 +213,7 @@ def test_load_weights_rejects_other_content(tmp_path, content):
 
 
 def test_freeze_modules():
-    """No gradients, and BatchNorm keeps its statistics in training, also in a copy."""
+    """They have no gradients, and BatchNorm keeps its statistics in training, even in a copy."""
     model = tiny(num_classes=3)
     models.freeze(model, ["conv1", "bn1", "layer1"])
     for net in (model, copy.deepcopy(model)):
@@ -231,7 +231,7 @@ def test_freeze_modules():
 
 
 def test_freeze_part_of_module():
-    """layer1 is not layer10, and a parameter alone does not put its module into eval mode."""
+    """layer1 does not match layer10. Freezing only a parameter keeps its module in train mode."""
     model = torch.nn.ModuleDict({f"layer{i}": torch.nn.BatchNorm1d(2) for i in (1, 10)})
     models.freeze(model, ["layer1.weight"])
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
@@ -240,7 +240,7 @@ def test_freeze_part_of_module():
 
 
 def test_resnet18_cifar_equals_torchvision():
-    """With a 3x3 stem, stride 1, no pooling."""
+    """The stem is 3x3 with stride 1, without pooling."""
     from torchvision.models import resnet18
 
     torch.manual_seed(0)
@@ -249,7 +249,7 @@ def test_resnet18_cifar_equals_torchvision():
     assert list(ours.state_dict()) == list(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
     images = torch.randn(4, 3, 32, 32)
-    for training in (True, False):  # the first one changes the running statistics
+    for training in (True, False):  # the first pass changes the running statistics
         torch.testing.assert_close(ours.train(training)(images), theirs.train(training)(images))
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 prints: the setup, the table of rows and the results."""
+"""Output of rank 0: setup, table of rows, and results."""
 
 from dataclasses import replace
 from typing import Any
@@ -50,7 +50,7 @@ def test_setup_notes(image_root, tmp_path, monkeypatch):
     (scaled,) = notes("data=fake", "data.fake_images=60", "loader.batch_size=6")
     assert scaled.endswith("; try loader.batch_size=6 optim.lr=0.00234")
     own = f"data.root={image_root}"
-    assert notes(own, "loader.batch_size=8", "optim=sgd") == []  # no smaller batch is advised
+    assert notes(own, "loader.batch_size=8", "optim=sgd") == []  # no smaller batch is suggested
     (few,) = notes(own, "loader.batch_size=36", "optim.lr=0.18")
     assert few.endswith("for 36 images, try loader.batch_size=8 optim.lr=0.04")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -58,7 +58,7 @@ def test_setup_notes(image_root, tmp_path, monkeypatch):
     (unused,) = notes("data=fake", world=on_gpu)
     assert unused.startswith("`torchrun --nproc-per-node 4 train.py ...`")
     assert notes("data=fake") == notes("data=fake", world=replace(on_gpu, local_size=4)) == []
-    monkeypatch.setattr(plan, "DRIVER", tmp_path)  # of a GPU
+    monkeypatch.setattr(plan, "DRIVER", tmp_path)  # directory of a GPU driver
     assert notes("data=fake") == []
     monkeypatch.setattr(torch.version, "cuda", None)
     (unsuited,) = notes("data=fake")
@@ -92,7 +92,7 @@ def test_meter_add_does_not_synchronize():
 
 
 def row_of(times: StepTimes, ranks: int = 1) -> dict[str, Any]:
-    """Of steps 1 to 4 of 100, which have 16 of 36 images."""
+    """Return the row for steps 1 to 4 of 100, with 16 of 36 images per step."""
     given = schedule(36, 16, 300, 100, ranks=ranks)
     return train_row(4, {"loss": 2.5, "norm": 1.0}, times, given, workers=2)
 
@@ -110,6 +110,6 @@ def test_train_row_values():
 
 
 def test_say_ignores_broken_pipe(monkeypatch):
-    """As in `python train.py | head`: the training continues."""
+    """Training continues, as in `python train.py | head`."""
     monkeypatch.setattr("sys.stdout", Mock(write=Mock(side_effect=BrokenPipeError)))
     say("a row")

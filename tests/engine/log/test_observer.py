@@ -1,4 +1,4 @@
-"""log.observers: what they are told, what they add, and that none of them stops a run."""
+"""log.observers: their calls, the values they add, and failures, which do not stop a run."""
 
 import logging
 import re
@@ -71,12 +71,12 @@ def test_observer_calls_and_results(image_root, tmp_path):
     assert summary["of the observer"] == 2
     assert rows(tmp_path, "val")[0]["own"] == 2.5
     assert summary["verdict"] == []  # less than 3 s of steps
-    assert Recorder.newest() is None  # it has the run, whose memory is free for the next one
+    assert Recorder.newest() is None  # its run can be freed for the next one
 
 
 @pytest.mark.parametrize("event", ["made", "begin", "end", "logged", "validated", "finish"])
 def test_observer_failure_is_one_warning(event, image_root, tmp_path, caplog):
-    """It is not called again; another one goes on."""
+    """It is not called again; other observers continue."""
     assert observed(image_root, tmp_path, f"{{fails: {event}}}")["status"] == "finished"
     assert CALLS[-1][0] == event
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
@@ -85,7 +85,7 @@ def test_observer_failure_is_one_warning(event, image_root, tmp_path, caplog):
 
 
 def test_observer_user_error_ends_run_only_at_creation(image_root, tmp_path, caplog):
-    """One of a method would end rank 0 alone, and the other ranks would wait: it is a warning."""
+    """In a method, it is a warning, because only rank 0 would end, and other ranks would wait."""
     with pytest.raises(UserError, match=r"^log.observers: not on a Sunday$"):
         observed(image_root, tmp_path / "run", "{refuses: made}")
     assert CALLS == [("made",)]
@@ -107,7 +107,7 @@ def test_runlog_repeats_header_in_each_start(image_root, tmp_path, monkeypatch, 
 
 
 def test_runlog_prints_verdict_only_if_changed(image_root, tmp_path, monkeypatch, capsys):
-    # Five epochs, and the run: its verdict is printed after the last epoch.
+    # Five epochs and the run itself, whose verdict is printed after the last epoch.
     verdicts = iter([["a: 1."], ["a: 2."], [], ["b: 3."], ["c: 4."], ["c: 5."]])
     monkeypatch.setattr("engine.log.runlog.verdict_of", lambda *_: next(verdicts))
     run(image_root, tmp_path / "run", "train.epochs=5")

@@ -1,4 +1,4 @@
-"""Metrics of the GPU and of memory: a missing source is one line and never an error."""
+"""GPU and memory metrics. A missing source is reported in one line and is never an error."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from engine.log.telemetry import GIB, GpuMonitor, memory_figures
 from tests.helpers.processes import needs_linux
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-UUIDS = ["12-34", "56-78"]  # of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order
+UUIDS = ["12-34", "56-78"]  # GPUs in CUDA_VISIBLE_DEVICES, in its order
 ANSWERS: dict[str, Any] = {
     "nvmlInit": None,
     "nvmlDeviceGetHandleByUUID": "gpu",
@@ -28,7 +28,7 @@ ANSWERS: dict[str, Any] = {
 
 
 def nvml_with(**effects: Any) -> Mock:
-    """Replace NVML and the driver. An effect is an error, or a function of the arguments."""
+    """Replace NVML and the driver. An effect is an error or a function of the arguments."""
     nvml = Mock(spec=[*ANSWERS])
     for name, answer in ANSWERS.items():
         nvml.attach_mock(Mock(return_value=answer, side_effect=effects.get(name)), name)
@@ -45,7 +45,7 @@ def install(nvml: Mock, monkeypatch: pytest.MonkeyPatch) -> Mock:
 @pytest.mark.parametrize(
     ("nvml", "warning"),
     [
-        (None, "pip install nvidia-ml-py"),  # like a missing package
+        (None, "pip install nvidia-ml-py"),  # as if the package were missing
         (nvml_with(nvmlInit=OSError("Driver Not Loaded")), "Driver Not Loaded"),
         (nvml_with(nvmlDeviceGetHandleByUUID=OSError("Not Found")), "Not Found"),
     ],
@@ -69,7 +69,7 @@ def test_gpu_monitor_finds_gpu_by_uuid(monkeypatch):
     ("mask", "reduced", "throttled"),
     [  # none, idle, set by a user
         *((mask, 0.0, False) for mask in (0x000, 0x001, 0x002, 0x102)),
-        (0x004, 1.0, False),  # the power limit
+        (0x004, 1.0, False),  # power limit
         *((mask, 1.0, True) for mask in (0x024, 0x068, 0x008, 0x010, 0x040, 0x080)),
     ],
 )
@@ -89,7 +89,7 @@ def test_gpu_monitor_skips_unsupported_metrics(monkeypatch):
 
 
 def test_memory_figures_of_processes():
-    """The memory of a worker that has died is not known."""
+    """The memory of a dead worker is unknown."""
     needs_linux()
     before = memory_figures([], CPU)
     held = np.ones(128 << 20, np.uint8)
@@ -113,13 +113,13 @@ def test_gpu_monitor_with_nvml(caplog):
 
 @pytest.mark.gpu
 def test_memory_figures_of_cuda_allocator():
-    """Reading its counters does not wait for the GPU."""
-    tensor = torch.ones(2**28, device="cuda").add_(1)  # 1 GiB; the first add_ waits for the GPU
+    """Reading the allocator's counters does not synchronize."""
+    tensor = torch.ones(2**28, device="cuda").add_(1)  # 1 GiB; the first add_ synchronizes
     figures = memory_figures([], CUDA)
     assert 1 <= figures["memory/allocated_gib"] <= figures["memory/reserved_gib"]
     done = torch.cuda.Event()
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # clock cycles: a second
+    torch.cuda._sleep(2_000_000_000)  # clock cycles; about a second
     tensor.add_(1)
     done.record()
     memory_figures([], CUDA)
