@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train/ and val/ with 12 and 5 JPEG files of 128-320 px per class. Change only copies of it."""
+    """Draw train/ and val/: 12 and 5 JPEG files of 128-320 px per class. Only change copies."""
     root = tmp_path_factory.mktemp("images")
     for (split, count), (label, name) in itertools.product(
         (("train", TRAIN_IMAGES), ("val", VAL_IMAGES)), enumerate(CLASSES)

@@ -1,4 +1,4 @@
-"""The demo dataset: its images, and that it appears complete or not at all."""
+"""The demo dataset: its images, and that it is written completely or not at all."""
 
 import hashlib
 import itertools
@@ -46,7 +46,7 @@ def test_draw_dataset_files(drawn):
 
 @pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.3.0", reason="it rounds otherwise")
 def test_draw_image_pixels_of_version_1():
-    """Results on the demo are compared with those of other versions of the program."""
+    """Results on the demo are compared with those of other program versions."""
     digest = hashlib.sha256()
     for label in CLASSES:
         digest.update(draw_image(label, np.random.default_rng(1)).tobytes())

@@ -1,4 +1,4 @@
-"""Fine-tuning with train.py, from a checkpoint of this project and from files of torchvision."""
+"""Fine-tuning with train.py, from this project's checkpoints and torchvision's files."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ BICUBIC = {"size": 256, "interpolation": "bicubic"}
 
 @pytest.fixture(scope="module")
 def pretrained(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one epoch."""
+    """Train a run of one epoch."""
     folder = tmp_path_factory.mktemp("pretrained") / "run"
     keys = ["data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]"]
     keys += ["model.args={zero_init_residual: true}", "train.epochs=1", "loader.workers=0"]
@@ -31,7 +31,7 @@ def pretrained(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPa
 
 
 def decided(images: int, *typed: str, ranks: int = 1) -> dict[str, Any]:
-    """Dotted key -> value of a config that has been complete."""
+    """Return the dotted key -> value of a completed config."""
     config = from_overrides(["recipe=finetune", "data.root=/nowhere", *typed])
     return config_values(complete(config, images, ranks))
 
@@ -55,7 +55,7 @@ def test_complete_keeps_overrides(pretrained):
     assert values["loader.batch_size"] == 512 and values["optim.lr"] == 0.03
     assert values["schedule.warmup_epochs"] == 0.5
     assert (values["data.mean"], values["data.std"]) == ([0.5] * 3, [1] * 3)
-    assert decided(36, weights, "model.name=resnet_tiny")["model.args"]  # those of the run
+    assert decided(36, weights, "model.name=resnet_tiny")["model.args"]  # the run's args
     values = decided(36, weights, "data.image_size=48")
     crop = values["augment.train"][0]["random_resized_crop"]
     assert crop["size"] == values["data.val_size"] == 48
@@ -69,7 +69,7 @@ def test_complete_keeps_overrides(pretrained):
 @pytest.mark.parametrize(
     ("file", "content", "name", "resize"),
     [
-        # torchvision states the preprocessing of its files.
+        # torchvision states the preprocessing for its files.
         ("wide_resnet50_2-9ba9bcbe.pth", lambda w: w, "wide_resnet50_2", {"size": 232}),
         ("efficientnet_b0_rwightman-7f5810bc.pth", lambda w: w, "efficientnet_b0", BICUBIC),
         ("a.pth", lambda w: {"arch": "resnet18", "state_dict": w}, "resnet18", None),
@@ -106,7 +106,7 @@ def test_complete_size_keeps_crop_ratio(pretrained, tmp_path):
 
 
 def test_finetune_resumes_with_same_values(pretrained, image_root, tmp_path):
-    """So it resumes; tests/test_train.py has frozen layers."""
+    """Therefore it resumes; tests/test_train.py tests frozen layers."""
     words = ["recipe=finetune", f"model.weights={pretrained}", f"data.root={image_root}", *FAST]
     words += ["train.epochs=20", "model.freeze=[conv1,bn1]", f"run.dir={tmp_path / 'run'}"]
     for steps in (1, 2):

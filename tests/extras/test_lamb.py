@@ -15,7 +15,7 @@ BETAS, EPS, DECAY = (0.9, 0.99), 1e-6, 0.02
 
 @pytest.mark.parametrize("zeros", [False, True])
 def test_lamb_formula(zeros):
-    """The trust ratio of weights that are 0 is 1."""
+    """Weights that are 0 have a trust ratio of 1."""
     model = nn.Linear(3, 2, bias=False)
     if zeros:
         nn.init.zeros_(model.weight)

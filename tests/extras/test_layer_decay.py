@@ -1,4 +1,4 @@
-"""Layer-wise learning rates compared with values by hand, and with timm's where it is installed."""
+"""Layer-wise learning rates compared with values by hand, and with timm's if installed."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from models.vit import vit_s16
 
 
 def rates_of(model: nn.Module, kind: str, layer_decay: float) -> dict[str, float]:
-    """Parameter name -> factor of its learning rate, with and without weight decay."""
+    """Return parameter name -> learning rate factor, with and without weight decay."""
     args = {"layer_decay": layer_decay}
     config = OptimConfig(f"extras.layer_decay:{kind}", args, decay_norms=False)
     optimizer = build_optimizer(model, config)
@@ -30,7 +30,7 @@ def test_layer_decay_formula():
     assert found["blocks.11.mlp.fc2.weight"] == found["norm.weight"] == 0.5
     assert found["blocks.0.norm1.bias"] == 0.5**12
     assert found["patch_embed.proj.weight"] == 0.5**13
-    with torch.device("meta"):  # norms and positions belong to the block before them
+    with torch.device("meta"):  # norms and positions belong to the previous block
         found = rates_of(models.build("vit_b_16", num_classes=10, image_size=32), "adamw", 0.5)
     assert found["class_token"] == found["encoder.pos_embedding"] == 0.5**13
     assert found["encoder.ln.weight"] == 0.5
@@ -51,7 +51,7 @@ def test_layer_decay_equals_timm(name):
 
 
 def test_blocks_of_metaformer():
-    """timm states none for MetaFormers: the stem, 12 blocks, 3 layers between stages, the head."""
+    """timm defines none for MetaFormers: stem, 12 blocks, 3 layers between stages, head."""
     pytest.importorskip("timm")
     with torch.device("meta"):
         found = blocks(models.build("timm/poolformer_s12", num_classes=7, image_size=64))

@@ -1,4 +1,4 @@
-"""Metrics of all rows of a split: scikit-learn's on random predictions."""
+"""Metrics over all rows of a split, compared with scikit-learn on random predictions."""
 
 import math
 import warnings
@@ -25,7 +25,7 @@ from tests.helpers.batches import batch_of, toy_values
 from tests.helpers.results import rows
 from tests.helpers.small_run import run
 
-# classes -> their shares of the labels and of the predictions
+# Classes -> weights of labels and of predictions
 SHARES = {
     "balanced": ([1, 1, 1, 1], [1, 1, 1, 1]),
     "unbalanced": ([1000, 100, 10, 1], [30, 10, 3, 1]),
@@ -45,7 +45,7 @@ def test_macro_means_equal_sklearn(case):
     columns = torch.from_numpy(label), torch.from_numpy(prediction)
     precision = sklearn.precision_score(label, prediction, **average)
     assert macro_precision(*columns) == pytest.approx(100 * precision)
-    with warnings.catch_warnings(action="ignore"):  # a class that is predicted has no images
+    with warnings.catch_warnings(action="ignore"):  # a predicted class has no images
         recall = sklearn.balanced_accuracy_score(label, prediction)
     assert macro_recall(*columns) == pytest.approx(100 * recall)
     assert macro_f1(*columns) == pytest.approx(100 * sklearn.f1_score(label, prediction, **average))
@@ -63,7 +63,7 @@ def test_roc_auc_equals_sklearn(ones, digits):
 
 
 def test_metrics_of_two_class_validation():
-    """The images are the logits. As probabilities, those of the first two would both be 1."""
+    """The images are the logits. As probabilities, the first two scores would both be 1."""
     logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])
     batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
     (found,) = evaluate([nn.Flatten()], toy_values, [batch], ALONE)
@@ -72,7 +72,7 @@ def test_metrics_of_two_class_validation():
     values = found.values(metrics)
     assert values["macro_precision"] == pytest.approx(100 * (1 + 2 / 3) / 2)
     assert values["macro_f1"] == pytest.approx(100 * (0.5 + 0.8) / 2)
-    assert values["auc"] == pytest.approx(100 * 3 / 6)  # the scores: 30, -1, NaN of inf; and 40, 2
+    assert values["auc"] == pytest.approx(100 * 3 / 6)  # scores 30, -1, NaN of inf; and 40, 2
     assert "score" not in values
     assert not metrics["macro_f1"].console and not metrics["auc"].console
 

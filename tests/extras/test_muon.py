@@ -50,7 +50,7 @@ def muon_step(weight: np.ndarray, average: np.ndarray, gradient: np.ndarray) -> 
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_muon_formula(fixed):
-    """The second to fourth convolution are the hidden layers; the others are trained by SGD."""
+    """The second to fourth convolutions are the hidden layers; SGD trains all other layers."""
     model, twin = build(), build()
     args = "optim.args={rate: 0.05, fixed_norm: true}" if fixed else "optim.args={rate: 0.05}"
     config = from_overrides([*OPTIONS, args]).optim
@@ -73,7 +73,7 @@ def test_muon_formula(fixed):
             weights[name] = new * 0.2 / np.sqrt(np.mean(new**2)) if fixed else new
     for name, parameter in model.named_parameters():
         if name in HIDDEN:
-            # The error, of products in bf16, is at most 5 % of the way from the initial weights.
+            # Products in bf16 cause an error of up to 5 % of the distance to the initial weights.
             expected = torch.from_numpy(weights[name])
             assert (parameter - expected).norm() < 0.05 * (expected - start[name]).norm()
         else:

@@ -1,4 +1,4 @@
-"""data.root=s3://bucket/photos: the images of tar files behind URLs, of moto's S3 server."""
+"""data.root=s3://bucket/photos: images in tar files behind URLs, served by moto's S3 server."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ STORAGE = "extras.object_storage:tars"
 
 @pytest.fixture(scope="module")
 def tars(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """one/train.tar, one/val.tar; many/train/*.tar, many/val-*.tar; prepared/ with index files."""
+    """Pack one/train.tar, one/val.tar; many/train/*.tar, many/val-*.tar; prepared/ with indexes."""
     root = tmp_path_factory.mktemp("tars")
     for name in ("one", "many"):
         (root / name).mkdir()
@@ -78,7 +78,7 @@ def test_tars_equal_local_files(bucket, tars, protocol, name):
     if protocol == "http":
         root = f"{bucket.url}/photos/{name}"
     url = f"{root}/train"
-    if (protocol, name) == ("http", "many"):  # a web server lists no folder
+    if (protocol, name) == ("http", "many"):  # a web server lists no directory
         url = f"{url}/0.tar"
         local = load_index(tars / name / "train" / "0.tar", key="data.train")
     found = load(url)
@@ -89,15 +89,15 @@ def test_tars_equal_local_files(bucket, tars, protocol, name):
     assert content(found) == content(local)
     bucket.reset()
     assert content(load(url)) == content(local)
-    assert bucket.ranges.total() == len(found)  # the list of members is cached
+    assert bucket.ranges.total() == len(found)  # the member list is cached
     if protocol == "s3":
         val = load_index(tars / "one/val", key="data.val")
-        # As data.val=s3://...; a URL is no path below data.root.
+        # Equivalent to data.val=s3://..., because a URL is no path below data.root.
         assert content(load(f"/data/{root}/val")) == content(val)
 
 
 def test_tars_ignore_stale_index_file(bucket, tars, monkeypatch):
-    """Of one of the same size, the headers have other names."""
+    """If both tar files have the same size, names in their headers differ."""
     bucket.put(tars / "prepared", "stale")
     bucket.put(tars / "one", "stale")
     local = load_index(tars / "one/val", key="data.val")
@@ -154,7 +154,7 @@ def test_tars_disk_cache(bucket, tars, tmp_path):
     local = content(load_index(tars / "one/train", key="data.train"))
     folder = tmp_path / "disk"
     found = load(f"{S3}/one/train", cache=str(folder))
-    with file_size_limit(100):  # as a full disk
+    with file_size_limit(100):  # like a full disk
         assert content(found) == local
     assert bucket.ranges.total() == 1 + 36
     half = (tars / "one" / "train.tar").stat().st_size / 2e9
@@ -165,7 +165,7 @@ def test_tars_disk_cache(bucket, tars, tmp_path):
             assert content(found) == local
         assert fewest <= bucket.ranges.total() <= most
     (copy,) = folder.iterdir()
-    with copy.open("r+b") as file:  # as a kill or a power failure leaves an image
+    with copy.open("r+b") as file:  # an image after a kill or power failure
         file.seek(int(found.places.array[3, 1]) + 100)
         file.write(bytes(100))
     for requests in (1, 0):
@@ -203,7 +203,7 @@ def start(root: object, folder: Path, *words: str) -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_run_on_tars_resumes_after_kill(bucket, tars, tmp_path, ranks, size):
-    """From any storage, and the ranks share the cache on disk."""
+    """Images come from any storage; ranks share the disk cache."""
     local = ranks.run(start(tars / "one", tmp_path / "local"), size)
     assert local.returncode == 0, local.stderr
     folder, disk = tmp_path / "run", tmp_path / "disk"
@@ -214,14 +214,14 @@ def test_run_on_tars_resumes_after_kill(bucket, tars, tmp_path, ranks, size):
     bucket.reset()
     done = ranks.run(start(f"{S3}/many", folder, *words), size)
     assert done.returncode == 0, done.stderr
-    assert bucket.ranges.total() == 0  # the first start has read the sizes of all files
+    assert bucket.ranges.total() == 0  # the first start has read all file sizes
     assert summary_of(folder)["params_sha256"] == summary_of(tmp_path / "local")["params_sha256"]
     stored = "".join(path.read_text("utf-8", "replace") for path in folder.rglob("*.*"))
     assert S3 in stored and "hidden" not in stored
 
 
 def test_run_on_tars_ends_on_stalled_connection(bucket, tmp_path):
-    """In loader.timeout_seconds, and the message has a URL."""
+    """It takes loader.timeout_seconds, and the message contains a URL."""
     bucket.fault = lambda number: "stall" if number > 100 else ""
     words = ["loader.workers=1", "loader.timeout_seconds=2", "train.epochs=2000"]
     done = run_command(start(f"{S3}/one", tmp_path / "run", *words))

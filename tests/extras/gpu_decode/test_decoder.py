@@ -1,4 +1,4 @@
-"""The GPU path: the crops of the CPU path, and its pixels within a stated bound."""
+"""GPU decoding uses the same crops as the CPU; pixels differ within a given bound."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def transform(entries: list[Any]) -> Compose:
 
 
 def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
-    """What a row of the geometry stands for, uint8 [side, side, 3]."""
+    """Apply a row of the geometry to decoded pixels; return uint8 [side, side, 3]."""
     g = geometry
     left, top, right, bottom = row[g.CLIP_LEFT : g.CLIP_BOTTOM + 1].astype(int)
     x, y, scale_x, scale_y = row[g.SOURCE_LEFT : g.SCALE_Y + 1]
@@ -45,7 +45,7 @@ def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
 
 
 def file_of(size: tuple[int, int]) -> decode.Picture:
-    """A picture of a JPEG without content."""
+    """Return the picture of an empty JPEG file."""
     return decode.Picture(decode.JpegFile(b"", size, decode.decode_pillow))
 
 
@@ -110,11 +110,11 @@ def test_engines_support_only_usual_files(kind):
     assert bool(decode.colour_size(data) and engines_support(data)) == (kind in USUAL)
 
 
-LATE_CYCLES = 200_000_000  # of the GPU's clock: about 0.1 s
+LATE_CYCLES = 200_000_000  # GPU clock cycles, about 0.1 s
 
 
 def grey_batch(level: int, side: int = 512) -> tuple[Any, ...]:
-    """Arguments of `GpuDecoder.make_batch` for two files of a size; `out` is the fourth."""
+    """Return `GpuDecoder.make_batch` arguments for two files of one size; `out` is the fourth."""
     data, zeros = encoded(Image.new("RGB", (side, side), (level, level, level))), torch.zeros
     rows = zeros(2, geometry.COLUMNS, dtype=torch.float64).pin_memory()
     for number, row in enumerate(rows.numpy()):
@@ -129,7 +129,7 @@ def grey_batch(level: int, side: int = 512) -> tuple[Any, ...]:
 
 @pytest.mark.gpu
 def test_gpu_decoder_waits_for_kernels_before_write(monkeypatch):
-    """They write when they are called, not when the stream gets there."""
+    """They write when called, not when the stream reaches the call."""
     from extras.gpu_decode import crop_kernel
 
     gpu_decoder, crop = GpuDecoder(torch.device("cuda", 0), 2), crop_kernel.crop_resize
@@ -144,7 +144,7 @@ def test_gpu_decoder_waits_for_kernels_before_write(monkeypatch):
         freed = torch.zeros(1 << 24, dtype=torch.uint8, device="cuda")
         address = freed.data_ptr()
         assert freed.sum() == 0
-        gpu_decoder.make_batch(*grey_batch(250, 32))  # the kernels are loaded now
+        gpu_decoder.make_batch(*grey_batch(250, 32))  # loads the kernels
         torch.cuda._sleep(LATE_CYCLES)
         total = freed.sum()
         del freed
@@ -161,7 +161,7 @@ def test_gpu_decoder_waits_for_kernels_before_write(monkeypatch):
 
 
 def cropped(rows: np.ndarray, images: list[np.ndarray], device: torch.device) -> np.ndarray:
-    """The result of the kernel itself, uint8 [B, 48, 48, 3]."""
+    """Return the kernel's output, uint8 [B, 48, 48, 3]."""
     from extras.gpu_decode.crop_kernel import crop_resize
 
     on_device = [torch.from_numpy(image.copy()).to(device) for image in images]
@@ -177,9 +177,9 @@ def cropped(rows: np.ndarray, images: list[np.ndarray], device: torch.device) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
 def test_crop_kernel_equals_cpu_path(entries):
-    """To one level, if both get the same pixels."""
+    """They differ by at most one level if both get the same pixels."""
     chain, count = transform(entries), 12
-    # Pixels of 0 and 255 only, where a bicubic filter overshoots most.
+    # Use only the levels 0 and 255, where a bicubic filter overshoots most.
     images = [*np.random.default_rng(0).choice(np.uint8([0, 255]), (count // 2, 90, 130, 3))]
     images += [np.asarray(draw_image("waves", np.random.default_rng(i))) for i in range(count // 2)]
     rows = np.zeros((count, geometry.COLUMNS))
@@ -221,7 +221,7 @@ def test_gpu_decode_batches_close_to_cpu_path(tmp_path, entries, mode):
                 if abs(image - plain[place]["image"]).max() < 0.01:
                     by_workers += 1
                     continue
-                # From the whole image: the CPU path may scale while decoding.
+                # Decode the whole image, because the CPU path may scale while decoding.
                 whole = decode.Picture(decode.open_picture(plain.read(place), "pillow").pixels())
                 expected = plain.transform(whole, sample_rng(3, 0, place)).pixels().astype(float)
                 difference = abs(image - expected)
