@@ -60,7 +60,7 @@ class Ranks(Started):
 
 
 class Job:
-    """A running command. `pids` are the process that starts the ranks, like torchrun, and the ranks."""
+    """A running command. `pids` are the ranks' parent process, like torchrun, and the ranks."""
 
     def __init__(self, command: Sequence[str], answers: IO[str], folder: Path) -> None:
         self.command, self.answers, self.folder = command, answers, folder

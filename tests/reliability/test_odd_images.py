@@ -1,4 +1,4 @@
-"""Odd image files are trained or named in one line, with the pixels of Pillow."""
+"""Odd image files are trained or named in one line, with Pillow's pixels."""
 
 import io
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # as in a wo
 
 @pytest.fixture(autouse=True)
 def _filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new arrays, so that pixels that a decoder leaves out differ."""
+    """Fill new arrays, so that pixels skipped by a decoder differ."""
     monkeypatch.setattr(np, "empty", lambda shape, dtype=float, **_: np.full(shape, 171, dtype))
 
 
 def pillows(data: bytes) -> np.ndarray:
     with Image.open(io.BytesIO(data)) as image:
         if image.format == "TIFF" and image.getexif().get(0x0112, 1) != 1:
-            return np.asarray(drawn())  # Pillow would turn it
+            return np.asarray(drawn())  # Pillow would rotate it
         if image.mode.startswith("I;16"):  # Pillow would clip it to 8 bits
             return np.stack([np.asarray(image) >> 8] * 3, axis=-1)
         return np.asarray(image.convert("RGB"))

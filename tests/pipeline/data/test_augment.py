@@ -1,4 +1,4 @@
-"""Transforms of one image: seeded, equal to torchvision's, with checked parameters."""
+"""Transforms of single images: seeded, equal to torchvision's, with checked parameters."""
 
 import io
 import itertools
@@ -49,7 +49,7 @@ def test_random_resized_crop_fallback_equals_torchvision(size):
 
 @pytest.mark.parametrize("padding_mode", ["constant", "reflect"])
 def test_crop_padding_equals_torchvision(padding_mode):
-    """Also of a file that is not decoded yet, and wider than the image."""
+    """Including padding wider than the image, and files that are not decoded yet."""
     from torchvision.transforms.v2 import functional
 
     data = encoded(PHOTO.resize((20, 15)))
@@ -83,7 +83,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_v2_transform_equals_torchvision(image_root, name):
-    """As torchvision makes them from the file itself: RGB, uint8."""
+    """torchvision gets the file's pixels, RGB in uint8."""
     from torchvision.transforms import v2
 
     parameters = PARAMETERS[name]
@@ -102,7 +102,7 @@ def test_v2_transform_equals_torchvision(image_root, name):
 
 
 def test_v2_transform_keeps_global_generator():
-    """Also in a worker, which gets the transform without torchvision's."""
+    """Including in a worker, which gets the transform without torchvision's."""
     transform = one("v2.RandomErasing", p=1)
     before = torch.get_rng_state()
     first = made(transform, PHOTO, seed=1)
@@ -115,7 +115,7 @@ def test_v2_transform_keeps_global_generator():
     assert not np.array_equal(made(transform, PHOTO, seed=2), first)
 
 
-# An image that is its own mask: blocks of 20 px of two levels, without any symmetry.
+# An image that is its own mask: asymmetric blocks of 20 px with two levels.
 MASK = np.random.default_rng(5).integers(1, 3, (7, 8)).repeat(20, 0).repeat(20, 1)[:, :155]
 IMAGE = np.stack([MASK * 100] * 3, axis=-1).astype(np.uint8)
 FLIP: Any = "horizontal_flip"
@@ -129,12 +129,12 @@ def moved(entries: list[Any], seed: int, source: Any = IMAGE) -> Picture:
 
 
 def own_pixels(picture: Picture) -> float:
-    """The share of the image's pixels, as points, that are on their own value in the mask."""
+    """Return the fraction of image pixels that, moved as points, match their value in the mask."""
     points = np.floor(transform_target(np.argwhere(MASK)[:, ::-1] + 0.5, picture)).astype(int)
     inside = ((points >= 0) & (points < picture.size)).all(1)
     columns, rows = points[inside].T
     found = transform_target(MASK, picture)[rows, columns]
-    return float((found == MASK.ravel()[inside])[found > 0].mean())  # 0: cropped, then filled
+    return float((found == MASK.ravel()[inside])[found > 0].mean())  # 0 is cropped and filled
 
 
 @pytest.mark.parametrize(
@@ -156,18 +156,18 @@ def test_transform_target_moves_mask_exactly(entries):
     ],
 )
 def test_transform_target_with_resized_images(entries):
-    """Pixels near to an edge have a colour between those of both values."""
+    """Pixels near an edge have a color between the two values."""
     for seed in range(4):
         picture = moved(entries, seed)
         mask, colours = transform_target(MASK, picture) * 100, picture.pixels()[..., 0].astype(int)
         assert np.median(abs(colours - mask)) < 5, seed
         assert (abs(colours - mask) > 50).mean() < 0.05, seed
-        assert (abs(colours - mask[::-1]) > 50).mean() > 0.2  # the test has the power to tell
+        assert (abs(colours - mask[::-1]) > 50).mean() > 0.2  # the test can tell the difference
         assert own_pixels(picture) > 0.97, seed
 
 
 def test_transform_target_rejects_rotation():
-    """By torchvision, also with a step behind it, or of a photo that was turned upright."""
+    """A rotation by torchvision, even before other steps, or by the EXIF orientation."""
     data = encoded(Image.fromarray(IMAGE), exif=exif(3))
     transform_target(MASK, open_picture(data, "pillow").mirrored())
     turned = open_picture(data, "pillow", exif_orientation=True).mirrored()

@@ -1,4 +1,4 @@
-"""Samples of a folder for other loops, their identity, and errors of the storage."""
+"""Folder samples for other training loops, their fingerprint, and storage errors."""
 
 import errno
 import hashlib
@@ -25,7 +25,7 @@ from tests.reliability.odd_images import DEEP, drawn, encoded
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_folder_dataset_in_torch_data_loader(image_root):
-    """A rank whose workers start with each epoch."""
+    """Load as rank 1 of 2, with workers that are restarted in each epoch."""
     from torch.utils.data import DataLoader, DistributedSampler
 
     dataset = crops(image_root / "train")
@@ -41,11 +41,11 @@ def test_folder_dataset_in_torch_data_loader(image_root):
         for name in ("image", "label"):
             assert torch.equal(torch.cat([batch[name] for batch in batches]), expected[name])
         seen |= {image.numpy().tobytes() for image in expected["image"]}
-    assert len(seen) == 3 * 18  # never twice alike
+    assert len(seen) == 3 * 18  # no two are the same
 
 
 def test_fingerprint_depends_on_sizes(changeable):
-    """Not on the times of the files, and not on their storage (test_listing.py)."""
+    """It does not depend on mtimes, nor on the storage (test_listing.py)."""
     before = crops(changeable).fingerprint()
     path = Path(crops(changeable).name(7))
     good = path.read_bytes()
@@ -60,7 +60,7 @@ def test_fingerprint_depends_on_sizes(changeable):
 
 
 def test_fingerprint_equals_earlier_versions(tmp_path):
-    """Otherwise no checkpoint could be resumed; also of some of the rows."""
+    """Otherwise, no checkpoint could be resumed. A subset of the rows is also tested."""
     for name in ("a/1.jpg", "a/2.jpg", "b/3.jpg", "b/é.jpg"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(name.encode() * 2000)
@@ -69,7 +69,7 @@ def test_fingerprint_equals_earlier_versions(tmp_path):
 
 
 def test_folder_dataset_notes(tmp_path):
-    """By the kind of each image, not of all: a folder may mix scanners."""
+    """Notes count each image by its own kind, because a folder may mix scanners."""
     grey = np.asarray(drawn("L")).astype(np.uint16)
     clear = drawn("RGBA").copy()
     clear.putalpha(254)
@@ -117,7 +117,7 @@ def test_read_reopens_stale_tar(image_root, tmp_path, monkeypatch):
     as_tar(image_root / "train", tmp_path / "packed.tar")
     dataset = crops(tmp_path / "packed")
     good, stale = dataset.read(0), OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-    effects = itertools.chain([stale], itertools.repeat(DEFAULT))  # DEFAULT: that of os.pread
+    effects = itertools.chain([stale], itertools.repeat(DEFAULT))  # DEFAULT calls os.pread
     monkeypatch.setattr(os, "pread", Mock(wraps=os.pread, side_effect=effects))
     tar = dataset.index.sources[0]
     first = module._opened(tar)
@@ -126,7 +126,7 @@ def test_read_reopens_stale_tar(image_root, tmp_path, monkeypatch):
 
 
 def test_imagenet_names():
-    """The IDs are those of ImageNet-1k, in the order of the labels of published weights."""
+    """IDs are those of ImageNet-1k, in the label order of published weights."""
     names = imagenet_names()
     digest = hashlib.sha256(" ".join(names).encode()).hexdigest()
     assert digest == "791ce0333040dd249d13133f90d28ef0263ffc01e5de0afd85b3e32048d7d456"

@@ -1,4 +1,4 @@
-"""Bytes to pixels. Every kind of file: tests/reliability/test_odd_images.py."""
+"""Bytes to pixels. tests/reliability/test_odd_images.py tests every kind of file."""
 
 import io
 import itertools
@@ -20,7 +20,7 @@ def opened(data: bytes, decoder: str = "pillow", *, upright: bool = False) -> de
 
 
 def test_picture_decodes_lazily():
-    picture = opened(jpeg()[:1000])  # the header is there, the rest is not
+    picture = opened(jpeg()[:1000])  # the header is complete, the rest is not
     assert picture.mirrored().resized((30, 20)).cropped((0, 0, 5, 6)).size == (5, 6)
     with pytest.raises(decode.UnreadableError, match=r"^OSError: .*truncated"):
         picture.pixels()
@@ -39,14 +39,14 @@ PHOTO = draw_image("plaid", np.random.default_rng(3)).resize((333, 251), Image.R
 
 @pytest.mark.parametrize("orientation", range(10))  # 0 and 9 have no meaning
 def test_open_picture_exif_orientation(orientation):
-    """As Pillow turns the whole image; a crop is a crop of that."""
+    """The whole image is rotated as by Pillow; crops are crops of the result."""
     image, options = PHOTO, {"exif": exif(orientation)}
     for data in [
         *(encoded(image.convert(mode), **options) for mode in ("RGB", "L", "CMYK")),
         encoded(image, "MPO", save_all=True, append_images=[image], **options),
         *(encoded(image, kind, **options) for kind in ("PNG", "WEBP")),
         encoded(image, xmp=b'<x tiff:Orientation="%d"/>' % orientation),
-        encoded(image, "TIFF", tiffinfo={0x0112: orientation}),  # Pillow always turns it
+        encoded(image, "TIFF", tiffinfo={0x0112: orientation}),  # Pillow always rotates it
     ]:
         with Image.open(io.BytesIO(data)) as file:
             turned = ImageOps.exif_transpose(file).convert("RGB")
@@ -65,7 +65,7 @@ def test_open_picture_damaged_exif():
 @pytest.mark.parametrize("interpolation", decode.INTERPOLATIONS)
 @pytest.mark.parametrize("decoder", INSTALLED)
 def test_picture_resize_equals_torchvision(decoder, interpolation):
-    """Exactly torchvision's crop and resize of uint8 tensors: no pixel outside the box is used."""
+    """Equal to torchvision's crop and resize of uint8 tensors. No pixel outside the box is used."""
     from torchvision.transforms.v2 import InterpolationMode, functional
 
     data = encoded(PHOTO, quality=95)
@@ -87,7 +87,7 @@ def test_picture_resize_equals_torchvision(decoder, interpolation):
     [((1333, 1001), (100, 51, 1300, 990), 4), ((2001, 1999), (3, 5, 1990, 1980), 8)],
 )
 def test_picture_quick_resize_is_close(decoder, size, box, scale):
-    """A reduced decode averages blocks before the resize: slightly softer, but not shifted."""
+    """A reduced decode averages blocks before the resize, so it is softer, but not shifted."""
     image = draw_image("waves", np.random.default_rng(3)).resize(size, Image.Resampling.BICUBIC)
     assert decode.reduction(box, (224, 224)) == scale
     shifted = tuple(v + 2 * scale for v in box[:2]) + box[2:]
@@ -111,7 +111,7 @@ def test_open_picture_checks_number_of_pixels(decoder, kind, monkeypatch):
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("channels", [1, 3, 5])
 def test_picture_keeps_dtype_and_channels(dtype, channels):
-    """Mirroring, crops and resizes give the same as numpy, with any number of channels."""
+    """Mirroring, crops and resizes equal numpy's, for any number of channels."""
     two = {np.uint8: (60, 190), np.float32: (-1, 3)}[dtype]
     levels = np.random.default_rng(1).choice(two, (40, 50, channels)).astype(dtype)
     found = decode.Picture(levels).mirrored().cropped((-2, 5, 40, 45)).pixels()

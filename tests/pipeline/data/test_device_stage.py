@@ -1,4 +1,4 @@
-"""A stage that a fork may write: workers draw a shift, and the device adds it to the images."""
+"""A stage as in a fork; workers draw a shift, and the device adds it to the images."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def shifted(*_: object) -> DeviceStage:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_device_stage_changes_training_images_only(image_root, workers):
-    """The training step gets the fields of the dataset, but not those of the stage."""
+    """The training step gets the dataset's fields, but not the stage's."""
     levels = ("data.mean=[0.5]", f"data.std=[{1 / 255}]")  # the negative gets the opposite sign
     with opened(image_root, *levels, workers=workers) as feed:
         plain, validated = training(feed), validation(feed)

@@ -1,4 +1,4 @@
-"""The region decoder: Pillow's pixels, no access outside its memory, and a safe cache."""
+"""The region decoder has Pillow's pixels, no access outside its memory, and a safe cache."""
 
 import itertools
 import os
@@ -25,7 +25,7 @@ needs_compiler = pytest.mark.skipif(
 
 @needs_compiler
 def test_region_decoder_every_region():
-    """Chroma of the last columns is interpolated only in a region that is wide enough."""
+    """Chroma of the last columns is interpolated only if the region is wide enough."""
     for data in FILES:
         picture = decode.open_picture(data, "region")
         if picture.size[0] > 34:
@@ -54,7 +54,7 @@ MIDDLE = len(JPEG) // 2
     ],
 )
 def test_region_decoder_rejects_damaged_data(data):
-    """Pillow would give grey or wrong pixels for most of them."""
+    """Pillow would return gray or wrong pixels for most of them."""
     with pytest.raises(UnreadableError, match=DAMAGED):
         decode.open_picture(data, "region").pixels()
 
@@ -63,7 +63,7 @@ def test_region_decoder_rejects_damaged_data(data):
 @pytest.mark.slow
 @pytest.mark.timeout(7500)
 def test_region_decoder_memory_safety(tmp_path):
-    """100,000 files, with code that checks every access to memory if the compiler can add it."""
+    """Decode 100,000 files, with code that checks all memory access if the compiler supports it."""
     compiler = next(filter(None, map(shutil.which, region.COMPILERS)), "")
     checks, libraries = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"], []
     for name in ("libasan.so", "libubsan.so"):
@@ -94,7 +94,7 @@ def test_region_decoder_rejects_outside_box(box):
 
 @pytest.fixture
 def fresh(cache: Path) -> Iterator[Path]:
-    """An empty cache folder, and no decoder in memory."""
+    """Use an empty cache directory, without a loaded decoder."""
     region.load.cache_clear()
     decode.resolve.cache_clear()
     yield cache / "native"
@@ -138,7 +138,7 @@ def test_region_load_compiles_once_into_safe_folder(fresh):
 
 @needs_compiler
 def test_region_decoder_two_threads():
-    """A shared box once made one of them write past its array, which ends the process."""
+    """With a shared box, one of them once wrote past its array, which ends the process."""
     noise = np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8)
     data = encoded(Image.fromarray(noise).resize((1200, 1200)), quality=95)
     boxes = [(0, 0, 200, 200), (100, 100, 1100, 1100)] * 30

@@ -1,4 +1,4 @@
-"""Shared memory: one copy for all processes, freed with the last of them; page-locking."""
+"""Shared memory: one copy for all processes, freed with the last one; pinned memory."""
 
 import multiprocessing
 import os
@@ -28,7 +28,7 @@ def test_shared_array_in_child_process(start_method, memfd, monkeypatch):
     shared = SharedArray.copy_of(np.arange(12, dtype=np.int64).reshape(3, 4))
     code = "assert shared.array[2, 3] == 11; shared.array[1] *= 10"
     context = multiprocessing.get_context(start_method)
-    # a target that every start method can pickle
+    # target that every start method can pickle
     process = context.Process(target=exec, args=(code, {"shared": shared}))
     process.start()
     process.join(HANGS_SECONDS)
@@ -46,7 +46,7 @@ def test_shared_array_frees_memory_with_last_view():
     assert os.readlink(f"/proc/self/fd/{shared._fd}") == "/memfd:batches (deleted)"
     values = shared.array[10:20]
     del shared
-    values[:] = 9  # an array over it keeps the mapping
+    values[:] = 9  # a view keeps the mapping
     assert values.sum() == 9 * 10 * 1000
     del values
     assert descriptors() == before
@@ -67,7 +67,7 @@ def test_shared_array_allocation_failure():
 
 @pytest.mark.parametrize("most", [9, 1])
 def test_page_locked_unlocks_once(monkeypatch, caplog, most):
-    """A second time is an error that a later CUDA call would report."""
+    """Unlocking twice is an error that a later CUDA call would report."""
     locked = []
 
     def register(pointer, size, flags):
@@ -89,7 +89,7 @@ def test_page_locked_unlocks_once(monkeypatch, caplog, most):
 
 @pytest.mark.gpu
 def test_page_locked_on_gpu(caplog):
-    """Page-locking memory twice is an error, which no later kernel reports."""
+    """Locking memory twice is an error, which no later kernel reports."""
     arrays = [SharedArray((4, 8, 24, 24, 3), np.uint8), SharedArray((4, 8), np.int64)]
     pixels, labels = (torch.from_numpy(shared.array) for shared in arrays)
     with page_locked(arrays) as locking:
@@ -109,7 +109,7 @@ def test_page_locked_on_gpu(caplog):
 
 
 def test_shared_object_does_not_copy_arrays(tmp_path):
-    """Contiguous or not, tensors, and a part of a memory-mapped file; writes stay in the child."""
+    """Contiguous or not, tensors, and part of a memory map; writes stay in the child."""
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (40, 3, 32, 32), np.uint8)
     mapped = np.memmap(tmp_path / "mapped", np.int32, "w+", 64, (5000,))

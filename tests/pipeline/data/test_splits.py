@@ -1,4 +1,4 @@
-"""Which images are the splits: data.val_fraction and data.val_fold."""
+"""Images of each split with data.val_fraction and data.val_fold."""
 
 import shutil
 from collections import Counter
@@ -29,11 +29,11 @@ def test_val_fraction_per_class(changeable, fraction):
     assert Counter(val.labels.array.tolist()) == dict.fromkeys(range(3), count)
     assert sorted(samples(train) + samples(val)) == samples(load_index(changeable, key="data.root"))
     assert (samples(train), samples(val)) == (sorted(samples(train)), sorted(samples(val)))
-    names = sorted(f"cat/{i}é.jpg".encode() for i in range(500))  # a run resumes with the same
+    names = sorted(f"cat/{i}é.jpg".encode() for i in range(500))  # resumed runs need the same
     index = Index.of_files(ImageFolder("/none"), {"cat": names})
     _, rows = split_rows(index, HeldOut("", 0, 0.01, 2))
     assert {names[i] for i in rows} == {f"cat/{i}é.jpg".encode() for i in (279, 167, 416, 29, 148)}
-    index = Index.of_files(ImageFolder("/none"), {"cat": 9 * names[:1] + names})  # as a list may
+    index = Index.of_files(ImageFolder("/none"), {"cat": 9 * names[:1] + names})  # as in a list
     for rows in split_rows(index, HeldOut("", 0.5, 1, 2)):
         assert len(set(index.paths.array[rows])) == 250
 
@@ -77,7 +77,7 @@ def test_fake_dataset_validation_size():
 
 
 def other_order(data: DataConfig, train: Any, val: Any, options: Any) -> Splits:
-    """A fork's source, which gives the second split other labels."""
+    """A fork's source with different labels in the second split."""
     train, val, classes = folder(data, train, val, options)
     val.index = replace(val.index, classes=classes[::-1])
     return train, val, classes
@@ -97,4 +97,4 @@ def test_load_splits_rejects_shared_images(changeable, tmp_path, train):
     (tmp_path / "val.csv").write_text(f"3.jpg,a\n./{image.relative_to(tmp_path)},b\n")
     with pytest.raises(UserError, match=f"val.csv: 1 of its .* also in .*, such as {image}; "):
         splits(tmp_path, train=train)
-    assert len(splits(tmp_path, train="val")[0]) == 2  # as evaluate.py reads it
+    assert len(splits(tmp_path, train="val")[0]) == 2  # as read by evaluate.py

@@ -1,4 +1,4 @@
-"""Map-style datasets of PyTorch as data.source."""
+"""Map-style PyTorch datasets as data.source."""
 
 import io
 import random
@@ -23,7 +23,7 @@ CROP = Compose([CenterCrop(size=6)], 6)
 
 
 class Rows:
-    """A map-style dataset of given samples; a function returns a sample."""
+    """A map-style dataset of given samples, or functions that return a sample."""
 
     def __init__(self, *rows: Any, **attributes: Any) -> None:
         self.rows = rows
@@ -168,7 +168,7 @@ def test_torch_dataset_negative_strides_and_gradients():
 
 
 def test_torch_dataset_unreadable_samples():
-    """A Pillow image of a file is loaded when its array is taken."""
+    """A Pillow image from a file is loaded when its array is accessed."""
 
     def damaged() -> Any:
         file = io.BytesIO()
@@ -197,7 +197,7 @@ def test_torch_splits_classes_and_labels():
     assert train[1]["label"] == 1 and train.labels is None
     files.labels = np.array([[False], [True]])
     assert splits(files, files, np.array(["a", "b"]))[0].labels.tolist() == [0, 1]
-    changed = Rows((RGB, 1), (RGB, 0), targets=[0, 1])  # by a target_transform
+    changed = Rows((RGB, 1), (RGB, 0), targets=[0, 1])  # due to a target_transform
     assert splits(changed, changed)[0].labels is None
     with pytest.raises(UserError, match="the classes are unknown"):  # labels with a gap
         splits(Rows((RGB, 5), (RGB, 7), targets=[5, 7]), changed)

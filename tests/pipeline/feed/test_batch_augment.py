@@ -1,4 +1,4 @@
-"""Batch transforms: pixels and targets mix in proportion, drawn from (seed, step, rank)."""
+"""Batch transforms mix pixels and targets in proportion, drawn from (seed, step, rank)."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +22,13 @@ def one(name: str, **parameters: Any) -> Any:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Sample i has colour i + 1 and class i: its value identifies a pixel's source."""
+    """Return samples i with color i + 1 and class i; a value identifies a pixel's source."""
     images = torch.arange(1.0, COUNT + 1)[:, None, None, None].expand(COUNT, 3, SIDE, SIDE).clone()
     return images, torch.eye(COUNT)
 
 
 def transforms(*names: Any, seed: int = 0, rank: int = 0, ranks: int = 1) -> BatchTransforms:
-    """Transforms of a rank, for batches with targets."""
+    """Return one rank's transforms for batches with targets."""
     return BatchTransforms(
         names, COUNT, seed, ["image"], label="target", rank=rank, world_size=ranks
     )
@@ -39,7 +39,7 @@ def drawn_by(seed: int, step: int) -> np.random.Generator:
 
 
 def run(transform: Any, images: Tensor, targets: Tensor, step: int = 0, **place: int) -> Any:
-    """Draw, and return the images and the targets after the transform."""
+    """Draw and apply a transform; return images and targets."""
     mixing = transforms(transform, **place)
     batch = batch_of(step, image=images, target=targets)
     batch.fields.update(mixing.draw(batch.fields, step))
@@ -54,7 +54,7 @@ def neighbours() -> np.ndarray:
 
 
 def is_box(inside: np.ndarray) -> bool:
-    """Return whether a mask [S, S] is one filled rectangle, or empty."""
+    """Return whether a mask [S, S] is empty or one filled rectangle."""
     return bool((inside == np.outer(inside.any(axis=1), inside.any(axis=0))).all())
 
 
@@ -74,7 +74,7 @@ def test_mixup_blends_pixels_and_targets():
     values = torch.arange(1.0, COUNT + 1)
     expected = own * values + other * values[neighbours()]
     torch.testing.assert_close(images, expected[:, None, None, None].expand_as(images))
-    assert len(set(own.tolist())) > COUNT / 2  # a weight of its own for each image
+    assert len(set(own.tolist())) > COUNT / 2  # separate weights for each image
 
 
 def test_cutmix_box_area_is_weight():
@@ -94,7 +94,7 @@ def test_cutmix_box_area_is_weight():
 
 
 def test_random_erasing_clears_box():
-    """Wherever it lies: the border does not cut it."""
+    """The border does not clip it."""
     erasing = one("random_erasing", p=0.25, scale=[0.1, 0.2], ratio=[0.5, 2.0])
     erased = []
     for step in range(20):
@@ -121,7 +121,7 @@ def test_random_erasing_box_equals_torchvision(ratio):
 
 
 def drawn(step: int, count: int, size: int) -> tuple[np.ndarray, ...]:
-    """Whether cutmix, weights and (x, y) centres that mixup_or_cutmix draws by default."""
+    """Return whether cutmix, weights and (x, y) centers as drawn by mixup_or_cutmix by default."""
     rng = drawn_by(0, step)
     rng.random(count)
     cut = rng.random(count) < 0.5
@@ -130,7 +130,7 @@ def drawn(step: int, count: int, size: int) -> tuple[np.ndarray, ...]:
 
 
 def test_mixup_or_cutmix_equals_torchvision(monkeypatch):
-    """One choice, one weight and one box for the group, which is one block; 64 steps."""
+    """The group, which is one block, has one choice, one weight and one box; 64 steps."""
     from torchvision.transforms import v2
 
     transform, images = one("mixup_or_cutmix"), torch.randn(BLOCK, 3, 33, 33)
@@ -197,7 +197,7 @@ def test_batch_transforms_p_is_changed_fraction(name, p, low, high):
     images, targets = batch()
     changed = []
     transform = one(name, p=p)
-    transform.group = 1  # of MixupOrCutmix
+    transform.group = 1  # MixupOrCutmix
     for step in range(40):
         found, _ = run(transform, images, targets, step)
         changed.append((found != images).flatten(1).any(1))

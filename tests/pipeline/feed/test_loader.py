@@ -1,4 +1,4 @@
-"""Batches from workers equal their samples; otherwise an error says why."""
+"""Batches from workers equal their samples; otherwise, an error reports the reason."""
 
 import os
 import random
@@ -43,14 +43,14 @@ def check(batch: Batch, dataset: FolderDataset, samples: np.ndarray) -> None:
 
 
 def begun(loader: Loader) -> list[Task]:
-    """The tasks of all batches that have not been taken."""
+    """Return the tasks of all batches that have not been taken."""
     return [task for tasks in loader._queue for task in tasks]
 
 
 def test_forkserver_preloads_torch_in_any_folder(tmp_path):
-    """Python 3.11 does not tell it where the modules of the program are.
+    """Python 3.11 does not tell it the location of the program's modules.
 
-    A process that is no worker ends by SIGTERM.
+    A process that is not a worker ends on SIGTERM.
     """
     needs_linux()
     program = """
@@ -83,12 +83,12 @@ def test_forkserver_start_failure_is_one_line(tmp_path):
     [(0, "fork"), (2, "forkserver"), pytest.param(2, "spawn", marks=pytest.mark.slow)],
 )
 def test_loader_batches_equal_for_any_workers(image_root, workers, start_method, monkeypatch):
-    """Also while the number changes; no process is left."""
+    """Even if the number changes; no process is left."""
     monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)  # as if these samples were not small
     dataset = crops(image_root / "train")
     numbers = [3, 1, 4, 2, 0, 1] if workers else []  # after each batch; at least one works
     options = {"workers": workers, "start_method": start_method}
-    # 80 images: tasks of 32, 32 and 16; a batch spans three epochs of 36
+    # 80 images are tasks of 32, 32 and 16; a batch spans three epochs of 36
     with open_loader(dataset, local_batch_size=80, slots=3, **options) as loader:
         pool, steps = loader.pool, []
         assert len(pool.workers) == workers
@@ -119,14 +119,14 @@ def test_loader_iteration_waits_for_previous_tasks(image_root):
         next(loader.batches(0, 100))
         wait_for("a worker stops in slot 1", dataset.stopped)
         tasks = begun(loader)
-        Timer(0.3, dataset.go_on).start()  # an iteration that does not wait continues before
-        batch = next(loader.batches(5, 6))  # in slot 1 again
+        Timer(0.3, dataset.go_on).start()  # an iteration that does not wait continues earlier
+        batch = next(loader.batches(5, 6))  # reuses slot 1
         wait_for("the late worker", lambda: loader.pool.done(tasks))
         check(batch, dataset, loader.samples(5))
 
 
 def test_worker_threads_and_generators(monkeypatch):
-    """Forked workers start with the number of threads and the generator of the training process."""
+    """Forked workers inherit the training process's number of threads and its generator."""
 
     class Threads(FakeDataset):
         def load(self, index, rng):
@@ -148,7 +148,7 @@ def test_worker_threads_and_generators(monkeypatch):
 
 
 def test_worker_reads_ahead(image_root, monkeypatch):
-    """Twice as many after each task, also of the task after it; the images are the same."""
+    """The number doubles after each task and includes the next task. The images are the same."""
 
     class Ahead(FolderDataset):
         def targets(self, *_):
@@ -184,14 +184,14 @@ def test_read_ahead_reads_once(changeable, monkeypatch):
 
 @pytest.mark.parametrize(("workers", "in_use"), [(0, 1), (2, 3)])
 def test_loader_reuses_slot_after_copy(image_root, workers, in_use):
-    """The consumer reads each batch as late as allowed, after taking `in_use` others."""
+    """The consumer reads each batch as late as allowed, after taking `in_use` more batches."""
     dataset = crops(image_root / "train")
     with open_loader(dataset, workers=workers, slots=5, in_use=in_use) as loader:
         unread = []
         events = []
         places = set()
         for batch in loader.batches(0, 20):
-            # Of all slots that have been filled again: each event was waited for, once.
+            # The loader has waited once for the event of every slot that was filled again.
             begun_again = min(batch.step + 5 - in_use, 20) - 5
             assert [each.query.call_count for each in events] == [
                 int(step < begun_again) for step in range(len(events))
@@ -199,10 +199,10 @@ def test_loader_reuses_slot_after_copy(image_root, workers, in_use):
             places.add(tuple(rows.data_ptr() for rows in batch.fields.values()))
             unread.append(batch)
             if len(unread) == in_use + 1:
-                # The workers are as far ahead as possible; without workers, nothing runs ahead.
+                # Workers are as far ahead as possible; without workers, nothing runs ahead.
                 wait_for("all tasks", lambda: not workers or loader.pool.done(begun(loader)))
                 check(unread[0], dataset, loader.samples(unread[0].step))
-                events.append(Mock(spec=["query"]))  # of the copy: it has ended
+                events.append(Mock(spec=["query"]))  # the copy has ended
                 loader.keep_until(events[-1], unread.pop(0))
         assert len(places) == 5
 
@@ -210,7 +210,7 @@ def test_loader_reuses_slot_after_copy(image_root, workers, in_use):
 @pytest.mark.parametrize("start_method", START_METHODS)
 @pytest.mark.parametrize("killed", [True, False])
 def test_pool_names_dead_or_hanging_worker(image_root, start_method, killed):
-    """As on a network file system that does not respond. None is left."""
+    """As on a network file system that does not respond. No worker is left."""
     dataset = crops(image_root / "train", Stuck)
     with open_loader(dataset, workers=1, start_method=start_method) as loader:
         sample, (pid,) = loader.samples(1)[5], loader.pool.pids
@@ -233,7 +233,7 @@ def test_pool_names_dead_or_hanging_worker(image_root, start_method, killed):
     assert not is_running(pid)
 
 
-# Signals by the hundred from before the first worker starts; then a worker that hangs.
+# Hundreds of signals, starting before the first worker; then a worker that hangs.
 PROGRAM = """
 import os, signal, sys, threading, time
 import numpy as np
@@ -292,7 +292,7 @@ def test_pool_workers_survive_signals_and_end_with_parent(image_root, start_meth
 
 
 def test_loader_class_of_unreadable_files(changeable):
-    """An image of another class would have another label."""
+    """An image from a different class would have a different label."""
     dataset = crops(changeable)
     for index in range(12, 24):
         path = Path(dataset.name(index))
@@ -307,9 +307,9 @@ def test_loader_class_of_unreadable_files(changeable):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loader_skips_and_counts_unreadable_files(changeable, caplog, workers):
-    """Each counts once; more than the limit are an error."""
+    """Each file counts once; more than the limit is an error."""
     dataset = crops(changeable)
-    bad = {20, 21, 35}  # two neighbours, and the last one of its class and of all
+    bad = {20, 21, 35}  # two neighbors, and the last one of its class and of all
     for index in bad:
         Path(dataset.name(index)).write_bytes(b"<html>404</html>")
     with open_loader(dataset, workers=workers, max_bad_fraction=3 / 36) as loader:

@@ -34,7 +34,7 @@ def test_train_sampler_ranks_equal_one_rank(world_size, kind):
 
 
 def test_train_sampler_balanced_classes():
-    """The augmentation depends on both numbers. 4,000 draws: 5 standard deviations are 0.04."""
+    """Augmentation depends on both numbers. For 4,000 draws, 5 standard deviations are 0.04."""
     labels = np.repeat([0, 1, 3], [890, 100, 10])  # no image of class 2
     drawn = rows(TrainSampler(num_samples=1000, batch_size=50, seed=1, labels=labels), range(80))
     assert len(set(drawn)) == len(drawn)
@@ -43,7 +43,7 @@ def test_train_sampler_balanced_classes():
 
 
 def test_train_sampler_late_step_is_exact():
-    """1.28 million images, step 450,000 of 90 epochs: products of that size must not be rounded."""
+    """1.28 million images, step 450,000 of 90 epochs; products this large must not be rounded."""
     epochs, indices = TrainSampler(num_samples=1_281_167, batch_size=256, seed=0).samples(450_000).T
     assert epochs.dtype == indices.dtype == np.int64
     assert set(epochs.tolist()) == {450_000 * 256 // 1_281_167}
