@@ -23,8 +23,8 @@ from tests.helpers.ranks import Ranks
 
 CLASSES = ("checks", "dots", "stripes")
 TRAIN_IMAGES, VAL_IMAGES = 12, 5  # per class
-SLOW_SECONDS = 1800  # for tests marked `slow`; pyproject.toml limits all others
-# Set for all processes before another conftest.py imports torch, because the number of threads
+SLOW_SECONDS = 1800  # limit of `slow` tests; pyproject.toml limits all others
+# Set for all processes before any other conftest.py imports torch, because the number of threads
 # changes the bits. On a busy machine, threads also wait for each other. At a load of 6 on 2 cores,
 # tests/extras/kernels/test_layers.py takes 114 s with two threads and 27 s with one.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -116,7 +116,7 @@ def whole_runs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def toy_runs(whole_runs: None) -> Iterator[None]:
-    """Replace train.py's task in tests of train(), so that the task of a fork has no effect."""
+    """Replace train.py's task in tests of train(), so that a fork's task has no effect."""
     import train
     from tests.helpers import toy
 

@@ -1,4 +1,4 @@
-"""Datasets of PyTorch as data.source: training, resuming to equal weights, and all scripts."""
+"""PyTorch datasets as data.source: training, resuming with equal weights, and all scripts."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.helpers.results import logged_steps
 
 
 def write_cifar(root: Path) -> Path:
-    """Write the files of torchvision's CIFAR10: 36 and 15 images."""
+    """Write the files of torchvision's CIFAR10 with 36 and 15 images."""
     folder = root / "cifar-10-batches-py"
     folder.mkdir()
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": own_data.CLASSES}))
@@ -76,7 +76,7 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("fake", "flowers
 
 @pytest.mark.parametrize("kind", [*KINDS, *SLOW])
 def test_torch_datasets_train_and_resume(kind, root_of, tmp_path, toy_runs):
-    """A run that stops after 4 steps and continues with another number of workers."""
+    """A run stops after 4 steps and continues with a different number of workers."""
     root = root_of(kind)
     words = words_of(kind)
     whole = small_run.run(root, tmp_path / "whole", *words)
@@ -88,7 +88,7 @@ def test_torch_datasets_train_and_resume(kind, root_of, tmp_path, toy_runs):
 
 
 def test_torch_dataset_resumes_after_kill(image_root, tmp_path, whole_runs):
-    """In a process that hashes strings differently."""
+    """The resuming process hashes strings differently."""
     folder = tmp_path / "run"
     words = [*words_of("noisy"), "loader.workers=2", "checkpoint.every_steps=2", "train.epochs=50"]
     start = small_run.overrides_of(image_root, folder, *words)

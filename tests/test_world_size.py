@@ -1,4 +1,4 @@
-"""The number of ranks changes neither the training nor the validation."""
+"""The number of ranks changes neither training nor validation."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from tests.helpers.results import column, rows
 from tests.helpers.small_run import SMALL, command, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
-# A model without BatchNorm and dropout, whose numbers are those of a rank.
+# A model without BatchNorm and dropout, which compute different values on each rank.
 OPTIONS = ["model.name=squeezenet1_1", "model.args={dropout: 0.0}", "data.image_size=64"]
 OPTIONS += ["optim.lr=0.002", "loader.workers=0"]
 
@@ -28,7 +28,7 @@ def check_rows(several: Path, one: Path) -> None:
 
 
 def test_losses_of_ranks_equal_one_process(image_root, tmp_path, ranks):
-    """With the same samples and draws; the ranks share a directory that `${now:}` names."""
+    """Samples and draws are the same; the ranks share a directory named by `${now:}`."""
     options = [
         *(*OPTIONS, "loader.batch_size=16", "train.epochs=9"),
         *("train.max_steps=10", "train.validate_every_epochs=4"),
@@ -43,7 +43,7 @@ def test_losses_of_ranks_equal_one_process(image_root, tmp_path, ranks):
 
 @pytest.mark.slow
 def test_resume_with_other_number_of_ranks(image_root, tmp_path, ranks):
-    """36 images in batches of 8: the two epochs end at steps 4.5 and 9."""
+    """36 images in batches of 8, so the two epochs end at steps 4.5 and 9."""
     options = [*OPTIONS, "train.epochs=2"]
     several = tmp_path / "several"
     run(image_root, several, *options, "train.max_steps=2")
@@ -83,7 +83,7 @@ with join_world("cpu") as world:
 
 
 def test_ranks_validate_each_image_once(tmp_path, ranks):
-    """And its row is in its place; also if a rank has no image, as with 3 images on 4 ranks."""
+    """Its row is in its place, even if a rank has no image (3 images on 4 ranks)."""
     script, found = tmp_path / "validates.py", []
     script.write_text(VALIDATES)
     small = [*SMALL, "data=fake", "data.fake_classes=7", "loader.workers=0"]

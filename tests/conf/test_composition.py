@@ -21,7 +21,7 @@ def composed(typed: str) -> Config:
 with Path(__file__).with_name("pairs.csv").open(newline="", encoding="utf-8") as file:
     PAIRS = [*csv.reader(file)]
 SAME, OTHER = ([pair for kind, *pair in PAIRS if kind == wanted] for wanted in ("same", "other"))
-# run_identity contains what these keys stand for.
+# run_identity contains the content that these keys select.
 IGNORED = ("data.root", "data.val", "loader.decoder", "model.weights")
 
 

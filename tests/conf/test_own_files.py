@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     """Create a directory with a model and with a recipe based on a built-in recipe."""
     folder = tmp_path / "it's my $conf, a=b"
     files = {"recipe/mine": RECIPE, "model/wide": "name: resnet50\n"}
-    files["trainer/default"] = "max_epochs: ["  # of a different program; not read
+    files["trainer/default"] = "max_epochs: ["  # a different program's; not read
     for name, content in files.items():
         path = folder / f"{name}.yaml"
         path.parent.mkdir(parents=True)

@@ -49,7 +49,7 @@ def test_join_world_reads_torchrun_variables(monkeypatch):
 
 def test_world_with_two_ranks(ranks):
     done = ranks.run([sys.executable, str(Path(__file__).with_name("two_ranks.py"))], 2)
-    lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # by torch 2.10
+    lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # torch 2.10
     assert lines == ["rank 0 is done", "rank 1 is done"], done.stderr
 
 

@@ -76,11 +76,11 @@ def test_run_resume_from_path(run, tmp_path):
     branch = tmp_path / "branch"
     for folder in (run, run / "checkpoints"):
         assert open_run(branch, str(folder)) == twenty
-    assert open_run(branch, str(ten)) == ten  # as if killed before its first checkpoint
+    assert open_run(branch, str(ten)) == ten  # a kill before its first checkpoint
     begun = {**CONFIG, "checkpoint.resume": str(ten)}
     content = {**content_of(15, state_of(15).state_dict()), "config": begun}
     own = checkpoint.save(branch / "checkpoints", content, keep=9)
-    ten.rename(tmp_path / "elsewhere.pt")  # as if removed by its run
+    ten.rename(tmp_path / "elsewhere.pt")  # its run removed it
     assert open_run(branch, str(ten)) == own  # the same command resumes
     check_refused(r"checkpoint\.resume=.*/branch holds a run", branch, branch, str(twenty))
     check_refused("leave the key out to resume it, ", run, run, str(twenty))
@@ -180,7 +180,7 @@ COMPLETE = {"status": "finished", "step": 20}
     ("text", "stop_step", "validated", "finished"),
     [
         (json.dumps(COMPLETE), 10, {"step": 20}, COMPLETE),  # train.max_steps is lower now
-        (json.dumps(COMPLETE), 10, {}, None),  # on other images
+        (json.dumps(COMPLETE), 10, {}, None),  # other images
         (json.dumps(COMPLETE), 30, {"step": 20}, None),
         (json.dumps({**COMPLETE, "status": "interrupted"}), 20, {"step": 20}, None),
         ('{"status": "fin', 20, {"step": 20}, None),

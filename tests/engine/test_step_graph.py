@@ -123,7 +123,7 @@ def test_train_step_applies_lr_scale(world):
         train_on_batch(random_batch(compute, number))
         rates.append([group["lr"].item() for group in groups])
     assert rates[0][0] == pytest.approx(0.5 * rates[0][1])
-    assert rates[1] == pytest.approx([2 * rate for rate in rates[0]])  # in the warm-up
+    assert rates[1] == pytest.approx([2 * rate for rate in rates[0]])  # during warm-up
 
 
 @pytest.mark.gpu

@@ -68,7 +68,7 @@ def test_evaluate_independent_of_batch_size(model, data, size):
 
 
 def test_evaluate_copies_rows(model, data):
-    """On a GPU, a later batch overwrites the memory of an earlier one."""
+    """On a GPU, a later batch overwrites an earlier batch's memory."""
 
     def batches():
         reused = next(padded(*data, 8)).clone()

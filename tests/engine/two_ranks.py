@@ -219,7 +219,7 @@ def main() -> None:
         assert (world.size, world.local_size, world.device.type) == (2, 2, "cpu")
         check_objects(world)
         check_tensors(world)
-        for each in (world, replace(world, local_size=1)):  # as if each ran on its own node
+        for each in (world, replace(world, local_size=1)):  # a separate node for each
             check_running_statistics(each)
             check_accumulation(each)
             check_memory(each)

@@ -33,7 +33,7 @@ def test_lamb_formula(zeros):
         weights = weights - rate * ratio * update
 
         model.weight.grad = torch.from_numpy(gradient).float()
-        optimizer.param_groups[0]["lr"] = torch.tensor(rate)  # as in a CUDA graph
+        optimizer.param_groups[0]["lr"] = torch.tensor(rate)  # a tensor, like in a CUDA graph
         optimizer.step()
         np.testing.assert_allclose(model.weight.detach().numpy(), weights, rtol=1e-5, atol=1e-6)
 

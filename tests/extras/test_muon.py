@@ -27,7 +27,7 @@ def step(optimizer: torch.optim.Optimizer, model: nn.Module, rate: float, seed: 
     for parameter in model.parameters():
         parameter.grad = torch.from_numpy(rng.normal(size=parameter.shape)).float()
     for group in optimizer.param_groups:
-        group["lr"] = torch.tensor(rate * group.get("lr_scale", 1))  # as in a CUDA graph
+        group["lr"] = torch.tensor(rate * group.get("lr_scale", 1))  # a CUDA graph has tensors
     optimizer.step()
 
 
@@ -61,7 +61,7 @@ def test_muon_formula(fixed):
     averages = {name: np.zeros_like(weight) for name, weight in weights.items()}
     for number, rate in enumerate(RATES):
         stored = optimizer.state_dict()
-        optimizer = build_optimizer(model, config)  # as in a resumed run
+        optimizer = build_optimizer(model, config)  # like a resumed run
         optimizer.load_state_dict(stored)
         step(optimizer, model, rate, number)
         step(others, twin, rate, number)

@@ -186,7 +186,7 @@ def test_sweep_signal_stops_job(tmp_path, number):
 
 
 def test_sweep_runs_installed_plugin(tmp_path):
-    """They get the varied overrides, and each job's best score or the score of a failed job."""
+    """They get the varied overrides, and each job's best score, or the worst if it failed."""
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "backwards.py").write_text(PLUGIN)
     status, started, _ = sweep(tmp_path, [1, 0], "optim.lr=0.3", "hydra/sweeper=backwards")

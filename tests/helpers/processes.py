@@ -20,7 +20,7 @@ import pytest
 
 HANGS_SECONDS = 100  # longer waits hang; less than `timeout` in pyproject.toml
 ROOT = Path(__file__).parents[2]
-needs_extras = pytest.mark.skipif(not (ROOT / "extras").exists(), reason="reads what names extras")
+needs_extras = pytest.mark.skipif(not (ROOT / "extras").exists(), reason="needs extras")
 NONE: Mapping[str, str] = {}
 MARKS = "STARTED_BY_TESTS"  # variable that child processes inherit
 

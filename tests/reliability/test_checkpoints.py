@@ -68,7 +68,7 @@ def content(taken: Path) -> Content:
 
 @pytest.fixture(scope="module")
 def readers(taken: Path, image_root: Path) -> list[Reader]:
-    """Open a path to resume from it, as a run's newest checkpoint, and as weights."""
+    """Return functions that open a path to resume from it, as newest checkpoint or as weights."""
     config = small_run.compose(image_root, taken.parents[1], *OPTIONS)
     parts = train.build_parts(config, ALONE, checkpoint.load(taken))
     metadata = checkpoint_metadata(parts)

@@ -10,7 +10,7 @@ from pipeline.data import decode
 from tests.pipeline.loaders import SIZE, crops
 from tests.reliability.odd_images import KINDS, drawn
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # as in a worker
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # workers ignore them
 
 
 @pytest.fixture(autouse=True)

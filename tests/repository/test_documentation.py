@@ -1,8 +1,8 @@
-"""README.md and docs/: commands are valid, links lead somewhere, and keys and files exist.
+"""README.md and docs/: commands and links are valid, and keys and files exist.
 
-The commands in blocks (```sh), in the text and in benchmarks/ are read by the parsers of the
-programs, in a folder with stand-ins for the reader's files. Those of other programs begin with
-python3. Those of docs/fork.md and tasks.md, and after `git apply`, are run by test_examples.py.
+Commands in blocks (```sh), in the text and in benchmarks/ are parsed by the programs, in a
+directory with placeholders for the reader's files. Commands for other programs begin with python3.
+test_examples.py runs those in docs/fork.md and tasks.md, and after `git apply`.
 """
 
 import re
@@ -23,7 +23,7 @@ from scripts.lib import notebook
 from tests.helpers.processes import ROOT, needs_extras
 
 DOCS = ROOT / "docs"
-OF_FORKS = {DOCS / "fork.md", DOCS / "tasks.md"}  # their commands run after their changes
+OF_FORKS = {DOCS / "fork.md", DOCS / "tasks.md"}  # commands run after their changes
 PAGES = [ROOT / "README.md", *sorted({*DOCS.glob("*.md")} - OF_FORKS)]
 COMMAND = re.compile(r"(?<![\w/.-])(?:python|torchrun|make|pip|sbatch) [^|;>#\n]*")
 IN_A_ROOT = re.compile(r"""(?<=[\s="])/(?=(?:imagenet\w*|cifar10|photos|images)\b)""")
@@ -40,20 +40,20 @@ def text_of(page: Path) -> str:
 
 
 def inline_of(page: Path) -> list[str]:
-    """Return the `code` of a page outside blocks, without code that has a placeholder."""
+    """Return the `code` on a page outside blocks, without code that has a placeholder."""
     code = re.findall(r"`([^`]+)`", text_of(page))
     return [each for each in dict.fromkeys(code) if not PLACEHOLDERS.search(each)]
 
 
 def commands_of(page: Path) -> list[str]:
-    """Return the commands of the blocks, also those in a loop or a pipe, and of the text."""
+    """Return commands from blocks, including those in a loop or a pipe, and from the text."""
     blocks = re.findall(r"^ *```sh\n((?!git apply).*?)^ *```$", page.read_text(), re.M | re.S)
     inline = re.findall(r"^(?:python|torchrun) \S+ \S.*", "\n".join(inline_of(page)), re.M)
     return commands_in("\n".join([*blocks, *inline]))
 
 
 def commands_in(text: str) -> list[str]:
-    """Return the commands in lines of a shell, each once."""
+    """Return each command in lines of a shell once."""
     text = re.sub(r"^#.*", "", text.replace("\\\n", " "), flags=re.M)
     return list(dict.fromkeys(COMMAND.findall(text)))
 
@@ -67,10 +67,10 @@ COMMANDS |= {path.name: commands_in(path.read_text()) for path in ROOT.glob("ben
 
 @pytest.fixture
 def desk(tmp_path: Path, image_root: Path, monkeypatch: Any) -> None:
-    """The current folder, with stand-ins for the files of a reader; data.root may be missing."""
+    """Change to a directory with placeholders for a reader's files; data.root may be missing."""
     monkeypatch.setattr(cli, "check_root", lambda config: None)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path[:])  # the scripts change these three
+    monkeypatch.setattr(sys, "path", sys.path[:])  # changed by the scripts, like the two below
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     checkpoints = [f"runs/{run}/checkpoints/step-00112590.pt" for run in RUNS]
@@ -84,7 +84,7 @@ def desk(tmp_path: Path, image_root: Path, monkeypatch: Any) -> None:
 
 
 def check_train(words: list[str]) -> None:
-    """Compose the config as train.py does, or those of a sweep, and print it."""
+    """Compose the config like train.py, or a sweep's configs, and print it."""
     cli.parse([*words, "--cfg", "job"], script="train.py", purpose="")
 
 
@@ -94,14 +94,14 @@ def check_script(path: str, words: list[str], monkeypatch: Any) -> None:
     imports, block, _ = (ROOT / path).read_text().split(guard)
     part = imports + guard + block.partition("\n\n")[0]
     monkeypatch.setattr(sys, "argv", [path, *words])
-    # Without onnx, export.py refuses the format at once.
+    # Without onnx, export.py rejects the format immediately.
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     names = {"__name__": "__main__", "__file__": str(ROOT / path), "__doc__": path}
     exec(compile(part, str(ROOT / path), "exec"), names)
 
 
 def check_command(line: str, monkeypatch: Any) -> None:
-    """Check a command in the current folder, whose folders a page may write as /imagenet."""
+    """Check a command in the current directory; a page may write its folders as /imagenet."""
     text = re.sub(r"\$\w+", "1", IN_A_ROOT.sub(f"{Path.cwd()}/", line))
     match shlex.split(text):
         case ["python", "train.py", *rest]:
@@ -140,7 +140,7 @@ def test_docs_commands_are_valid(page, monkeypatch):
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that a forge makes of the headings."""
+    """Return the anchors that a forge generates from the headings."""
     headings = re.findall(r"^#+ (.*)$", text_of(page), re.M)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
@@ -163,7 +163,7 @@ def test_docs_links_files_and_keys_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_docs_overrides_are_valid(page):
-    """Those that stand in `code`, also with options after them."""
+    """Overrides in `code`, including those followed by options."""
     for code in inline_of(page):
         key, equals, _ = code.strip("'").partition("=")
         if equals and key in NAMES:
@@ -172,7 +172,7 @@ def test_docs_overrides_are_valid(page):
 
 @needs_extras
 def test_readme_python_runs(tmp_path, monkeypatch, capfd):
-    """It trains, evaluates and predicts; the notebook of docs/ calls the same functions."""
+    """It trains, evaluates and predicts; the notebook in docs/ calls the same functions."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     monkeypatch.chdir(tmp_path)
     exec(code.replace("train.epochs=2", "train.max_steps=2"), {})
@@ -187,7 +187,7 @@ def test_notebook_train_rereads_recipe_and_interrupts(tmp_path, monkeypatch):
         (tmp_path / "mine.yaml").write_text(f"optim: {{lr: {lr}}}\n")
         assert notebook.train(f"recipe={tmp_path / 'mine.yaml'}", "data=fake")["signal"] == lr
     with pytest.raises(KeyboardInterrupt):
-        notebook.train("data=fake", "optim.lr=2")  # the number of SIGINT
+        notebook.train("data=fake", "optim.lr=2")  # 2 is SIGINT
 
 
 @needs_extras

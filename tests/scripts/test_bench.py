@@ -1,4 +1,4 @@
-"""The stages on small JPEG files. No test depends on a rate."""
+"""Benchmark stages on small JPEG files. No test depends on a rate."""
 
 import re
 import sys

@@ -43,7 +43,7 @@ def predictor(folder: Path) -> Predictor:
 
 @pytest.fixture
 def damaged(image_root: Path, tmp_path: Path) -> Path:
-    """A folder with two images that have odd names, a hidden one, and files that are no images."""
+    """Create a folder with two oddly named images, a hidden one, and files that are no images."""
     image = (image_root / "val" / "dots" / "00.jpg").read_bytes()
     folder = tmp_path / "images"
     (folder / "sub" / ".hidden").mkdir(parents=True)
@@ -78,7 +78,7 @@ five_channels = partial(build.folder, dataset=FiveChannels)
 
 
 def test_predictor_five_channels(image_root, tmp_path):
-    """They are opened by the dataset of the run, as docs/tasks.md makes one."""
+    """The run's dataset opens them, like the one in docs/tasks.md."""
     words = "data.source=tests.scripts.test_predict:five_channels", "data.mean=[0.5]"
     small_run.run(image_root, tmp_path / "run", *words, "data.std=[0.5]", "train.max_steps=2")
     trained = open_trained(tmp_path / "run", HERE)
@@ -195,7 +195,7 @@ def test_predict_list_from_stdin_and_ctrl_c(folder, image_root, tmp_path):
         assert process.wait() == 130 and process.stdout.read() == ""
     lines = (tmp_path / "stderr").read_text().splitlines()
     assert all(line.startswith("import time:") for line in lines)
-    # The compiler takes as long to import as the rest of torch.
+    # Importing the compiler takes as long as the rest of torch.
     imported = {line.rpartition("|")[2].strip() for line in lines}
     assert "torch" in imported and not imported & {"torch._dynamo", "torch._inductor"}
 
@@ -229,7 +229,7 @@ def written_as(form: str, found: list[Result], names: Sequence[str]) -> str:
 
 
 def test_output_table_of_classes():
-    """It shows the readable names."""
+    """It shows readable names."""
     dog = {"class": "dog", "index": 0, "probability": 0.25, "name": "dog"}
     fish = {"class": "n01443537", "index": 1, "probability": 0.75, "name": "goldfish"}
     found = [Result("a.jpg", {"predictions": [fish, dog]})]
@@ -238,7 +238,7 @@ def test_output_table_of_classes():
 
 
 def test_output_values_of_other_tasks(predictor, image_root, monkeypatch):
-    """A number, a list, and a number for each output."""
+    """A number, a list, and a number per output."""
     values = {"mass": torch.tensor(1.2345678), "vector": torch.arange(7) / 2}
     values["trait"] = torch.ones(3)
 
@@ -270,7 +270,7 @@ def test_predictor_gpu_equals_cpu(folder, image_root):
 
 
 def test_in_threads_close_does_not_wait():
-    """The garbage collector may close it inside a lock for which the end of a thread waits."""
+    """The garbage collector may close it while it holds a lock that the end of a thread needs."""
     began, go, ended = Event(), Event(), []
     tasks = [int, lambda: began.set() or go.wait(9) or ended.append(1)]
     found = in_threads(1, lambda task: task(), tasks, ahead=1)
@@ -280,7 +280,7 @@ def test_in_threads_close_does_not_wait():
 
 
 def test_predictor_reads_numbers_from_csv(predictor, folder, monkeypatch, image_root, tmp_path):
-    """Paths are relative to its folder or absolute; other columns are ignored."""
+    """Paths are absolute or relative to its folder; other columns are ignored."""
     image = image_root / "val" / "dots" / "00.jpg"
     (tmp_path / "new.jpg").symlink_to(image)
     table = tmp_path / "new.csv"

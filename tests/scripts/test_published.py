@@ -1,4 +1,4 @@
-"""The preprocessing of published weights: torchvision's by file name, timm's by model."""
+"""Preprocessing of published weights: torchvision's by file name, timm's by model."""
 
 import sys
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_published_torchvision():
 
 
 def test_published_every_torchvision_file():
-    """Each has a resize and a centre crop that a list of transforms can state."""
+    """Each has a resize and a center crop that a list of transforms can express."""
     from torchvision import models as vision
 
     for name in vision.list_models(module=vision):
@@ -46,7 +46,7 @@ def test_published_size_keeps_crop_ratio(tmp_path):
 
 
 def of_timm(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> Any:
-    """Return the keys for a model whose preprocessing a replacement of timm states."""
+    """Return the keys for a model whose preprocessing is defined by a replacement for timm."""
     common = {"input_size": (3, 224, 224), "test_input_size": None, "label_names": None}
     common |= {"crop_pct": 0.9, "test_crop_pct": None, "crop_mode": "center"}
     common |= {"interpolation": "bicubic", "mean": (0.5, 0.5, 0.5), "std": (0.4, 0.5, 0.6)}
@@ -64,7 +64,7 @@ def test_published_former_timm_name():
 
 
 def test_published_timm(monkeypatch):
-    """timm rounds the short side down: 224 / 0.9 is 248.9."""
+    """timm rounds the short side down; 224 / 0.9 is 248.9."""
     values = of_timm(monkeypatch)
     assert values["data.mean"] == [0.5] * 3
     resize = {"size": 248, "interpolation": "bicubic"}

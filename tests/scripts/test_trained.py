@@ -1,4 +1,4 @@
-"""Trained models from files of every kind; nothing in a file is executed or resolved."""
+"""Trained models from files of every kind; no file content is executed or resolved."""
 
 import argparse
 import struct
@@ -81,7 +81,7 @@ def test_open_trained_checkpoint(folder, name):
     assert (found.name, found.stored["step"]) == (f"{folder.name},{found.path.stem}", state["step"])
     assert config.model.name == "resnet_tiny" and config.data.val_size == 32
     assert config.augment.val == [{"resize": {"size": 32}}, {"center_crop": {"size": 32}}]
-    # The choices for another machine are not used.
+    # Settings for a different machine are not used.
     assert (config.loader.workers, config.train.device) == ("auto", "auto")
     for key in ("data.image_size", "model"):
         with pytest.raises(UserError, match=f"^{key}: is fixed by the checkpoint; leave"):
@@ -89,7 +89,7 @@ def test_open_trained_checkpoint(folder, name):
 
 
 def test_open_trained_sample_fields(folder, tmp_path, monkeypatch):
-    """A checkpoint without them has the image alone."""
+    """A checkpoint without fields has only the image."""
     found = open_trained(folder)
     assert found.fields["label"] == Field("int64", [])
     content = checkpoint.load(found.path)
@@ -104,7 +104,7 @@ def test_open_trained_sample_fields(folder, tmp_path, monkeypatch):
 
 
 def test_best_checkpoint_in_other_libraries(folder):
-    """It holds the weights where timm looks for them, and the file has them once."""
+    """It has the weights where timm expects them, and only once."""
     path, state = checkpoint.find_checkpoint(folder), open_trained(folder).weights
     assert same(dict(torch.load(path)["state_dict"]), state)
     assert same(dict(pytest.importorskip("timm").models.load_state_dict(str(path))), state)
@@ -123,7 +123,7 @@ def test_open_trained_class_names(tmp_path, weights):
 
 
 def test_trained_build_skips_rewritten_layers(folder):
-    """A run on a GPU with bf16 has trained with them; exported files have none."""
+    """A GPU run in bf16 trains with them; exported files have none."""
     found = open_trained(folder, ["train.precision=bf16"])
     found.stored["model_input"]["rewrites_layers"] = True
     plain = models.build("resnet_tiny", num_classes=3, image_size=32)

@@ -45,7 +45,7 @@ def install(nvml: Mock, monkeypatch: pytest.MonkeyPatch) -> Mock:
 @pytest.mark.parametrize(
     ("nvml", "warning"),
     [
-        (None, "pip install nvidia-ml-py"),  # as if the package were missing
+        (None, "pip install nvidia-ml-py"),  # simulates a missing package
         (nvml_with(nvmlInit=OSError("Driver Not Loaded")), "Driver Not Loaded"),
         (nvml_with(nvmlDeviceGetHandleByUUID=OSError("Not Found")), "Not Found"),
     ],

@@ -44,7 +44,7 @@ ENGINES = "data.on_device=[extras.gpu_decode:engines]", "loader.decoder=auto"
 class PillowEngines:
     """Decode like GpuDecoder, and like the CPU for random_resized_crop and horizontal_flip."""
 
-    error: Exception | None = None  # for every batch with files
+    error: Exception | None = None  # raised for every batch with files
 
     def __init__(self, device: torch.device, batch_size: int) -> None:
         self.seconds_per_image = 0.0
@@ -126,7 +126,7 @@ def test_engine_stage_takes_smallest_fraction(image_root, sent, demand, share):
     stage = JpegEngineStage(crops(image_root / "train"))
     shared = stage.shared.array
     stage.set_decode_mode("hybrid", workers=2, demand=demand)
-    assert shared[gpu_decode.SHARE] == gpu_decode.FIRST_SHARE  # until rates are known
+    assert shared[gpu_decode.SHARE] == gpu_decode.FIRST_SHARE  # rates are unknown
     stage.engine_seconds = 1 / 3000
     stage.seconds.array[:] = sent, 2e-3
     for mode, expected in (("hybrid", share), ("gpu", 1), ("cpu", 0), ("hybrid", share)):
@@ -142,7 +142,7 @@ def test_engine_stage_fraction_between_task_sizes(image_root):
         files = [(batch.fields[GEOMETRY][:, g.LENGTH] > 0).sum() for batch in loader.batches(0, 4)]
         assert files == [7, 8, 8, 8]
     assert isinstance(dataset.stage, JpegEngineStage)
-    assert (dataset.stage.seconds.array > 0).all()  # for both kinds
+    assert (dataset.stage.seconds.array > 0).all()  # both kinds
 
 
 @pytest.mark.usefixtures("pillow")

@@ -236,7 +236,7 @@ def test_apply_operations_does_not_synchronize():
     operations = rows_of(drawn, 32)
     images = torch.zeros(len(drawn), 3, 32, 32, dtype=torch.uint8, device="cuda")
     levels_of(images, operations)
-    with without_waiting(deterministic=True):  # accepts all of the kernels
+    with without_waiting(deterministic=True):  # allows all of the kernels
         levels_of(images, operations)
 
 

@@ -55,7 +55,7 @@ def applied(name: str, value: float, interpolation: str = "nearest", fill: int =
 )
 @pytest.mark.parametrize("operations", FAMILIES)
 def test_operations_equal_torchvision(transforms, operations, name, interpolation):
-    """Interpolated pixels may differ by 1 level and at borders; the last bit of matrices differs."""
+    """Interpolated pixels may differ by 1 level and at borders (last bit of the matrices)."""
     family, arguments = FAMILIES[operations]
     space = getattr(transforms.autoaugment, family)()._augmentation_space(*arguments)
     assert {THEIRS[name] for name in LISTS[operations]} == space.keys()

@@ -115,7 +115,7 @@ def test_v2_transform_keeps_global_generator():
     assert not np.array_equal(made(transform, PHOTO, seed=2), first)
 
 
-# An image that is its own mask: asymmetric blocks of 20 px with two levels.
+# An image that is its own mask, made of asymmetric blocks of 20 px with two levels.
 MASK = np.random.default_rng(5).integers(1, 3, (7, 8)).repeat(20, 0).repeat(20, 1)[:, :155]
 IMAGE = np.stack([MASK * 100] * 3, axis=-1).astype(np.uint8)
 FLIP: Any = "horizontal_flip"

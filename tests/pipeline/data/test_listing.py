@@ -112,7 +112,7 @@ def test_tar_index_exceeds_open_file_limit(tmp_path):
     for number in range(2300):
         write_tar(tmp_path / "train" / f"{number:04d}.tar", f"a/{number:04d}.jpg")
     index = load_index(tmp_path / "train", key="data.train")
-    with soft_limit(resource.RLIMIT_NOFILE, len(os.listdir("/dev/fd")) + 30):  # as in a worker
+    with soft_limit(resource.RLIMIT_NOFILE, len(os.listdir("/dev/fd")) + 30):  # like a worker
         assert [index.read(i) for i in range(2300)] == [b"a/%04d.jpg" % i for i in range(2300)]
         assert len(os.listdir("/dev/fd")) < 2300
         _opened.cache_clear()
@@ -230,7 +230,7 @@ def test_csv_index_reads_only_regular_files(kind, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "folder").mkdir()
-    (tmp_path / "train.csv").write_text(f"{kind},label\nx.jpg,a\n{kind},a\n")  # with a header
+    (tmp_path / "train.csv").write_text(f"{kind},label\nx.jpg,a\n{kind},a\n")  # has a header
     index = load_index(tmp_path / "train", key="data.train")
     with pytest.raises(OSError, match="not a regular file"):
         index.read(0)

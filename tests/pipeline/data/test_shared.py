@@ -23,7 +23,7 @@ def descriptors() -> int:
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 @pytest.mark.parametrize("memfd", [True, False])
 def test_shared_array_in_child_process(start_method, memfd, monkeypatch):
-    if not memfd:  # as on macOS
+    if not memfd:  # macOS has none
         monkeypatch.delattr(os, "memfd_create", raising=False)
     shared = SharedArray.copy_of(np.arange(12, dtype=np.int64).reshape(3, 4))
     code = "assert shared.array[2, 3] == 11; shared.array[1] *= 10"

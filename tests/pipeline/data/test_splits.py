@@ -33,7 +33,7 @@ def test_val_fraction_per_class(changeable, fraction):
     index = Index.of_files(ImageFolder("/none"), {"cat": names})
     _, rows = split_rows(index, HeldOut("", 0, 0.01, 2))
     assert {names[i] for i in rows} == {f"cat/{i}é.jpg".encode() for i in (279, 167, 416, 29, 148)}
-    index = Index.of_files(ImageFolder("/none"), {"cat": 9 * names[:1] + names})  # as in a list
+    index = Index.of_files(ImageFolder("/none"), {"cat": 9 * names[:1] + names})  # like a list
     for rows in split_rows(index, HeldOut("", 0.5, 1, 2)):
         assert len(set(index.paths.array[rows])) == 250
 
@@ -97,4 +97,4 @@ def test_load_splits_rejects_shared_images(changeable, tmp_path, train):
     (tmp_path / "val.csv").write_text(f"3.jpg,a\n./{image.relative_to(tmp_path)},b\n")
     with pytest.raises(UserError, match=f"val.csv: 1 of its .* also in .*, such as {image}; "):
         splits(tmp_path, train=train)
-    assert len(splits(tmp_path, train="val")[0]) == 2  # as read by evaluate.py
+    assert len(splits(tmp_path, train="val")[0]) == 2  # evaluate.py does this

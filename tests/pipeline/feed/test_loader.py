@@ -84,7 +84,7 @@ def test_forkserver_start_failure_is_one_line(tmp_path):
 )
 def test_loader_batches_equal_for_any_workers(image_root, workers, start_method, monkeypatch):
     """Even if the number changes; no process is left."""
-    monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)  # as if these samples were not small
+    monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)  # treat these samples as large
     dataset = crops(image_root / "train")
     numbers = [3, 1, 4, 2, 0, 1] if workers else []  # after each batch; at least one works
     options = {"workers": workers, "start_method": start_method}
@@ -133,7 +133,7 @@ def test_worker_threads_and_generators(monkeypatch):
             image = np.full((SIZE, SIZE, 3), torch.get_num_threads())
             return {"image": image, "label": int(torch.randint(2**40, ()))}
 
-    monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)  # as if these samples were not small
+    monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)  # treat these samples as large
     dataset = Threads(num_samples=64, num_classes=1, size=SIZE)
 
     before = torch.get_num_threads()
@@ -285,7 +285,7 @@ def test_pool_workers_survive_signals_and_end_with_parent(image_root, start_meth
     with Started(command, stdout=PIPE) as process:
         assert process.stdout.readline() == "stopped\n", "it ended early"
         family = descendants(process.pid)
-        assert len(family) >= 3  # with two workers
+        assert len(family) >= 3  # two workers and more
         process.kill()
         process.wait()
         wait_for("its workers end", lambda: not any(is_running(pid) for pid in family))

@@ -171,7 +171,7 @@ def test_prefetcher_streams_wait_for_each_other(monkeypatch, depth):
         prefetcher.clock = StepClock(cuda=True)
         prefetcher.depth, prefetcher._thread = depth, OnStream(side)
         monkeypatch.setattr(prefetcher.loader, "ready", lambda: True)
-        prefetcher.slots = [DeviceSlot(ON_CPU) for _ in range(depth + 1)]  # as on a GPU
+        prefetcher.slots = [DeviceSlot(ON_CPU) for _ in range(depth + 1)]  # like on a GPU
         memory_of = DeviceSlot.memory
 
         def memory(slot: DeviceSlot, *args: Any) -> Tensor:
@@ -265,7 +265,7 @@ def test_prefetcher_with_consumer_three_steps_behind(steps, lag, kind, dtype, op
                 unread.popleft()
             ahead.append(len(unread))
             if batch.step % 100 == 99:
-                prefetcher.clock.step_times()  # as at a log step, or the clock keeps all events
+                prefetcher.clock.step_times()  # otherwise, the clock keeps all events
         found = [replace(copy, step=step) for step, copy in enumerate(copies)]
     assert not count_wrong(found, dtype)
     assert median(ahead) >= 3

@@ -1,4 +1,4 @@
-"""The code gives the stored answers: see record.py, also for an intended change."""
+"""The code gives the stored answers. See record.py about intended changes."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ CONFIGS = stored("configs")
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The images, and their digest."""
+    """Draw the images; return their root and digest."""
     root = tmp_path_factory.mktemp("drawn")
     return root, batches.draw(root)
 
@@ -26,7 +26,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_batches_equal_stored(recipe, drawn):
     root, files = drawn
     (line,) = (line for line in stored("batches") if line["recipe"] == recipe)
-    assert files == line["files"], "other JPEG files have been drawn, perhaps by another Pillow"
+    assert files == line["files"], "different JPEG files were drawn; the Pillow version may differ"
     assert {"recipe": recipe, "files": files, **batches.of_recipe(recipe, root)} == line
 
 
@@ -35,7 +35,7 @@ def test_batches_equal_stored(recipe, drawn):
 )
 @pytest.mark.parametrize(("number", "recipe"), [*enumerate(group_names("recipe"))])
 def test_configs_equal_stored(number, recipe, share):
-    """A tenth of the lists of overrides, another one for the next recipe."""
+    """Test a tenth of the lists of overrides, a different one for each recipe."""
     expected = configs.expanded(CONFIGS, recipe)
     assert len(expected) == 59
     for typed in [*expected][(number + share) % 10 :: 10]:
