@@ -55,9 +55,9 @@ def test_losses_equal_stored(image_root, tmp_path, monkeypatch):
     }
     if not GOLDEN.exists():
         GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
-        pytest.fail(f"{GOLDEN.name} did not exist and has been written; run the test again")
+        pytest.fail(f"{GOLDEN.name} did not exist and was created; run the test again")
     for name, expected in json.loads(GOLDEN.read_text()).items():
         assert found[name] == pytest.approx(expected, rel=TOLERANCE), (
-            f"the training has changed: {found[name]} instead of {expected} ({name}); if this is "
-            f"intended, write {GOLDEN.name} again (see the docstring of this file)"
+            f"the losses changed: got {found[name]}, expected {expected} ({name}); if this is "
+            f"intended, rewrite {GOLDEN.name} (see this file's docstring)"
         )

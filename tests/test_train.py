@@ -182,7 +182,7 @@ def test_train_best_checkpoint_follows_top1(train_run, folder):
     assert first["best_checkpoint"] == checkpoint.file_name(best["step"])
     assert path.samefile(folder / "checkpoints" / first["best_checkpoint"])
     assert first["best_top1"] == pytest.approx(best["top1"])
-    assert best["top1"] > 100 / 3 + 1, "the model has not learned, so the test shows nothing"
+    assert best["top1"] > 100 / 3 + 1, "the model did not learn, so the test proves nothing"
     weights = checkpoint.load(path)
     second = train_run("train.epochs=10", "checkpoint.keep=1", *WORSE)
     assert column(folder, "val", "top1")[-1] < best["top1"]
@@ -207,9 +207,9 @@ PARTS += ["model.freeze=[conv1,bn1,layer1]", "train.ema_decay=0.9"]
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(SAMPLED, id="NAdam, classes drawn alike"),
+        pytest.param(SAMPLED, id="NAdam, balanced sampling"),
         pytest.param(FP16, id="fp16", marks=pytest.mark.slow),
-        pytest.param(MIXED, id="dropout, AdamW, average, mixup, cutmix", marks=pytest.mark.slow),
+        pytest.param(MIXED, id="dropout, AdamW, EMA, mixup, cutmix", marks=pytest.mark.slow),
         pytest.param(PARTS, id="repeated augmentation, micro-batches, AdamW, frozen layers"),
     ],
 )
@@ -331,7 +331,7 @@ def test_train_drops_best_of_other_images(train_run, folder):
     content["state"]["best"]["top1"] = 100.0  # later values are lower
     checkpoint.save(path.parent, content, keep=2)
     train_run("optim.lr=0.1", ACCEPT, "train.max_steps=6")
-    assert stored(folder)["best"]["step"] == 5, "the same images: still the best"
+    assert stored(folder)["best"]["step"] == 5, "expected the same best on the same images"
     train_run("optim.lr=0.1", ACCEPT, "data.val_size=64", "train.max_steps=7")
     assert checkpoint.load(folder / "checkpoints" / "best.pt")["step"] == 7
     assert stored(folder)["best"]["step"] == 7

@@ -99,7 +99,7 @@ def test_train_step_equals_numpy():
         np.testing.assert_allclose(vector(model), reference.weights, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(vector(average.module), reference.average, rtol=1e-4, atol=1e-6)
         assert {parameter.grad for parameter in model.parameters()} == {None}
-    assert reference.clipped == {True, False}, "clipping must act in some steps and not in others"
+    assert reference.clipped == {True, False}, "expected clipping in some steps, but not in all"
 
 
 def test_training_loss_formula():

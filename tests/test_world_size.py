@@ -96,7 +96,7 @@ def test_ranks_validate_each_image_once(tmp_path, ranks):
         found.append(json.loads(done.stdout.splitlines()[-1]))  # below lines of Gloo
     one, several = found
     assert [case[1] for case in one] == [3, 7, 13, 25]
-    assert any(case[0].get("top5", 0) not in (0, 100) for case in one), "top-5 is trivial"
+    assert any(case[0].get("top5", 0) not in (0, 100) for case in one), "top-5 accuracy is trivial"
     for (values, count, *columns), (expected, whole, *alone) in zip(several, one, strict=True):
         assert count == whole
         assert len(columns) == len(alone) > 3

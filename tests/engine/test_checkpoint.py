@@ -78,7 +78,7 @@ def test_load_newest_skips_damaged_zip_directory(tmp_path):
         path, found = load_newest([twenty, ten])
         assert same(found, stored[path]), place
         read.add(path)
-    assert read == {ten, twenty}, "some damage changes nothing"
+    assert read == {ten, twenty}, "expected both harmful and harmless damage"
 
 
 def test_save_syncs_before_rename(tmp_path, monkeypatch):

@@ -115,10 +115,10 @@ def test_sync_bn_two_ranks_equal_one(image_root, tmp_path, more):
     # compilation; there, compiled losses differ by up to 0.004, and those of `apart` by 0.13.
     one = tmp_path / "one"
     found["one"] = losses(command(image_root, one, *OPTIONS), one, "0")
-    for name, overrides in (("synchronised", ["model.sync_bn=true", *more]), ("apart", more)):
+    for name, overrides in (("synchronized", ["model.sync_bn=true", *more]), ("apart", more)):
         python, *words = command(image_root, tmp_path / name, *OPTIONS, *overrides)
         found[name] = losses([python, *TORCHRUN, *words], tmp_path / name, "0,1")
-    torch.testing.assert_close(found["synchronised"], found["one"], rtol=1e-2, atol=1e-4)
+    torch.testing.assert_close(found["synchronized"], found["one"], rtol=1e-2, atol=1e-4)
     assert (found["apart"] - found["one"]).abs().max() > 0.02
 
 

@@ -179,8 +179,8 @@ def test_step_graph_reset_after_measurement(world):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("why", ["waits at its end", "waits in the optimiser", "draws on the host"])
-def test_step_graph_does_not_capture_host_work(why, world, caplog):
+@pytest.mark.parametrize("reason", ["sync at end", "sync in optimizer", "host random numbers"])
+def test_step_graph_does_not_capture_host_work(reason, world, caplog):
     """One line reports the reason. Later steps give the same results, including dropout."""
     found = []
     for waits in (True, False):
@@ -190,7 +190,7 @@ def test_step_graph_does_not_capture_host_work(why, world, caplog):
 
         def changed(batch, function=launch):
             values = function(batch)
-            if why == "draws on the host":
+            if reason == "host random numbers":
                 np.random.beta(1, 1)
             else:
                 values["loss"].item()
@@ -199,7 +199,7 @@ def test_step_graph_does_not_capture_host_work(why, world, caplog):
         def wait(optimizer, *_):
             optimizer.param_groups[0]["params"][0].grad.sum().item()
 
-        if why == "waits in the optimiser":
+        if reason == "sync in optimizer":
             state.optimizer.register_step_pre_hook(wait)
         else:
             train_on_batch.launch = changed
@@ -212,7 +212,7 @@ def test_step_graph_does_not_capture_host_work(why, world, caplog):
     assert "\n" not in line
 
 
-@pytest.mark.parametrize("where", ["backward", "optimiser"])
+@pytest.mark.parametrize("where", ["backward", "optimizer"])
 def test_clear_gradients_after_failed_step(where):
     """A failed capture is similar; StepGraph then calls `clear_gradients`."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 3))

@@ -131,7 +131,7 @@ def check_accumulation(world: World) -> None:
         found, expected = (one.model[layer].weight.detach() for one in (state, whole))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert state.model[5].weight.grad is None
-    assert next(iter(state.model.state_dict())) == "0.weight", "without the prefix `module.`"
+    assert next(iter(state.model.state_dict())) == "0.weight", "expected no prefix `module.`"
 
 
 def check_memory(world: World) -> None:

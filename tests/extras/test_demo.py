@@ -44,7 +44,7 @@ def test_draw_dataset_files(drawn):
     assert len(set(files.values())) == 61  # no two are equal
 
 
-@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.3.0", reason="it rounds otherwise")
+@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.3.0", reason="rounds differently")
 def test_draw_image_pixels_of_version_1():
     """Results on the demo are compared with those of other program versions."""
     digest = hashlib.sha256()

@@ -29,7 +29,7 @@ from tests.helpers.small_run import run
 SHARES = {
     "balanced": ([1, 1, 1, 1], [1, 1, 1, 1]),
     "unbalanced": ([1000, 100, 10, 1], [30, 10, 3, 1]),
-    "a class without either": ([3, 0, 1, 1], [1, 0, 1, 1]),
+    "an unused class": ([3, 0, 1, 1], [1, 0, 1, 1]),
     "one class of two": ([1, 0], [1, 1]),
 }
 

@@ -108,7 +108,7 @@ def kill_while(running: Callable[[], set[int]]) -> None:
 
 
 def wait_for(
-    what: str, condition: Callable[[], object], process: subprocess.Popen[Any] | None = None
+    event: str, condition: Callable[[], object], process: subprocess.Popen[Any] | None = None
 ) -> None:
     """Wait for a condition. Fail after HANGS_SECONDS, or if `process` ends before."""
     __tracebackhide__ = True
@@ -117,8 +117,8 @@ def wait_for(
         ended = process is not None and process.poll() is not None
         if condition():
             return
-        assert not ended, f"ended with status {process.returncode} before: {what}"
-        assert monotonic() < deadline, f"not within {HANGS_SECONDS} s: {what}"
+        assert not ended, f"ended with status {process.returncode} before: {event}"
+        assert monotonic() < deadline, f"not within {HANGS_SECONDS} s: {event}"
         sleep(0.01)
 
 

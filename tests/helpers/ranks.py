@@ -73,7 +73,7 @@ class Job:
         while not line.endswith(b"\n"):
             assert self.ends_within(HANGS_SECONDS), f"hangs: {self.command}"
             line += (read := os.read(self.answers.fileno(), 1))
-            assert read, "the process that starts the ranks has ended"
+            assert read, "the process that starts the ranks ended"
         return line.decode()
 
     def ends_within(self, seconds: float) -> bool:

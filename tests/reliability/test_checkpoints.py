@@ -39,8 +39,8 @@ FILES: dict[str, Callable[[Content, Path], object]] = {
     "empty": lambda _, path: path.touch(),
     "text": lambda _, path: path.write_text("step: 5\n" * 1000),
     "zip without a pickle": lambda _, path: zipfile.ZipFile(path, "w").writestr("a/data.pkl", b""),
-    "zip cut off": lambda content, path: [torch.save(content, path), os.truncate(path, 5000)],
-    "one bit": lambda content, path: flip(content["state"]["model"]["fc.weight"], content, path),
+    "truncated zip": lambda content, path: [torch.save(content, path), os.truncate(path, 5000)],
+    "bit flip": lambda content, path: flip(content["state"]["model"]["fc.weight"], content, path),
     "os.system": lambda _, path: torch.save(Touch(), path),
 }
 

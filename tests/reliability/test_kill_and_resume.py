@@ -102,7 +102,7 @@ def test_run_resumes_after_random_kills(first, count, size, roots, tmp_path, ran
     assert not wrong
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to find the workers")
 def test_run_saves_on_sigterm_with_stalled_workers(image_root, tmp_path, ranks):
     """If storage does not respond, there is a checkpoint before the scheduler kills the run."""
     start = command(image_root, tmp_path / "run", "train.epochs=2000", "loader.workers=2")

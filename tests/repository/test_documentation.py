@@ -125,7 +125,7 @@ def check_command(line: str, monkeypatch: Any) -> None:
         case ["python", "-", *_]:
             pass
         case _:
-            pytest.fail(f"no check for the command: {line}")
+            pytest.fail(f"no check for this command: {line}")
 
 
 @needs_extras
@@ -156,7 +156,7 @@ def test_docs_links_files_and_keys_exist(page):
     code = "\n".join(re.findall(r"`([^`\n]+)`", text))
     files = re.findall(rf"\b(?:{FOLDERS})/[\w/]+\.(?:py|md|yaml|c|patch)\b", code)
     for name in {*files} - {"conf/recipe/mine.yaml"}:
-        assert (ROOT / name).exists(), f"{page.name}: there is no {name}"
+        assert (ROOT / name).exists(), f"{page.name}: {name} not found"
     keys = re.findall(rf"(?<![\w/.])((?:{'|'.join(SECTIONS)})\.[a-z]\w*)(?![\w.(])", code)
     assert {*keys} <= FIELDS.keys() | FILES, page.name
 
@@ -199,7 +199,7 @@ def test_recipe_expectation_is_documented(recipe):
     config = from_overrides([f"recipe={recipe}", "data.root=/data"])
     expect = config.expect
     if expect is None:
-        pytest.skip("the recipe states no accuracy")
+        pytest.skip("the recipe has no expected accuracy")
     assert expect.keys() == FACTS.keys() and expect["recipe"] == recipe
     hardware, time, source = expect["hardware"], expect["time"], expect["source"]
     top1 = f"{expect['top1']:g}"

@@ -7,7 +7,7 @@ from tests.helpers.processes import ROOT, run_python
 def test_project_size_limits():
     """Each part is within its limit in .ci/size, so additions require removals."""
     done = run_python(ROOT / ".ci" / "size")
-    assert done.returncode == 0, f"{done.stdout}write less; a fork deletes this file"
+    assert done.returncode == 0, f"{done.stdout}reduce the code; a fork deletes this test file"
 
 
 def test_keys_without_effect_on_result():

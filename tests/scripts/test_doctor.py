@@ -144,7 +144,7 @@ def test_doctor_unreadable_files(root):
 
 
 ODD = {
-    "turned": encoded(drawn(), exif=exif(6)),
+    "rotated": encoded(drawn(), exif=exif(6)),
     "CMYK": encoded(drawn("CMYK")),
     "progressive": encoded(drawn(), progressive=True),
     "large": encoded(Image.new("RGB", (6000, 4200))),
@@ -159,7 +159,7 @@ def test_doctor_unusual_files(root, kind):
         assert {row.status for row in check(case)} == {"ok"}
     row = only(of_status("warn", doctor.odd_files(case)))
     assert row.result.startswith("1 of 52 images are ") and "odd.jpg" in only(row.details)
-    if kind == "turned":
+    if kind == "rotated":
         case.config.data.exif_orientation = True
     else:
         case.examined["train"] += case.examined["val"] * 10

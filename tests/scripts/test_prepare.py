@@ -248,13 +248,13 @@ FORMATS: dict[str, Format] = {
     "official": (official, EXPECTED),
     "kaggle": (kaggle, EXPECTED),
     "folders": (lambda: {**FOLDERS, "readme.txt": b"text"}, EXPECTED),
-    "a tar": (lambda: {"x-train.tar": SPLITS_IN_A_TAR}, EXPECTED),
+    "tar": (lambda: {"x-train.tar": SPLITS_IN_A_TAR}, EXPECTED),
     "tiny": (tiny, within("train", TRAIN) | within("val", TINY_VAL)),
     "shards": (shards, RENAMED),
     "hugging face": (hugging_face, RENAMED),
     "CIFAR-10": (lambda: CIFAR_10, PPM_10),
     "CIFAR-100": (lambda: {"cifar.tar.gz": tar(CIFAR_100, "w:gz")}, PPM_100),
-    "numbers as labels": (
+    "numeric labels": (
         lambda: dict.fromkeys(["data-train-0.tar", "data-train-1.tar", "data-test-0.tar"], COUNTED),
         {
             "train/09/data-train-0_9.jpg": jpeg(9),
@@ -278,7 +278,7 @@ FORMATS: dict[str, Format] = {
         lambda: {"train.tar": tar({**IMAGE, "a.cls": b"1", "b.jpg": jpeg(2), "b.cls": b"01"})},
         {"train/1/a.jpg": IMAGE["a.jpg"], "train/01/b.jpg": jpeg(2)},
     ),
-    "names of splits with words": (
+    "split names with words": (
         lambda: within("Training_set", IMAGES) | within("val2017", IMAGES),
         BOTH,
     ),
@@ -296,8 +296,8 @@ FORMATS: dict[str, Format] = {
 LEFT_OUT = "files or folders that are not read: hidden, or of the system (2), .heic (1), such as "
 NOTES = {
     "folders": LEFT_OUT,
-    "a tar": LEFT_OUT,
-    "numbers as labels": "The test split is the validation split.",
+    "tar": LEFT_OUT,
+    "numeric labels": "The test split is the validation split.",
     "parquet without names": " data.val_fraction=0.2\n",
     "1 and 01": " data.val_fraction=0.2\n",
     "classes": " data.val_fraction=0.2\n",

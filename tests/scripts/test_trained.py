@@ -35,11 +35,11 @@ ZERO = {"fc.bias": torch.zeros(7)}
 KINDS: dict[str, Any] = {
     "pytorch/examples": lambda w: {"arch": "resnet_tiny", "state_dict": prefixed("module.", w)},
     "torchvision": lambda w: {"model": w, "args": argparse.Namespace(model="resnet_tiny", lr=0.1)},
-    "torchvision with an average": lambda w: {
+    "torchvision with EMA": lambda w: {
         "model": ZERO,
         "model_ema": {"n_averaged": torch.tensor(3), **prefixed("module.", w)},
     },
-    "timm with an average": lambda w: {"state_dict": ZERO, "state_dict_ema": w},
+    "timm with EMA": lambda w: {"state_dict": ZERO, "state_dict_ema": w},
     "torch.compile of DDP": lambda w: prefixed("_orig_mod.module.", w),
     "DDP of torch.compile": lambda w: prefixed("module._orig_mod.", w),
     "Lightning": lambda w: {"state_dict": prefixed("model.", w), "pytorch-lightning_version": "2"},

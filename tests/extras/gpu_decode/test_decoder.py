@@ -93,7 +93,7 @@ UNUSUAL: dict[str, bytes] = {
     "progressive": encoded(IMAGE, progressive=True),
     "truncated": PLAIN[:-200],
     "4:1:1": PLAIN.replace(b"\1\x22\0", b"\1\x41\0"),
-    "numbered R, G, B": PLAIN.replace(b"\1\x22\0\2\x11\1\3", b"R\x22\0G\x11\1B"),
+    "component IDs R, G, B": PLAIN.replace(b"\1\x22\0\2\x11\1\3", b"R\x22\0G\x11\1B"),
     "Adobe, RGB": with_segment(0xEE, ADOBE + b"\0"),
     "segment of length 0": with_segment(0xFE, b"", length=0),
     "short table": with_segment(0xDB, bytes(64)),

@@ -107,7 +107,7 @@ def by_row(image: np.ndarray, row: np.ndarray) -> np.ndarray:
         "solarize_add": np.where(level < 128, np.minimum(level + first, 255), level),
     }
     name = NAMES[kind]
-    assert name != "invert", "the kernels have none"
+    assert name != "invert", "the kernels do not implement invert"
     made = levels.get(name)
     return applied(image, Operation(name, row[1])) if made is None else made.astype(np.uint8)
 

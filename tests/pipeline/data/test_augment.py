@@ -181,7 +181,7 @@ def test_transform_target_rejects_rotation():
     [MASK.astype(np.uint8), MASK.astype(np.float32), np.stack([MASK, MASK + 5], axis=-1)],
 )
 def test_transform_target_without_decoding(mask):
-    file = JpegFile(b"", (155, 140), lambda *_: pytest.fail("decoded"))
+    file = JpegFile(b"", (155, 140), lambda *_: pytest.fail("the file was decoded"))
     for seed in range(6):
         pictures = [moved([CROP, FLIP], seed, source) for source in (file, IMAGE)]
         ours, theirs = (transform_target(mask, picture, fill=9) for picture in pictures)

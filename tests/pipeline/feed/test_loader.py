@@ -121,7 +121,7 @@ def test_loader_iteration_waits_for_previous_tasks(image_root):
         tasks = begun(loader)
         Timer(0.3, dataset.go_on).start()  # an iteration that does not wait continues earlier
         batch = next(loader.batches(5, 6))  # reuses slot 1
-        wait_for("the late worker", lambda: loader.pool.done(tasks))
+        wait_for("the late worker finishes", lambda: loader.pool.done(tasks))
         check(batch, dataset, loader.samples(5))
 
 
@@ -200,7 +200,9 @@ def test_loader_reuses_slot_after_copy(image_root, workers, in_use):
             unread.append(batch)
             if len(unread) == in_use + 1:
                 # Workers are as far ahead as possible; without workers, nothing runs ahead.
-                wait_for("all tasks", lambda: not workers or loader.pool.done(begun(loader)))
+                wait_for(
+                    "all tasks are done", lambda: not workers or loader.pool.done(begun(loader))
+                )
                 check(unread[0], dataset, loader.samples(unread[0].step))
                 events.append(Mock(spec=["query"]))  # the copy has ended
                 loader.keep_until(events[-1], unread.pop(0))
@@ -283,12 +285,12 @@ def test_pool_workers_survive_signals_and_end_with_parent(image_root, start_meth
     needs_linux()
     command = [sys.executable, "-c", PROGRAM, image_root / "train", start_method]
     with Started(command, stdout=PIPE) as process:
-        assert process.stdout.readline() == "stopped\n", "it ended early"
+        assert process.stdout.readline() == "stopped\n", "the process ended early"
         family = descendants(process.pid)
         assert len(family) >= 3  # two workers and more
         process.kill()
         process.wait()
-        wait_for("its workers end", lambda: not any(is_running(pid) for pid in family))
+        wait_for("the workers end", lambda: not any(is_running(pid) for pid in family))
 
 
 def test_loader_class_of_unreadable_files(changeable):

@@ -26,7 +26,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_batches_equal_stored(recipe, drawn):
     root, files = drawn
     (line,) = (line for line in stored("batches") if line["recipe"] == recipe)
-    assert files == line["files"], "different JPEG files were drawn; the Pillow version may differ"
+    assert files == line["files"], "different JPEG files were drawn; check the version of Pillow"
     assert {"recipe": recipe, "files": files, **batches.of_recipe(recipe, root)} == line
 
 
