@@ -1,4 +1,4 @@
-"""The preprocessing of published weights: torchvision's by file name, timm's by model."""
+"""Preprocessing of published weights: torchvision's by file name, timm's by model."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ from scripts.lib.published import NOTHING, published
 from scripts.lib.trained import open_trained
 
 
-def test_torchvision():
+def test_published_torchvision():
     """tests/extras/test_finetune.py has files with other values."""
     path = Path("/somewhere/resnet50-0676ba61.pth")
     found = published("resnet50", path)
@@ -27,8 +27,8 @@ def test_torchvision():
     assert published("vit_s16", path) is published("resnet50", Path("checkpoint.pth")) is NOTHING
 
 
-def test_every_file_of_torchvision():
-    """Each has a resize and a centre crop that a list of transforms can state."""
+def test_published_every_torchvision_file():
+    """Each has a resize and a center crop that a list of transforms can express."""
     from torchvision import models as vision
 
     for name in vision.list_models(module=vision):
@@ -37,7 +37,7 @@ def test_every_file_of_torchvision():
             assert published(name, path).values
 
 
-def test_another_size_keeps_the_share_of_the_image(tmp_path):
+def test_published_size_keeps_crop_ratio(tmp_path):
     path = tmp_path / "squeezenet1_1-b8a52dc0.pth"
     model = models.build("squeezenet1_1", num_classes=1000, image_size=224)
     torch.save(model.state_dict(), path)
@@ -46,7 +46,7 @@ def test_another_size_keeps_the_share_of_the_image(tmp_path):
 
 
 def of_timm(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> Any:
-    """Return the keys for a model whose preprocessing a replacement of timm states."""
+    """Return the keys for a model whose preprocessing is defined by a replacement for timm."""
     common = {"input_size": (3, 224, 224), "test_input_size": None, "label_names": None}
     common |= {"crop_pct": 0.9, "test_crop_pct": None, "crop_mode": "center"}
     common |= {"interpolation": "bicubic", "mean": (0.5, 0.5, 0.5), "std": (0.4, 0.5, 0.6)}
@@ -57,14 +57,14 @@ def of_timm(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> Any:
     return published("timm/resnet50", Path("x")).values
 
 
-def test_a_former_name_of_timm():
+def test_published_former_timm_name():
     pytest.importorskip("timm")
     values = published("timm/vit_tiny_patch16_224_in21k", Path("x")).values
     assert values["data.mean"] == [0.5] * 3
 
 
-def test_timm(monkeypatch):
-    """timm rounds the short side down: 224 / 0.9 is 248.9."""
+def test_published_timm(monkeypatch):
+    """timm rounds the short side down; 224 / 0.9 is 248.9."""
     values = of_timm(monkeypatch)
     assert values["data.mean"] == [0.5] * 3
     resize = {"size": 248, "interpolation": "bicubic"}

@@ -1,4 +1,4 @@
-"""Sentences for figures of a run, and remedies; tests/repository/equal has the causes of more."""
+"""Sentences for the times of a run, and remedies. tests/repository/equal has more causes."""
 
 import re
 from types import SimpleNamespace
@@ -24,12 +24,12 @@ HOT = {"throttled_fraction": 0.125}
 
 
 def ranks_of(*changes: dict[str, Any]) -> list[StepTimes]:
-    """Ranks with steps of 100 ms, and 1,000 images/s of all of them."""
+    """Return ranks with steps of 100 ms and 1,000 images/s in total."""
     steps = {"images_per_second": 1000 / len(changes), "seconds": 0.1}
     return [RUNS_WELL._replace(**{**steps, **change}) for change in changes]
 
 
-# The times of each rank, and what the verdict says, in parts.
+# Times per rank, setup, and parts of the verdict's sentence.
 SAYS: list[tuple[list[StepTimes], Setup, str]] = [
     (
         [RUNS_WELL._replace(**HOT)],
@@ -53,7 +53,7 @@ SAYS: list[tuple[list[StepTimes], Setup, str]] = [
         "core-bound: ... rank 0 waited 40% of the time for a core",
     ),
     (ranks_of({}, HOT), NOT_ALONE, "compute-bound: ... a GPU has lowered its clock 12% of the"),
-    # The rank that the others wait for is judged.
+    # The verdict is about the rank that the other ranks wait for.
     (
         ranks_of(
             {"image_cpu_ms": 9.0},
@@ -71,14 +71,14 @@ SAYS: list[tuple[list[StepTimes], Setup, str]] = [
 
 
 @pytest.mark.parametrize(("ranks", "setup", "says"), SAYS)
-def test_sentences(ranks, setup, says):
+def test_judge_sentences(ranks, setup, says):
     for order in (ranks, ranks[::-1]):
         text = judge(order, setup)
         assert all(part in text for part in says.split(" ... ")), text
 
 
-def test_a_short_time_has_no_verdict(image_root):
-    """It needs 20 s of each rank."""
+def test_verdict_of_requires_20_seconds(image_root):
+    """It needs 20 s on each rank."""
     short, long = (RUNS_WELL._replace(seconds=seconds) for seconds in (19.9, 20.0))
     with opened(image_root, workers=0) as feed:
         assert verdict_of([StepTimes()], 20.0, feed, "") == []
@@ -96,19 +96,19 @@ RE_ENCODE = "re-encode the images: python scripts/prepare.py SOURCE --to DIR --s
     ("overrides", "kilobytes", "cause", "expected"),
     [
         ([], 100, DECODE, RE_ENCODE),
-        (["loader.workers=4"], 10, DECODE, "use a machine with more CPU cores"),  # as auto
+        (["loader.workers=4"], 10, DECODE, "use a machine with more CPU cores"),  # same as auto
         (["loader.workers=3"], 100, DECODE, AUTO),
         ([], 100, "compute-bound", None),
     ],
 )
-def test_the_remedy_for_this_run(overrides, kilobytes, cause, expected):
+def test_remedy_for_run(overrides, kilobytes, cause, expected):
     config = from_overrides(["data=fake", "data.image_size=32", *overrides])
     train = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes)
     feed = SimpleNamespace(config=config, datasets=SimpleNamespace(train=train), num_cores=4)
     assert remedy_for(cause, feed) == expected
 
 
-def test_what_remedies_say_to_give_can_be_given():
+def test_remedies_name_valid_overrides():
     texts = " ".join([*REMEDIES.values(), AUTO, RE_ENCODE])
     assert {*re.findall(r"[a-z]+\.[a-z_]+", texts)} - {"prepare.py"} <= {*NAMES}
     from_overrides(["data=fake", *re.findall(r"[a-z]+\.[a-z]+=[a-z]+", texts)])

@@ -1,4 +1,4 @@
-"""The cause that limits a run, for measured numbers of each rank."""
+"""The cause that limits a run, for given measurements of each rank."""
 
 from typing import Any
 
@@ -43,10 +43,10 @@ def cause_of(ranks: list[dict[str, Any]]) -> str:
 
 
 def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The stored lines with the answers of this code.
+    """Return the stored lines with this code's answers.
 
-    The first line has the numbers of a usual rank; each other line what differs on `all` ranks,
-    and on each of the `ranks`. The cause does not depend on the order of the ranks.
+    The first line has values of a typical rank, every later line the values that differ on
+    `all` ranks and on each of the `ranks`. The cause does not depend on the rank order.
     """
     usual, *cases = lines
     found = [usual]
