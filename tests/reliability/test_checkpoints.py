@@ -122,23 +122,6 @@ def test_checkpoint_of_something_else(changed, content, readers, path):
     refused(readers[0], path)
 
 
-def test_parts_had_other_names(content, readers, image_root, path):
-    """A checkpoint of an earlier version is taken as one of this: no reader refuses everything."""
-    identity = dict(content["identity"])
-    identity["pixels"] = identity.pop("decode_mode")
-    identity["fitted_batch"] = identity.pop("fitted_micro_batch")
-    old = {**content, "identity": identity}
-    old["plan"] = old.pop("model_input")
-    torch.save(old, path)
-    for reader in readers:
-        reader(path)
-    assert (path.parents[1] / "run").exists()
-    resume = f"checkpoint.resume={path}"
-    resumed = small_run.run(image_root, path.parents[1] / "resumed", *OPTIONS, resume)
-    straight = small_run.run(image_root, path.parents[1] / "straight", *OPTIONS)
-    assert resumed["params_sha256"] == straight["params_sha256"]
-
-
 def detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
     """Damage a file; return whether loading refuses it, or has the same content anyway."""
     data, rng = bytearray(whole), random.Random(seed)
