@@ -380,9 +380,7 @@ def main(config: Config) -> int:
 
     def status() -> int:
         signal_number = train(config)["signal"]
-        if signal_number:
-            return 128 + signal_number
-        return 0
+        return 128 + signal_number if signal_number else 0
 
     cli.log_to_stderr(force=True)
     return cli.run_main(status, explain_limit)
