@@ -29,10 +29,10 @@ BEST = "best.pt"
 # Increased whenever the content of a checkpoint or the result of the same config changes: a run
 # resumes from this format only. 3: mixup and random operations are as in the recipes' sources.
 FORMAT = 3
-READABLE = (2, 3)  # formats whose weights, config and model_input have the same meaning
 RESUME_CHOICES = "the folder of a run, a step-*.pt, never (start over) or auto (the default)"
 # Parts of every checkpoint -> type.
-PARTS = {"step": int, "state": dict, "identity": dict, "config": dict, "model_input": dict}
+PARTS = {"format": int, "step": int, "state": dict, "identity": dict, "config": dict}
+PARTS |= {"model_input": dict}
 
 
 def host_copy(content: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -162,8 +162,7 @@ def is_ours(content: Any) -> bool:
     """Return whether the content of a file is a checkpoint that this version can read."""
     if not isinstance(content, dict):
         return False
-    types = {name: type(content.get(name)) for name in PARTS}
-    return types == PARTS and content.get("format") in READABLE
+    return {name: type(content.get(name)) for name in PARTS} == PARTS
 
 
 def provenance() -> dict[str, str]:

@@ -9,7 +9,6 @@ from tests.helpers.processes import ROOT, run_python
 
 # Part -> parts that it may import, in addition to itself.
 LOW = (
-    "conf.constraints",
     "conf.errors",
     "conf.schema",
     "conf.named",

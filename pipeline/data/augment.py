@@ -23,7 +23,9 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from conf.constraints import (
+from conf.errors import UserError, did_you_mean
+from conf.named import create_object, import_object, is_object_name, split_entry
+from conf.schema import (
     UNIT_INTERVAL,
     Constraint,
     choice,
@@ -32,8 +34,6 @@ from conf.constraints import (
     list_of,
     ordered_pair,
 )
-from conf.errors import UserError, did_you_mean
-from conf.named import create_object, import_object, is_object_name, split_entry
 from pipeline.data.decode import INTERPOLATIONS, Box, CropResize, Picture, crop, size_of
 
 LARGEST = 4096  # side of an image after a transform, in pixels

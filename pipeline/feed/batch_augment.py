@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.constraints import UNIT_INTERVAL, integer_interval, interval, ordered_pair
 from conf.errors import UserError
-from conf.schema import Config
+from conf.schema import UNIT_INTERVAL, Config, integer_interval, interval, ordered_pair
 from pipeline.data.augment import build_by_name, parameter
 from pipeline.data.build import Datasets
 from pipeline.data.field import TARGET, Field
