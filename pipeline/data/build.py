@@ -18,7 +18,7 @@ from pipeline.data.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.data.decode import DECODERS, Picture
 from pipeline.data.device_stage import DeviceStage
 from pipeline.data.field import IMAGE, LABEL
-from pipeline.data.splits import load_splits, other_classes
+from pipeline.data.splits import held_out, load_splits, other_classes
 from pipeline.data.torch_dataset import torch_splits
 
 # Shapes of images to which each list of transforms is applied before the training starts
@@ -146,6 +146,10 @@ def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose)
     if returns_torch_datasets(source):
         found = create_object(source, "data.source", object, data)
         return torch_splits(found, config, train, val)
+    held = held_out(data)
+    if held and not hasattr(import_object(source, "data.source"), "holds_out"):
+        wrong = f"data.source={source} does not read it"
+        raise UserError(held.origin, wrong, "for images in class folders set data=folder")
     return create_object(source, "data.source", tuple, data, train, val, options)
 
 
@@ -179,5 +183,6 @@ def fake(data: DataConfig, train: Compose, val: Compose, options: Options) -> Sp
 
 
 # data.source -> function of (data, training and validation transform, options). It may also name
-# one as module:name; or a function of `data` alone, which returns map-style datasets of PyTorch.
+# one as module:name, with an attribute `holds_out` if it reads data.val_fraction; or a function of
+# `data` alone, which returns map-style datasets of PyTorch.
 DATASETS = {"folder": folder, "fake": fake}
