@@ -31,9 +31,20 @@ def test_cli_skips_words_after_an_error(words, capsys):
     assert lines(f"{words} train.epochs=2", capsys) == [words.split()[0]]
 
 
-def test_names_of_classes():
-    values = read_overrides(["train.class_weights={été: 2, 7: 0.5, a b: 1}"]).values
-    assert values == {"train.class_weights": {"été": 2, 7: 0.5, "a b": 1}}
+CLASS_WEIGHTS = {
+    "{7: 2, 8: 0.5}": {"7": 2, "8": 0.5},
+    "{10_2: 3,true:1}": {"10_2": 3, "true": 1},
+    "{1: 2, 1.0: 1e-3}": {"1": 2, "1.0": 0.001},
+    "{été: 2, 010: 3}": {"été": 2, "010": 3},
+    "{'a, b': 2, a b: 1}": {"a, b": 2, "a b": 1},
+    "{a:b: 2}": {"a:b": 2},
+}
+
+
+@pytest.mark.parametrize(("typed", "weights"), CLASS_WEIGHTS.items())
+def test_names_of_classes_are_taken_as_typed(typed, weights):
+    values = read_overrides([f"train.class_weights={typed}"]).values
+    assert values == {"train.class_weights": weights}
 
 
 def test_run_name_fits_in_a_file_name(tmp_path):
