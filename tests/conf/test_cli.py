@@ -87,6 +87,9 @@ def test_help_with_closed_pipe_and_full_disk():
         done = run_command(command, stdout=full)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "No space left on device" in done.stderr
+    code = "import os, conf.start as c; c.set_up_process(); exit(os.system('echo >&2 && echo') > 0)"
+    closed = ["sh", "-c", f'exec {sys.executable} -c "$0" <&- >&- 2>&-', code]
+    assert run_command(closed).returncode == 0
 
 
 @pytest.mark.parametrize("variable", ["PYTHONOPTIMIZE", "PYTHONSAFEPATH"])
