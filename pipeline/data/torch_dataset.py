@@ -81,9 +81,6 @@ def divided(first: Any, second: Any, data: DataConfig, classes: Sequence[str]) -
     """
     held = held_out(data)
     if held is None:
-        if second is None:
-            cure = "return two datasets, or set data.val_fraction=0.2"
-            raise UserError(f"data.source={data.source}", "returns no validation split", cure)
         return first, second
     if second is not None:
         cure = "return (train, None), or omit this key"
@@ -114,6 +111,8 @@ class TorchDataset(Dataset):
     Raises UserError if it is not a map-style dataset, or the first sample has an invalid field.
     """
 
+    fields: Mapping[str, Field] = {}
+
     def __init__(
         self,
         splits: SharedObject,
@@ -132,14 +131,15 @@ class TorchDataset(Dataset):
         self.num_classes = num_classes
         self.is_unit = is_unit
         kind = type(self.samples).__name__
-        if not hasattr(self.samples, "__getitem__") or not hasattr(self.samples, "__len__"):
-            wrong = f"{kind} has no __getitem__ or no __len__"
-            raise UserError(key, wrong, "return a map-style dataset for each split")
+        if not hasattr(self.samples, "__len__"):
+            cure = "return a map-style dataset for each split, or set data.val_fraction=0.2"
+            raise UserError(key, f"{kind} has no __len__", cure)
         if not len(self.samples):
             raise UserError(key, f"{kind} has no samples")
         try:
             first = self.read(0, sample_rng(seed, 0, 0))
-            self.first = {name: Field(value.dtype, value.shape) for name, value in first.items()}
+            self.dtypes = dtypes_of(first)
+            self.fields = {name: self._batch_field(name, value) for name, value in first.items()}
             self.first_label = first.get("label")
             self.images = [name for name in first if name.startswith(IMAGE)]
             self.load(0, sample_rng(seed, 0, 0))
@@ -148,26 +148,19 @@ class TorchDataset(Dataset):
         if self.labels is not None:
             for index in (int(self.labels.argmin()), int(self.labels.argmax())):
                 self._check_label(index, self.labels[index])
-        self._fields = {name: self._stated_field(name) for name in first}
 
-    def _stated_field(self, name: str) -> Field:
-        """Return the field of the batches, after the transforms."""
-        field = self.first[name]
-        size = self.transform.image_size
-        if name.startswith(IMAGE):
-            return Field(field.dtype, (size, size, field.shape[2]), image=True)
-        if name.startswith(MASK):
-            return Field(field.dtype, (size, size, *field.shape[2:]))
-        return field
+    def _batch_field(self, name: str, value: np.ndarray) -> Field:
+        """Return the field of the batches for an array of the first sample."""
+        shape = value.shape
+        if name.startswith((IMAGE, MASK)):
+            size = self.transform.image_size
+            shape = size, size, *shape[2:]
+        return Field(value.dtype, shape, image=name.startswith(IMAGE))
 
     @property
     def samples(self) -> Any:
         """The dataset of PyTorch."""
         return self.splits.value[self.position]
-
-    @property
-    def fields(self) -> Mapping[str, Field]:
-        return self._fields
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -178,7 +171,12 @@ class TorchDataset(Dataset):
         Raises UserError for an invalid field or value, UnreadableError for an OSError.
         """
         sample = self.read(index, rng)
-        self._check(index, sample)
+        dtypes = dtypes_of(sample)
+        if dtypes != self.dtypes:
+            cure = f"the first sample has {self.dtypes}"
+            raise UserError(self.name(index), f"has the fields {dtypes}", cure)
+        if self.fields.get("label") == LABEL:
+            self._check_label(index, sample["label"])
         seed = rng.getrandbits(64)  # the same draws for each image
         pictures = {}
         for name in self.images:
@@ -201,28 +199,9 @@ class TorchDataset(Dataset):
         try:
             with seeded(rng):
                 sample = self.samples[index]
-            return arrays_of(sample)  # loads a Pillow image
+            return arrays_of(sample, self.name(index))  # loads a Pillow image
         except OSError as error:
             raise UnreadableError(f"{self.name(index)}: {describe(error)}") from error
-        except InvalidSampleError as error:
-            raise UserError(self.name(index), str(error)) from None
-
-    def _check(self, index: int, sample: Sample) -> None:
-        """Raise UserError if a sample does not have the fields of the first one, or is invalid."""
-        if sample.keys() != self.first.keys():
-            wrong = f"has the fields {', '.join(sample)}"
-            raise UserError(self.name(index), wrong, f"expected {', '.join(self.first)}")
-        for name, value in sample.items():
-            first = self.first[name]
-            shape, expected = value.shape, first.shape
-            if name.startswith((IMAGE, MASK)):  # their height and width may differ
-                shape, expected = shape[2:], expected[2:]
-            if value.dtype != first.dtype or shape != expected:
-                wrong = f"{name} is {value.dtype} {list(value.shape)}"
-                cure = f"the first sample has {first.dtype} {list(first.shape)}"
-                raise UserError(self.name(index), wrong, cure)
-        if self.first.get("label") == LABEL:
-            self._check_label(index, sample["label"])
 
     def _check_label(self, index: int, label: Any) -> None:
         if not is_in_range(label, self.num_classes):
@@ -245,7 +224,7 @@ class TorchDataset(Dataset):
     @cached_property
     def labels(self) -> np.ndarray | None:
         labels = labels_of(self.samples)
-        if labels is None or self.first.get("label") != LABEL:
+        if labels is None or self.fields.get("label") != LABEL:
             return None
         return labels if labels[0] == self.first_label else None  # else a target_transform
 
@@ -259,35 +238,35 @@ class TorchDataset(Dataset):
         return f"{len(self):,} samples, SHA-256 {digest.hexdigest()[:16]}"
 
 
-class InvalidSampleError(ValueError):
-    """A sample of a dataset that cannot be stored in a batch."""
+def dtypes_of(sample: Sample) -> dict[str, str]:
+    return {name: value.dtype.name for name, value in sample.items()}
 
 
-def arrays_of(sample: Any) -> Sample:
-    """Return the fields of a sample as arrays. Raises InvalidSampleError."""
+def arrays_of(sample: Any, origin: str) -> Sample:
+    """Return the fields of a sample as arrays. Raises UserError, which begins with `origin`."""
     if isinstance(sample, tuple | list) and len(sample) == 2:
         image, label = sample
         sample = {IMAGE: image, "label": label}
     if not isinstance(sample, Mapping):
-        found = type(sample).__name__
-        raise InvalidSampleError(f"expected a sample (image, label) or a dict, got {found}")
+        wrong = f"a sample is an object of type {type(sample).__name__}"
+        raise UserError(origin, wrong, "return (image, label) or a dict")
     if IMAGE not in sample or TARGET in sample:
         names = ", ".join(map(str, sample))
         fix = "rename the image to image, and the class index to label"
-        raise InvalidSampleError(f"a sample has the fields {names}; {fix}")
-    return {str(name): field_array(str(name), value) for name, value in sample.items()}
+        raise UserError(origin, f"a sample has the fields {names}", fix)
+    return {str(name): field_array(str(name), value, origin) for name, value in sample.items()}
 
 
-def field_array(name: str, value: Any) -> np.ndarray:
+def field_array(name: str, value: Any, origin: str) -> np.ndarray:
     """Return a field as an array: floats as float32, integers of no dimension as int64."""
     if isinstance(value, Tensor):
         value = value.detach()
     if name.startswith(IMAGE):
-        return image_array(name, value)
+        return image_array(name, value, origin)
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
-        expected = "expected a number, an array or a tensor; remove or encode it"
-        raise InvalidSampleError(f"{name} is {type(value).__name__}; {expected}")
+        wrong = f"{name} is {type(value).__name__}; expected a number, an array or a tensor"
+        raise UserError(origin, wrong, "remove or encode it")
     if array.dtype.kind == "f":
         return array.astype(np.float32)
     if name == "label" and array.shape == (1,):
@@ -295,8 +274,8 @@ def field_array(name: str, value: Any) -> np.ndarray:
     return array.astype(np.int64) if array.ndim == 0 else array
 
 
-def image_array(name: str, value: Any) -> np.ndarray:
-    """Return an image as uint8 or float32 [H, W, C]. Raises InvalidSampleError."""
+def image_array(name: str, value: Any, origin: str) -> np.ndarray:
+    """Return an image as uint8 or float32 [H, W, C]. Raises UserError for any other value."""
     if isinstance(value, Image.Image):
         return rgb_pixels(value)
     array = np.asarray(value)
@@ -308,7 +287,7 @@ def image_array(name: str, value: Any) -> np.ndarray:
     if not is_image:
         found = f"{name} is {array.dtype} {list(array.shape)}"
         expected = "expected uint8 or float, [H, W, C] or a tensor [C, H, W]"
-        raise InvalidSampleError(f"{found}; {expected}")
+        raise UserError(origin, found, expected)
     # Planes come first in a tensor, unless only the last axis can hold the channels.
     first = array.shape[0] <= MAX_CHANNELS
     last = array.shape[2] <= MAX_CHANNELS
@@ -361,13 +340,14 @@ def classes_of(samples: Any) -> Any:
     """Return the class names of a dataset, or the number of classes in its labels, or ()."""
     while isinstance(samples, Subset):
         samples = samples.dataset
+    names = getattr(samples, "classes", hugging_face_names(samples))
+    if names is not None:
+        return names
     labels = labels_of(samples)
-    for names in (getattr(samples, "classes", None), hugging_face_names(samples)):
-        if names is not None:
-            return names
-    if labels is None or len(set(labels.tolist())) != labels.max(initial=-1) + 1:  # with gaps
+    if labels is None:
         return ()
-    return len(set(labels.tolist()))
+    count = len(np.unique(labels))
+    return count if count == labels.max(initial=-1) + 1 else ()  # else with gaps
 
 
 def class_names(classes: Any) -> tuple[str, ...]:
