@@ -13,7 +13,6 @@ import hashlib
 import logging
 import os
 import resource
-import stat
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -69,7 +68,7 @@ class ImageFolder(Storage):
         return os.path.join(self.path, name)
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        with _open_regular(self.where(name)) as file:
+        with open(self.where(name), "rb", buffering=0) as file:
             return file.read()
 
 
@@ -100,22 +99,13 @@ class TarFile(Storage):
     members = staticmethod(listing.tar_members)
 
 
-def _open_regular(path: str) -> BinaryIO:
-    """Open a regular file; a pipe would block the process, and a device may have no end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError("not a regular file, but a folder, pipe, socket or device")
-    return open(descriptor, "rb", buffering=0)
-
-
 @lru_cache(2048)  # some systems allow 4,096 open files
 def _opened(tar: TarFile) -> BinaryIO:
     """Open a tar file, and keep it open; threads and forks share it: `pread` uses no position."""
     # Set in each process: workers have the limit of the forkserver. macOS allows at most 10,240.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_240)), hard))
-    return _open_regular(tar.path)  # open until others take its place
+    return open(tar.path, "rb", buffering=0)  # open until others take its place
 
 
 @dataclass(frozen=True)

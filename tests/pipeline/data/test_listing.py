@@ -222,15 +222,3 @@ def test_list_with_other_folders_and_wrong_lists(tmp_path):
     ):
         (tmp_path / "train.csv").write_text(text)
         assert says in refusal(tmp_path / "train")
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_only_regular_files_of_a_list_are_read(kind, tmp_path):
-    """A pipe would block the process, a device may have no end."""
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "device").symlink_to("/dev/zero")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "train.csv").write_text(f"{kind},label\nx.jpg,a\n{kind},a\n")  # with a header
-    index = load_index(tmp_path / "train", key="data.train")
-    with pytest.raises(OSError, match="not a regular file"):
-        index.read(0)
