@@ -138,10 +138,9 @@ class TurnedJpeg:
             left, right = width - right, width - left
         if self.orientation in UPSIDE_DOWN:
             top, bottom = height - bottom, height - top
+        step = replace(step, box=(left, top, right, bottom))
         if self.orientation in ON_SIDE:
             step = replace(step, box=(top, left, bottom, right), size=step.size[::-1])
-        else:
-            step = replace(step, box=(left, top, right, bottom))
         return upright_pixels(self.stored.cropped(step), self.orientation)
 
 
