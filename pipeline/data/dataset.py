@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -31,8 +31,6 @@ from pipeline.data.device_stage import DeviceStage
 from pipeline.data.field import IMAGE, LABEL, Field, image_field
 from pipeline.data.index import Index
 from pipeline.data.listing import THREADS
-
-T = TypeVar("T")
 
 READ_AHEAD = 64  # most files that a worker reads at a time
 READERS = ThreadPoolExecutor(READ_AHEAD)  # starts threads when it needs them
@@ -200,17 +198,18 @@ class FolderDataset(Dataset):
         """Size in bytes of up to NUM_FINGERPRINT_FILES files; 0 if one cannot be read."""
         return self._sample_files(NUM_FINGERPRINT_FILES, len)
 
-    def _sample_files(self, number: int, look: Callable[[bytes], T]) -> list[T]:
+    def _sample_files(self, number: int, function: Callable[[bytes], Any]) -> list[Any]:
         """Call a function with the content of up to `number` files, or b"" for unreadable ones."""
 
-        def look_at(row: int) -> T:
+        def call(row: int) -> Any:
+            content = b""
             with suppress(OSError):
-                return look(self.index.read(row))
-            return look(b"")
+                content = self.index.read(row)
+            return function(content)
 
         rows = np.linspace(0, len(self) - 1, min(len(self), number)).astype(int).tolist()
         with ThreadPoolExecutor(THREADS) as pool:  # network storage takes milliseconds for each
-            return list(pool.map(look_at, rows))
+            return list(pool.map(call, rows))
 
 
 def calls_stage(dataset: Any) -> bool:

@@ -189,10 +189,9 @@ def find_storage(place: str | os.PathLike[str]) -> list[str]:
     """
     path = os.path.abspath(place)
     if os.path.isdir(path):
-        top = next(listing.walk(os.fsencode(path), {}))
-        names = map(os.fsdecode, top.files)
-        tars = [os.path.join(path, name) for name in names if name.endswith(".tar")]
-        if tars and not top.folders:
+        _, folders, files = next(listing.walk(os.fsencode(path), {}))
+        tars = [os.fsdecode(file) for file in files if file.endswith(b".tar")]
+        if tars and not folders:
             return tars
         return [path]
     for file in (path, f"{path}.tar", f"{path}.csv"):

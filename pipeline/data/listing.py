@@ -5,13 +5,13 @@ import os
 import sys
 import tarfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from conf.errors import UserError
 
@@ -43,14 +43,6 @@ Places = dict[bytes, tuple[int, int, int]]  # path -> source, offset and length,
 Members = dict[bytes, tuple[int, int]]  # name in a tar file -> offset and length in bytes
 # What tarfile raises for a damaged header
 DAMAGED = (ArithmeticError, LookupError, MemoryError, tarfile.TarError, TypeError, ValueError)
-
-
-class Listed(NamedTuple):
-    """A folder, and what lies in it and may be read."""
-
-    path: bytes
-    folders: list[bytes]  # names, sorted
-    files: list[bytes]  # names of the regular files, sorted
 
 
 def is_hidden(name: bytes) -> bool:
@@ -91,11 +83,12 @@ def describe_left_out(left_out: LeftOut) -> str:
     return " ".join(f"{text}; rename or convert what should be read".split())
 
 
-def walk(top: bytes, left_out: LeftOut) -> Iterator[Listed]:
-    """Yield each folder from `top` on, depth first in the order of the names.
+def walk(top: bytes, left_out: LeftOut) -> Iterator[tuple[bytes, Paths, Paths]]:
+    """Yield each folder from `top` on with the paths of its folders and regular files, sorted.
 
-    Links are followed. They may lead in a circle, or to a folder around `top`, so a folder comes
-    once, and those around it never. What is not read, whatever its ending, is added to `left_out`.
+    The order is depth first. Links are followed. They may lead in a circle, or to a folder around
+    `top`, so a folder comes once, and those around it never. What is not read, whatever its ending,
+    is added to `left_out`. Only links and folders cost a call: the kind of a file comes with it.
     """
     path = Path(os.fsdecode(top))
     around = {path, *path.absolute().parents, *path.resolve().parents}
@@ -103,41 +96,29 @@ def walk(top: bytes, left_out: LeftOut) -> Iterator[Listed]:
     waiting = [top]
     while waiting:
         folder = waiting.pop()
-        listed = _list_one(folder, seen, left_out)
-        yield listed
-        waiting += reversed(_paths_in(folder, listed.folders))
+        folders: Paths = []
+        files: Paths = []
+        with os.scandir(folder) as entries:
+            for entry in sorted(entries, key=attrgetter("name")):
+                if is_hidden(entry.name):
+                    left_out[entry.path] = HIDDEN
+                elif entry.is_file():
+                    files.append(entry.path)
+                elif not entry.is_dir():
+                    left_out[entry.path] = IRREGULAR
+                elif _identity(entry.path) in seen:
+                    left_out[entry.path] = TWICE
+                else:
+                    seen.add(_identity(entry.path))
+                    folders.append(entry.path)
+        yield folder, folders, files
+        waiting += reversed(folders)
 
 
 def _identity(folder: bytes | Path) -> tuple[int, int]:
     """Return the device and the number of a folder, which are the same through any link."""
     info = os.stat(folder)
     return info.st_dev, info.st_ino
-
-
-def _paths_in(folder: bytes, names: Iterable[bytes]) -> list[bytes]:
-    return [os.path.join(folder, name) for name in names]
-
-
-def _list_one(folder: bytes, seen: set[tuple[int, int]], left_out: LeftOut) -> Listed:
-    """List a folder. The kind of a file comes with its name; only links and folders cost a call.
-
-    Adds its folders to `seen`, and what is not read to `left_out`.
-    """
-    listed = Listed(folder, [], [])
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=attrgetter("name")):
-            if is_hidden(entry.name):
-                left_out[entry.path] = HIDDEN
-            elif entry.is_file():
-                listed.files.append(entry.name)
-            elif not entry.is_dir():
-                left_out[entry.path] = IRREGULAR
-            elif _identity(entry.path) in seen:
-                left_out[entry.path] = TWICE
-            else:
-                seen.add(_identity(entry.path))
-                listed.folders.append(entry.name)
-    return listed
 
 
 def contents_of(top: bytes, left_out: LeftOut, base: bytes = b"") -> tuple[Paths, Paths]:
@@ -149,12 +130,11 @@ def contents_of(top: bytes, left_out: LeftOut, base: bytes = b"") -> tuple[Paths
     folders = []
     for folder, _, files in walk(top, left_out):
         folders.append(folder)
-        for file in files:
-            path = os.path.join(folder, file)
-            if is_image(file):
+        for path in files:
+            if is_image(path):
                 images.append(path.removeprefix(base))
             else:
-                left_out[path] = why_left_out(file)
+                left_out[path] = why_left_out(os.path.basename(path))
     return images, folders
 
 
@@ -163,24 +143,23 @@ def list_folder(base: bytes, origin: str, left_out: LeftOut) -> tuple[Classes, l
 
     `origin`: key=value, for messages. Raises UserError if there is no class, or some are empty.
     """
-    top = next(walk(base, left_out))
-    if not top.folders:
+    _, class_folders, files = next(walk(base, left_out))
+    if not class_folders:
         wrong = "holds no folder for each class"
         raise UserError(origin, wrong, "put each image into <class>/, a folder in it")
-    loose = _paths_in(base, filter(is_image, top.files))
-    left_out |= dict.fromkeys(loose, LOOSE)
+    left_out |= dict.fromkeys(filter(is_image, files), LOOSE)
     list_one = partial(contents_of, left_out=left_out, base=os.path.join(base, b""))
     with ThreadPoolExecutor(THREADS) as pool:
-        contents = list(pool.map(list_one, _paths_in(base, top.folders)))
+        contents = list(pool.map(list_one, class_folders))
     classes: Classes = {}
     listed = [base]
     empty = []
-    for name, (images, folders) in zip(top.folders, contents, strict=True):
-        folder = os.fsdecode(name)
+    for path, (images, folders) in zip(class_folders, contents, strict=True):
+        name = os.path.basename(path)
         if not images:
-            empty.append(folder)
+            empty.append(os.fsdecode(name))
         if len(folders) > 1:
-            _check_split(folder, origin)
+            _check_split(os.fsdecode(name), origin)
         classes[name] = sorted(images)
         listed += folders
     if empty:

@@ -141,7 +141,7 @@ class TorchDataset(Dataset):
             self.dtypes = dtypes_of(first)
             self.fields = {name: self._batch_field(name, value) for name, value in first.items()}
             self.first_label = first.get("label")
-            self.images = [name for name in first if name.startswith(IMAGE)]
+            self.names = sorted(first)  # `image` precedes the masks and points that follow it
             self.load(0, sample_rng(seed, 0, 0))
         except UnreadableError as error:
             raise UserError(key, str(error)) from error
@@ -179,14 +179,14 @@ class TorchDataset(Dataset):
             self._check_label(index, sample["label"])
         seed = rng.getrandbits(64)  # the same draws for each image
         pictures = {}
-        for name in self.images:
-            pictures[name] = self.transform(Picture(sample[name]), random.Random(seed))
-            sample[name] = pictures[name].pixels()
-            self._check_range(index, name, sample[name])
-        for name, value in sample.items():
-            if name.startswith((MASK, POINTS)):
+        for name in self.names:
+            if name.startswith(IMAGE):
+                pictures[name] = self.transform(Picture(sample[name]), random.Random(seed))
+                sample[name] = pictures[name].pixels()
+                self._check_range(index, name, sample[name])
+            elif name.startswith((MASK, POINTS)):
                 try:
-                    sample[name] = transform_target(value, pictures[IMAGE])
+                    sample[name] = transform_target(sample[name], pictures[IMAGE])
                 except ValueError as error:
                     raise UserError(self.name(index), f"{name}: {error}") from None
         return sample

@@ -113,11 +113,9 @@ def list_files(source: str, others: LeftOut) -> Tree:
     if not os.path.isdir(source):
         return {os.path.basename(source): Place(source)}
     tree: Tree = {}
-    for folder in walk(os.fsencode(source), others):
-        for name in folder.files:
-            path = os.fsdecode(os.path.join(folder.path, name))
-            below = os.path.relpath(path, source)
-            tree[below] = Place(path)
+    for _, _, files in walk(os.fsencode(source), others):
+        for path in map(os.fsdecode, files):
+            tree[os.path.relpath(path, source)] = Place(path)
     return dict(sorted(tree.items()))
 
 
