@@ -98,7 +98,7 @@ def test_each_split_is_listed_by_itself(root):
     (root / "val" / "cats" / "empty.jpg").touch()
     shutil.copy(root / "train" / "dots" / "03.jpg", root / "val" / "cats" / "copy.jpg")
     found = look(root)
-    assert ": nothing; fill" in only(of_status("fail", found["data"])).result
+    assert ": nothing; add" in only(of_status("fail", found["data"])).result
     assert only(found["readable"]).result.startswith("val: ")
     (root / "train" / "nothing").rmdir()
     found = look(root)

@@ -158,7 +158,7 @@ def test_unreadable_files_stay_in_order(damaged, predictor, capsys):
     others = [damaged / name for name in ("sub/.hidden", "link.jpg")]
     found = results(predictor, damaged, *others)
     said = capsys.readouterr().err.partition(": ")[2]
-    assert said.startswith(f"{damaged}: files or folders that are not read: not a regular")
+    assert said.startswith(f"{damaged}: ignored files or folders: not a regular")
     reasons = {os.path.relpath(result.path, damaged): result.reason for result in found}
     files = ["line\nbreak.jpg", "sub.jpg", "text.png", "sub/\udcff.jpg", "sub/.hidden/hidden.jpg"]
     assert list(reasons) == [*files, "link.jpg"]
