@@ -1,19 +1,19 @@
-"""Map-style datasets of PyTorch as training and validation splits.
+"""Map-style PyTorch datasets as training and validation splits.
 
     python train.py data.source=mine:build data.root=/data
 
 `data.source=module:function` names a function of the config section `data`. It returns (train, val)
-or (train, val, classes), where a split is anything with `__len__` and `__getitem__`. With
+or (train, val, classes), where a split is any object with `__len__` and `__getitem__`. With
 data.val_fraction or data.val_fold, it returns (train, None).
 
-A sample is (image, label), as torchvision's datasets return it, or a dict. The first sample sets
-the names, dtypes and shapes of the fields. A field is processed by its name:
+A sample is (image, label), as in torchvision's datasets, or a dict. The first sample determines
+the names, dtypes and shapes of the fields. A field is processed according to its name:
 
 image...     a Pillow image, or uint8 or float in [0, 1]: an array [H, W, C] or a tensor [C, H, W].
-             augment.train or augment.val is applied; all images of a sample get the same draws.
+             augment.train or augment.val is applied; all images in a sample get the same draws.
 mask...      [H, W] or [H, W, C]; follows the crops, resizes and flips of `image`.
 points...    float [N, 2] of (x, y) in pixels; follows them as well.
-other names  a number or an array, which arrives in the batch unchanged.
+other names  a number or an array, which is added to the batch unchanged.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ def torch_splits(
     """Wrap the map-style datasets that the function in data.source has returned.
 
     `found`: (train, val) or (train, val, classes), where val is None with data.val_fraction.
-    Raises UserError if they are not such datasets, or their classes are unknown.
+    Raises UserError if they are not such datasets, or if their classes are unknown.
     """
     data = config.data
     key = f"data.source={data.source}"
@@ -77,7 +77,7 @@ def torch_splits(
 def divided(first: Any, second: Any, data: DataConfig, classes: Sequence[str]) -> tuple[Any, Any]:
     """Return both splits; with data.val_fraction or data.val_fold, hold samples out of the first.
 
-    Holds out the same fraction of each class, if the labels are known without loading samples.
+    Holds out the same fraction of each class if the labels are known without loading samples.
     """
     held = held_out(data)
     if held is None:
@@ -95,20 +95,19 @@ def divided(first: Any, second: Any, data: DataConfig, classes: Sequence[str]) -
 
 
 class TorchDataset(Dataset):
-    """Applies a split's transforms to the samples of a map-style dataset.
+    """Apply a split's transforms to the samples of a map-style dataset.
 
     Random numbers that its `__getitem__` draws from the global generators of torch, NumPy and
-    Python depend on (seed, epoch, index) only.
+    Python depend only on (seed, epoch, index).
 
     Args:
-        splits: the datasets of all splits; their arrays are shared with the workers.
+        splits: the datasets of all splits; the workers share their arrays.
         position: index of this split in `splits`.
-        num_classes: labels are in [0, num_classes).
-        seed: train.seed.
+        num_classes: labels must be in [0, num_classes).
         is_unit: float images must be in [0, 1], because data.mean and data.std are for this range.
         key: config key=value that names the dataset, for messages.
 
-    Raises UserError if it is not a map-style dataset, or the first sample has an invalid field.
+    Raises UserError if it is not a map-style dataset, or if a field of the first sample is invalid.
     """
 
     fields: Mapping[str, Field] = {}
@@ -150,7 +149,7 @@ class TorchDataset(Dataset):
                 self._check_label(index, self.labels[index])
 
     def _batch_field(self, name: str, value: np.ndarray) -> Field:
-        """Return the field of the batches for an array of the first sample."""
+        """Return the field of the batches, after the transforms, for an untransformed array."""
         shape = value.shape
         if name.startswith((IMAGE, MASK)):
             size = self.transform.image_size
@@ -159,7 +158,7 @@ class TorchDataset(Dataset):
 
     @property
     def samples(self) -> Any:
-        """The dataset of PyTorch."""
+        """The PyTorch dataset."""
         return self.splits.value[self.position]
 
     def __len__(self) -> int:
@@ -173,11 +172,11 @@ class TorchDataset(Dataset):
         sample = self.read(index, rng)
         dtypes = dtypes_of(sample)
         if dtypes != self.dtypes:
-            cure = f"the first sample has {self.dtypes}"
-            raise UserError(self.name(index), f"has the fields {dtypes}", cure)
+            expected = f"the first sample has {self.dtypes}"
+            raise UserError(self.name(index), f"has the fields {dtypes}", expected)
         if self.fields.get("label") == LABEL:
             self._check_label(index, sample["label"])
-        seed = rng.getrandbits(64)  # the same draws for each image
+        seed = rng.getrandbits(64)  # all images get the same draws
         pictures = {}
         for name in self.names:
             if name.startswith(IMAGE):
@@ -229,7 +228,7 @@ class TorchDataset(Dataset):
         return labels if labels[0] == self.first_label else None  # else a target_transform
 
     def fingerprint(self) -> str:
-        """Hash the labels, names and fields of the samples; not their values, which may vary."""
+        """Hash the samples' labels, names and fields, but not their values, which may vary."""
         digest = hashlib.sha256(str(self.fields).encode())
         if self.labels is not None:
             digest.update(self.labels.tobytes())
@@ -243,7 +242,10 @@ def dtypes_of(sample: Sample) -> dict[str, str]:
 
 
 def arrays_of(sample: Any, origin: str) -> Sample:
-    """Return the fields of a sample as arrays. Raises UserError, which begins with `origin`."""
+    """Convert the fields of a sample to arrays; `origin`: the sample, for messages.
+
+    Raises UserError for a sample that cannot be stored in a batch.
+    """
     if isinstance(sample, tuple | list) and len(sample) == 2:
         image, label = sample
         sample = {IMAGE: image, "label": label}
@@ -251,14 +253,13 @@ def arrays_of(sample: Any, origin: str) -> Sample:
         wrong = f"a sample is an object of type {type(sample).__name__}"
         raise UserError(origin, wrong, "return (image, label) or a dict")
     if IMAGE not in sample or TARGET in sample:
-        names = ", ".join(map(str, sample))
-        fix = "rename the image to image, and the class index to label"
-        raise UserError(origin, f"a sample has the fields {names}", fix)
+        wrong = f"a sample has the fields {', '.join(map(str, sample))}"
+        raise UserError(origin, wrong, "rename the image to image, and the class index to label")
     return {str(name): field_array(str(name), value, origin) for name, value in sample.items()}
 
 
 def field_array(name: str, value: Any, origin: str) -> np.ndarray:
-    """Return a field as an array: floats as float32, integers of no dimension as int64."""
+    """Convert a field to an array: floats to float32, integer scalars to int64."""
     if isinstance(value, Tensor):
         value = value.detach()
     if name.startswith(IMAGE):
@@ -275,7 +276,7 @@ def field_array(name: str, value: Any, origin: str) -> np.ndarray:
 
 
 def image_array(name: str, value: Any, origin: str) -> np.ndarray:
-    """Return an image as uint8 or float32 [H, W, C]. Raises UserError for any other value."""
+    """Convert an image to uint8 or float32 [H, W, C]. Raises UserError for any other value."""
     if isinstance(value, Image.Image):
         return rgb_pixels(value)
     array = np.asarray(value)
@@ -285,18 +286,17 @@ def image_array(name: str, value: Any, origin: str) -> np.ndarray:
         array = array[..., None]
     is_image = array.ndim == 3 and array.size > 0 and array.dtype in (np.uint8, np.float32)
     if not is_image:
-        found = f"{name} is {array.dtype} {list(array.shape)}"
-        expected = "expected uint8 or float, [H, W, C] or a tensor [C, H, W]"
-        raise UserError(origin, found, expected)
-    # Planes come first in a tensor, unless only the last axis can hold the channels.
+        wrong = f"{name} is {array.dtype} {list(array.shape)}"
+        raise UserError(origin, wrong, "expected uint8 or float, [H, W, C] or a tensor [C, H, W]")
+    # Channels come first in a tensor, unless only the last axis is short enough for them.
     first = array.shape[0] <= MAX_CHANNELS
     last = array.shape[2] <= MAX_CHANNELS
-    has_planes = first
+    channels_first = first
     if first == last:
-        has_planes = isinstance(value, Tensor)
-    if has_planes:
+        channels_first = isinstance(value, Tensor)
+    if channels_first:
         array = array.transpose(1, 2, 0)
-    return np.ascontiguousarray(array)  # torch has no negative strides
+    return np.ascontiguousarray(array)  # torch does not support negative strides
 
 
 def sample_name(samples: Any, index: int) -> str:
@@ -311,7 +311,7 @@ def sample_name(samples: Any, index: int) -> str:
 
 
 def labels_of(samples: Any) -> np.ndarray | None:
-    """Return the class indices of a dataset, int64 [len], from its attributes; else None."""
+    """Return the class indices of a dataset, int64 [len], from its attributes, or None."""
     if isinstance(samples, Subset):
         labels = labels_of(samples.dataset)
         return None if labels is None else labels[np.asarray(samples.indices)]
@@ -344,15 +344,14 @@ def classes_of(samples: Any) -> Any:
     if names is not None:
         return names
     labels = labels_of(samples)
-    if labels is None:
+    if labels is None or len(np.unique(labels)) <= labels.max(initial=-1):  # a class has no samples
         return ()
-    count = len(np.unique(labels))
-    return count if count == labels.max(initial=-1) + 1 else ()  # else with gaps
+    return len(np.unique(labels))
 
 
 def class_names(classes: Any) -> tuple[str, ...]:
-    """Return class names as strings. `classes`: an iterable of them, or their number."""
+    """Return class names as strings. `classes`: an iterable of names, or the number of classes."""
     if isinstance(classes, int):
         classes = range(classes)
-    # A class of torchvision's ImageNet is a tuple of synonyms.
+    # Each class of torchvision's ImageNet is a tuple of synonyms.
     return tuple(", ".join(name) if isinstance(name, tuple) else str(name) for name in classes)
