@@ -133,8 +133,8 @@ def listed(name: str, index: Index) -> Iterator[Row]:
         first = ", ".join(classes[:5])
         text = f"{index.root}: numbers sorted as text: {first}"
         yield warn(text, "label 2 is not folder 2: pad the names with zeros")
-    if index.left_out:
-        yield warn(f"{index.root}: {index.left_out}")
+    if index.ignored:
+        yield warn(f"{index.root}: {index.ignored}")
 
 
 def list_apart(case: Case) -> Iterator[str]:

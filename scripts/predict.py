@@ -71,7 +71,7 @@ from pipeline.data.class_names import readable
 from pipeline.data.dataset import FolderDataset
 from pipeline.data.field import IMAGE, Field
 from pipeline.data.index import ImageFolder
-from pipeline.data.listing import LeftOut, contents_of, describe_left_out
+from pipeline.data.listing import Ignored, contents_of, describe_ignored
 from pipeline.feed.batch import Batch, ImageFormat
 from scripts.lib.progress import in_threads, num_cores
 from scripts.lib.trained import Trained, open_trained, run_main
@@ -107,11 +107,11 @@ def find_files(paths: Iterable[str]) -> Iterator[Listed]:
             for line in sys.stdin.buffer:
                 yield from find_files([os.fsdecode(line.rstrip(b"\r\n"))])
         elif os.path.isdir(path):
-            others: LeftOut = {}
+            others: Ignored = {}
             images, _ = contents_of(os.fsencode(path), others)
             yield from map(Listed, map(os.fsdecode, images))
             if others:
-                cli.complain(f"{path}: {describe_left_out(others)}")
+                cli.complain(f"{path}: {describe_ignored(others)}")
         elif path.endswith(".csv"):
             yield from read_table(path)
         else:

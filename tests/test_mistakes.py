@@ -98,7 +98,7 @@ RANK_MISTAKES = {
     "open('images/train/dots/03.jpg', 'ab').write(b'  ')": (
         rf"data\.train: is 36 images, .* on rank 1 and 36 images, .* on rank 0{SAME}"
     ),
-    "import shutil; shutil.rmtree('images/val')": r"data\.val=images/val: there is no such .*",
+    "import shutil; shutil.rmtree('images/val')": r"data\.val=images/val: no such folder, .*",
 }
 """Change on rank 1 -> message."""
 

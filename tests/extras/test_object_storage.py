@@ -187,7 +187,7 @@ def test_tars_errors_hide_credentials(bucket, tmp_path):
     for root, says in (
         (f"{secret}/photos/one", "/photos/one/val: has a password or a query"),
         (f"{bucket.url}/photos/one?key=hidden", "/photos/one: has a password or a query"),
-        (f"{S3}/none", "data.val=s3://photos/none/val: there is no such folder, .tar or .csv file"),
+        (f"{S3}/none", "data.val=s3://photos/none/val: no such folder, .tar or .csv file"),
         ("s3://nothing/none", "; check the network, the credentials, and that the plugin"),
         ("abc://photos", "Protocol not known: abc"),
     ):

@@ -98,7 +98,7 @@ def test_doctor_lists_each_split(root):
     (root / "val" / "cats" / "empty.jpg").touch()
     shutil.copy(root / "train" / "dots" / "03.jpg", root / "val" / "cats" / "copy.jpg")
     found = look(root)
-    assert ": nothing; fill" in only(of_status("fail", found["data"])).result
+    assert ": nothing; add" in only(of_status("fail", found["data"])).result
     assert only(found["readable"]).result.startswith("val: ")
     (root / "train" / "nothing").rmdir()
     found = look(root)

@@ -293,7 +293,7 @@ FORMATS: dict[str, Format] = {
         BOTH | {NOT_UTF8: jpeg(0)},
     ),
 }
-LEFT_OUT = "files or folders that are not read: hidden, or of the system (2), .heic (1), such as "
+LEFT_OUT = "ignored files or folders: hidden or system (2), .heic (1), such as "
 NOTES = {
     "folders": LEFT_OUT,
     "tar": LEFT_OUT,
@@ -301,7 +301,7 @@ NOTES = {
     "parquet without names": " data.val_fraction=0.2\n",
     "1 and 01": " data.val_fraction=0.2\n",
     "classes": " data.val_fraction=0.2\n",
-    "test images": "files or folders that are not read: hidden, or of the system (1), in "
+    "test images": "ignored files or folders: hidden or system (1), in "
     "no class folder of a split (1), such as ",
 }
 

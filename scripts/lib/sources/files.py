@@ -13,7 +13,7 @@ import numpy as np
 
 from conf.errors import UserError
 from pipeline.data import listing
-from pipeline.data.listing import LeftOut, is_hidden, tar_members, why_left_out
+from pipeline.data.listing import Ignored, is_hidden, tar_members, why_ignored
 
 WHOLE = -1
 
@@ -59,7 +59,7 @@ def damaged(path: str, reason: object) -> UserError:
     return UserError(f"{path}: is damaged or incomplete ({reason}); download or copy it again")
 
 
-def tree_of_tar(path: str, others: LeftOut, start: int = 0, length: int = sys.maxsize) -> Tree:
+def tree_of_tar(path: str, others: Ignored, start: int = 0, length: int = sys.maxsize) -> Tree:
     """List the files in the tar file at byte `start` of a file; add the hidden ones to `others`.
 
     `length`: bytes of the tar file, at most. Tar files in it are folders. Raises UserError if it is
@@ -75,7 +75,7 @@ def tree_of_tar(path: str, others: LeftOut, start: int = 0, length: int = sys.ma
             for inner, at in tree_of_tar(stored, others, *place).items():
                 tree[os.path.join(folder, inner)] = at
         elif any(map(is_hidden, member.split(b"/"))):
-            others[member] = why_left_out(member)
+            others[member] = why_ignored(member)
         else:
             tree[name] = Place(stored, *place)
     return dict(sorted(tree.items()))

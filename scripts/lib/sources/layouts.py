@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from conf.errors import UserError
-from pipeline.data.listing import SPLITS, LeftOut, describe_left_out, first_word, walk, why_left_out
+from pipeline.data.listing import SPLITS, Ignored, describe_ignored, first_word, walk, why_ignored
 from scripts.lib.sources.cifar import cifar_samples, ppm
 from scripts.lib.sources.files import Place, Row, Sample, Tree, is_image, read_place, tree_of_tar
 from scripts.lib.sources.imagenet import TRAIN_TAR, VAL_NAME, VAL_TAR, WNID, val_samples
@@ -43,7 +43,7 @@ def recognise(source: str) -> tuple[list[Sample], list[str]]:
     """
     if not os.path.exists(source):
         raise UserError(source, "no such file or folder", WHAT)
-    others: LeftOut = {}
+    others: Ignored = {}
     listed = list_images(source, others)
     if not listed:
         raise UserError(source, "holds no images in class folders", WHAT)
@@ -59,7 +59,7 @@ def recognise(source: str) -> tuple[list[Sample], list[str]]:
     if count > 1:
         raise UserError(source, f"{path} is the name of {count} images", "rename it")
     if others:
-        notes.append(describe_left_out(others))
+        notes.append(describe_ignored(others))
     return samples, notes
 
 
@@ -91,7 +91,7 @@ def folder_name(label: str) -> str:
     return re.sub(r"^\.", "_", name)
 
 
-def list_images(source: str, others: LeftOut) -> list[Sample]:
+def list_images(source: str, others: Ignored) -> list[Sample]:
     """Recognise the format by the names of the files; a split can be missing.
 
     Adds files that are not read to `others`.
@@ -109,15 +109,13 @@ def list_images(source: str, others: LeftOut) -> list[Sample]:
     return read_folder(source, tree, {}, others)
 
 
-def list_files(source: str, others: LeftOut) -> Tree:
+def list_files(source: str, others: Ignored) -> Tree:
     if not os.path.isdir(source):
         return {os.path.basename(source): Place(source)}
     tree: Tree = {}
-    for folder in walk(os.fsencode(source), others):
-        for name in folder.files:
-            path = os.fsdecode(os.path.join(folder.path, name))
-            below = os.path.relpath(path, source)
-            tree[below] = Place(path)
+    for _, _, files in walk(os.fsencode(source), others):
+        for path in map(os.fsdecode, files):
+            tree[os.path.relpath(path, source)] = Place(path)
     return dict(sorted(tree.items()))
 
 
@@ -128,7 +126,7 @@ def list_tables(source: str, tree: Tree, tables: list[str]) -> list[Sample]:
     return with_record_names(records)
 
 
-def list_tars(source: str, tree: Tree, tars: list[str], others: LeftOut) -> list[Sample]:
+def list_tars(source: str, tree: Tree, tars: list[str], others: Ignored) -> list[Sample]:
     """List the images in tar files: WebDataset shards, or folders of each file's split."""
     image = next(filter(is_image, tree), None)
     if image is not None:
@@ -157,11 +155,11 @@ def list_tars(source: str, tree: Tree, tars: list[str], others: LeftOut) -> list
     return with_record_names(records)
 
 
-def add_left_out(paths: Iterable[str], others: LeftOut) -> None:
+def add_left_out(paths: Iterable[str], others: Ignored) -> None:
     """Add the files in folders that are no images and no labels to `others`."""
     for path in paths:
         name = os.fsencode(path)
-        reason = why_left_out(name)
+        reason = why_ignored(name)
         if reason and "/" in path and not path.endswith(LABEL_ENDINGS):
             others[name] = reason
 
@@ -240,7 +238,7 @@ def record_label(key: str, files: Tree) -> str:
 
 
 def read_folder(
-    source: str, tree: Tree, splits: Mapping[str, str], others: LeftOut
+    source: str, tree: Tree, splits: Mapping[str, str], others: Ignored
 ) -> list[Sample]:
     """List the images in <split>/<class>/, or in <class>/; folders around them do not matter.
 

@@ -107,7 +107,7 @@ UNUSUAL: dict[str, bytes] = {
 @pytest.mark.parametrize("kind", [*USUAL, *UNUSUAL])
 def test_engines_support_only_usual_files(kind):
     data = (USUAL | UNUSUAL)[kind]
-    assert bool(decode.colour_size(data) and engines_support(data)) == (kind in USUAL)
+    assert bool(decode.color_size(data) and engines_support(data)) == (kind in USUAL)
 
 
 LATE_CYCLES = 200_000_000  # GPU clock cycles, about 0.1 s

@@ -92,9 +92,9 @@ def test_folder_dataset_notes(tmp_path):
         (tmp_path / "a" / f"{number}.png").write_bytes(content)
     dataset = FolderDataset(load_index(tmp_path, key="data"), Compose([]))
     pages, clear_pixels, deep = sorted(dataset.notes())
-    assert pages.startswith("2 of 11 images looked at have several pages or frames")
-    assert clear_pixels.startswith("2 of 11 images looked at have transparent pixels")
-    assert deep.startswith("3 of 11 images looked at have 16-bit levels")
+    assert pages.startswith("2 of 11 images checked have several pages or frames")
+    assert clear_pixels.startswith("2 of 11 images checked have transparent pixels")
+    assert deep.startswith("3 of 11 images checked have 16-bit levels")
 
 
 def test_read_retries_transient_errors(image_root, monkeypatch):

@@ -81,7 +81,7 @@ def test_load_index_follows_links(tmp_path):
     os.mkfifo(root / "b" / "pipe.jpg")  # blocks the process that opens it
     assert paths(root) == ["a/1.jpg", "a/x/2.jpg", "a/y/3.jpg", "b/1.jpg", "b/linked.jpg"]
     index = load_index(root, key="data.train")
-    assert index.left_out.startswith("files or folders that are not read: link to a folder ")
+    assert index.ignored.startswith("ignored files or folders: link to a folder ")
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar"])
@@ -99,9 +99,9 @@ def test_load_index_counts_skipped_files(kind, tmp_path, caplog):
     for _ in range(2):
         caplog.clear()
         assert paths(root) == images
-        (said,) = (text for text in caplog.messages if "not read" in text)
-        reasons = "hidden, or of the system (3), .heic (2), in no class folder (1), no ending (1)"
-        assert f": files or folders that are not read: {reasons}, such as " in said
+        (said,) = (text for text in caplog.messages if "ignored files" in text)
+        reasons = "hidden or system (3), .heic (2), not in a class folder (1), no suffix (1)"
+        assert f": ignored files or folders: {reasons}, such as " in said
         assert "__MACOSX" in said
 
 
@@ -184,7 +184,7 @@ def test_index_cache_unwritable_is_one_warning(tmp_path, cache, caplog):
     with file_size_limit(100):
         assert paths(root) == ["a/1.jpg"]
     assert not list(cache.iterdir())  # no temporary file is left
-    assert ["cannot be written" in text for text in caplog.messages] == [True]
+    assert ["cannot write the cache" in text for text in caplog.messages] == [True]
 
 
 def test_default_cache_dir(tmp_path, monkeypatch):

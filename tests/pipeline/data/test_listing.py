@@ -151,10 +151,10 @@ def test_tar_index_rejects_zeros_within_file(blocks, tmp_path):
     path = write_tar(tmp_path / "train.tar", *(f"a/{i}.jpg" for i in range(9)))
     whole, start = path.read_bytes(), header_of(path, 4)
     path.write_bytes(whole[:start] + bytes(512 * blocks) + whole[start + 512 * blocks :])
-    assert f"{path}: cannot be read at byte {start:,}: no header and no end" in refusal(path)
+    assert f"{path}: cannot be read at byte {start:,}: neither a header nor the end" in refusal(path)
     path.write_bytes(whole + whole)
-    assert "no header and no end" in refusal(path)
-    path.write_bytes(whole + bytes(512 * blocks))  # more padding, as written by `tar -b`
+    assert "neither a header nor the end" in refusal(path)
+    path.write_bytes(whole + bytes(512 * blocks))  # more padding, as `tar -b` writes
     assert len(content(path)) == 9
 
 
@@ -180,15 +180,15 @@ def test_tar_index_rejects_members(tmp_path):
     write_tar(path, "a/1.jpg", sparse)
     assert "a/2.bmp is sparse (tar --sparse), or of negative size; it may be" in refusal(path)
     write_tar(path, "a/1.jpg", "b/1.jpg", "./a/1.jpg")
-    assert "a second file has the name ./a/1.jpg; it may be damaged" in refusal(path)
+    assert "./a/1.jpg occurs twice; it may be damaged" in refusal(path)
     write_tar(path, "000.jpg", "000.cls")
-    assert "holds no <class>/<name> with the suffix of an image; python" in refusal(path)
+    assert "contains no <class>/<name> with an image suffix; convert" in refusal(path)
     (tmp_path / "val").mkdir()
     for number in range(2):
         write_tar(tmp_path / "val" / f"{number}.tar", "a/1.jpg", f"b/{number}.jpg")
     write_tar(path, "train/a/1.jpg", "val/a/1.jpg")
-    assert "class folder train holds folders, as a split does; " in refusal(path)
-    assert refusal(tmp_path / "val").startswith("a/1.jpg: two of the tar files hold it; ")
+    assert "class folder train contains folders, like a split; " in refusal(path)
+    assert refusal(tmp_path / "val").startswith("a/1.jpg: found in two of the tar files; ")
 
 
 def test_load_index_prefers_folder(tmp_path):
@@ -201,7 +201,7 @@ def test_load_index_prefers_folder(tmp_path):
     assert content(tmp_path / "train.tar") == [("a/1.jpg", b"a/1.jpg")]
     shutil.rmtree(tmp_path / "train")
     assert content(tmp_path / "train") == [("a/1.jpg", b"a/1.jpg")]
-    assert "there is no such folder, .tar or .csv file; " in refusal(tmp_path / "trani")
+    assert "no such folder, .tar or .csv file; " in refusal(tmp_path / "trani")
     assert refusal(tmp_path / "trani.tar").endswith("; did you mean train.tar?")
 
 
@@ -213,24 +213,12 @@ def test_csv_index_paths_and_errors(tmp_path):
     index = load_index(tmp_path / "train", key="data.train")
     assert (index.classes, [*dict(content_of(index)).values()]) == (("a b", "z"), [JPEG] * 2)
     for text, says in (
-        ("image,Target\n", "holds no images"),  # a header, not a class
+        ("image,Target\n", "contains no images"),  # no class of that name
         ("1.jpg,a\n2.jpg;a\n", "line 2 is not path,label"),
         ('"1.jpg,a\n2.jpg,a\n"3.jpg,b', "line 3: ',' expected after '\"'; correct it"),
-        ("x,1.jpg\na,1.jpg", f"no file is at their paths, such as {tmp_path}/a; "),
-        (f"1.jpg,a\n{tmp_path}/1.jpg,b", "1.jpg is b, but a in an earlier line; "),
-        ("1.jpg,a\n2.jpg,b\n./1.jpg,b", "line 3: ./1.jpg is b, but a in an earlier line; "),
+        ("x,1.jpg\na,1.jpg", f"no file exists at their paths ({tmp_path}/a); "),
+        (f"1.jpg,a\n{tmp_path}/1.jpg,b", "1.jpg has the label b, but a in an earlier line; "),
+        ("1.jpg,a\n2.jpg,b\n./1.jpg,b", "line 3: ./1.jpg has the label b, but a in an earlier line; "),
     ):
         (tmp_path / "train.csv").write_text(text)
         assert says in refusal(tmp_path / "train")
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_csv_index_reads_only_regular_files(kind, tmp_path):
-    """A pipe would block the process; a device may have no end."""
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "device").symlink_to("/dev/zero")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "train.csv").write_text(f"{kind},label\nx.jpg,a\n{kind},a\n")  # has a header
-    index = load_index(tmp_path / "train", key="data.train")
-    with pytest.raises(OSError, match="not a regular file"):
-        index.read(0)
