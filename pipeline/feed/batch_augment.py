@@ -185,7 +185,7 @@ class BatchTransforms:
         All frames of a sample get the same draws. Transforms may work in place.
         """
         fields = dict(batch.fields)
-        partners = self.partners(batch.samples)
+        partners = find_partners(batch.samples)
         for name in self.image_names:
             images, targets = batch[name], self.targets(batch.fields)
             pixels = images.flatten(1, -3)  # [B, C, H, W]
@@ -209,14 +209,14 @@ class BatchTransforms:
         targets = torch.zeros(len(label), self.num_classes, device=label.device)
         return targets.scatter_(1, label[:, None], 1)  # one_hot writes int64
 
-    def partners(self, rows: Tensor) -> Tensor:
-        """Return the row before each row in its block, int64 [B]; for the first, the last one."""
-        count = len(rows)
-        block = math.gcd(count * self.world_size, count, BLOCK)
-        if block == 1:
-            block = count
-        row = torch.arange(count, device=rows.device)
-        return torch.where(row % block == 0, row + block - 1, row - 1)
+
+def find_partners(rows: Tensor) -> Tensor:
+    """Return the row before each row in its block, int64 [B]; for the first, the last one."""
+    block = math.gcd(len(rows), BLOCK)
+    if block == 1:
+        block = len(rows)
+    row = torch.arange(len(rows), device=rows.device)
+    return torch.where(row % block == 0, row + block - 1, row - 1)
 
 
 def blend(rows: Tensor, weights: Tensor, partners: Tensor) -> Tensor:
@@ -272,27 +272,23 @@ def build_batch_transforms(
     Raises UserError for an invalid transform, and for a mixing one if the samples have no label.
     """
     fields = datasets.train.fields
+    images = [name for name, field in fields.items() if field.image]
     transforms = build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    return BatchTransforms(
-        transforms,
-        num_classes=len(datasets.classes),
-        seed=config.train.seed,
-        image_names=[name for name, field in fields.items() if field.image],
-        label=find_mixed_field(transforms, fields),
-        dtype=dtype,
-        rank=rank,
-        world_size=world_size,
-    )
+    label = find_mixed_field(transforms, fields, images)
+    num_classes, seed = len(datasets.classes), config.train.seed
+    return BatchTransforms(transforms, num_classes, seed, images, label, dtype, rank, world_size)
 
 
-def find_mixed_field(transforms: Sequence[Any], fields: Mapping[str, Field]) -> str | None:
+def find_mixed_field(
+    transforms: Sequence[Any], fields: Mapping[str, Field], images: Sequence[str]
+) -> str | None:
     """Return the field that batch transforms mix like the images: the only one that is no image.
 
     None if they mix nothing. Raises UserError if no field, or more than one, can be mixed.
     """
     if all(isinstance(transform, RandomErasing) for transform in transforms):
         return None
-    others = [name for name, field in fields.items() if not field.image]
+    others = [*(fields.keys() - images)]
     if len(others) == 1:
         field = fields[others[0]]
         if not field.shape or np.dtype(field.dtype).kind == "f":

@@ -50,8 +50,7 @@ class StepClock:
 
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
-        self._idle: Any = None
-        self._current: BatchEvents | None = None
+        self._current = BatchEvents()  # between two steps, without a copy
         self._unread: list[BatchEvents] = []
         self._core = (time.perf_counter(), waited_for_core())  # values at the last reading
 
@@ -73,40 +72,36 @@ class StepClock:
     def start(self) -> None:
         """Begin an iteration over batches, and forget unread figures of the one before."""
         self._unread.clear()
-        self._current = None
+        self._current = BatchEvents()
         self.skip()
 
     def skip(self) -> None:
         """Leave out the time since the end of the last step, or the beginning of this one."""
         now = self.now()
-        self._idle = now
-        if self._current is not None:
-            self._current.idle = now
-            self._current.begin = now
-            self._current.ready = now
+        self._current.idle = now
+        self._current.begin = now
+        self._current.ready = now
 
     def begin_step(self, events: BatchEvents) -> None:
         """Begin the step of a batch, once the current stream waits for its copy."""
-        events.gpu_idle = self.cuda and self._idle.query()
-        events.idle = self._idle
+        events.idle = self._current.idle
+        events.gpu_idle = self.cuda and events.idle.query()
         events.begin = self.now()
         events.ready = events.begin
         self._current = events
 
     def ranks_ready(self) -> None:
-        if self._current is not None:
-            self._current.ready = self.now()
+        self._current.ready = self.now()
 
     def end_step(self) -> None:
         """End the step, if there is one, once all kernels that read its batch are launched.
 
         Taking the next batch does the same.
         """
-        if self._current is not None:
-            self._idle = self.now()
-            self._current.end = self._idle
+        if self._current.copy_end is not None:
+            self._current.end = self.now()
             self._unread.append(self._current)
-            self._current = None
+            self._current = BatchEvents(idle=self._current.end)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-from conf.errors import LoaderError, reached_limit
+from conf.errors import LoaderError, describe, reached_limit
 
 # On macOS, the import of a library may start threads, and a process with threads must not fork.
 # Elsewhere, a worker that forks from a server with the imports done starts faster.
@@ -51,7 +51,7 @@ def starting_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # the tracker unblocks some
         yield
     except (OSError, EOFError) as error:
-        reason = reached_limit(error) or f"{type(error).__name__}: {error}"
+        reason = reached_limit(error) or describe(error)
         raise LoaderError(f"the loader cannot start a worker process: {reason}") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

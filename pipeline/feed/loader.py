@@ -9,11 +9,11 @@ import logging
 import math
 import multiprocessing
 import selectors
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import chain
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -56,15 +56,6 @@ class Worker:
     process: BaseProcess
     pipe: connection.Connection
     tasks: deque[Task] = field(default_factory=deque)
-
-    def death(self) -> str:
-        """Wait for the end of a dead process; return its cause."""
-        self.process.join(STOP_SECONDS)
-        code = self.process.exitcode
-        cause = f"exit status {code}"
-        if code == -signal.SIGKILL:
-            cause = "SIGKILL: is the host out of memory?"
-        return f"loader worker {self.process.pid} died ({cause})"
 
 
 @dataclass(eq=False)
@@ -189,11 +180,13 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                 reply = worker.pipe.recv()
                 self._finish(worker.tasks.popleft(), reply)
         except (EOFError, OSError):
-            death = worker.death()
+            process = worker.process
+            process.join(STOP_SECONDS)
+            death = f"loader worker {process.pid} died with exit status {process.exitcode}"
             if worker.tasks:
                 death += f" while it made {self._current(worker)}"
-            advice = "the same command resumes; if memory is short, set fewer loader.workers"
-            raise LoaderError(f"{death}; {advice}") from None
+            advice = "-9 usually means that the host is out of memory: set fewer loader.workers"
+            raise LoaderError(f"{death}; the same command resumes; {advice}") from None
 
     def _finish(self, task: Task, reply: Reply) -> None:
         """Record a reply, and the unreadable samples that the task replaced.
@@ -221,7 +214,6 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
             logger.warning("skipped %s", message)
         images = len(ring.dataset)
         limit = ring.max_bad_fraction
-        assert limit is not None, "without a limit, the first one is an error"
         if count > limit * images:
             bad = f"{count:,} of {images:,} training images cannot be read, for example {message}"
             advice = f"{CHECK} and replace the unreadable ones, or raise this limit"
@@ -260,8 +252,7 @@ class Loader:
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1; workers load `queue_size` ahead."""
-        for tasks in self._queue:  # an iteration that ended early still has slots
-            self.pool.wait(tasks)
+        self.pool.wait([*chain(*self._queue)])  # an iteration that ended early still has slots
         self._queue.clear()
         for step in range(start, stop):
             for later in range(step + len(self._queue), min(stop, step + self.queue_size)):

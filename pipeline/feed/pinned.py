@@ -3,7 +3,7 @@
 import logging
 import mmap
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -15,20 +15,20 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def page_locked(arrays: Sequence[SharedArray]) -> Iterator[Future[list[int]]]:
+def page_locked(arrays: Sequence[SharedArray]) -> Iterator[None]:
     """Page-lock arrays in the `with` block, so that copies to a GPU are asynchronous.
 
     It saves the copy into pinned memory that torch's DataLoader makes. Locking takes a second, so a
-    thread does it while the block begins; what is not locked yet is copied as ordinary memory. The
-    block gets the Future of this thread. If an array cannot be page-locked, it and the rest remain
-    ordinary memory, with a warning. No copy from them may be in progress at the end of the block.
+    thread does it while the block begins; what is not locked yet is copied as ordinary memory. If
+    an array cannot be page-locked, it and the rest remain ordinary memory, with a warning. No copy
+    from them may be in progress at the end of the block.
     """
     # A thread is also needed because CUDA reports a failure to page-lock again, at the next kernel
     # launch of the same thread.
     with ThreadPoolExecutor(1) as thread:
         locking = thread.submit(_lock, arrays, torch.cuda.current_device())
         try:
-            yield locking
+            yield
         finally:
             for address in locking.result():
                 torch.cuda.cudart().cudaHostUnregister(address)

@@ -17,10 +17,10 @@ event of the copy. Without workers, the main thread runs the tasks; without a GP
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,7 @@ EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does n
 CHECK = "run `python scripts/doctor.py --all` with the same overrides to check every file"
 REPLACE = f"replace or remove it; {CHECK}"
 REPLACE_OR_SKIP = f"{REPLACE}; data.on_error=skip skips such images, up to data.max_bad_fraction"
-MAX_TRIED = 100  # samples in place of an unreadable one
+MAX_REPLACEMENTS = 100  # samples to try in place of an unreadable one
 
 SlotArrays = dict[str, np.ndarray]  # name of a field -> [B, *shape] of one batch
 Skipped = tuple[int, str]  # index and message of an unreadable sample
@@ -49,14 +49,15 @@ class Task:
     done: bool = False
 
 
-class Reply(NamedTuple):
+@dataclass
+class Reply:
     """The result of a task. A worker replies to its tasks in their order."""
 
-    rows: int = 0
+    rows: int
     cpu_seconds: float = 0.0
     storage_seconds: float = 0.0  # neither computing nor waiting for a core
     core_seconds: float = 0.0  # ready to run, but waiting for a core
-    skipped: Sequence[Skipped] = ()
+    skipped: list[Skipped] = field(default_factory=list)
     error: str = ""  # why the task failed
     trace: str = ""  # traceback of an error that is not about a file
 
@@ -66,16 +67,16 @@ class Ring:
     dataset: Dataset
     local_batch_size: int  # rows of this rank
     slots: int
-    # Replace unreadable samples up to this fraction of all; None: the first one is an error.
-    max_bad_fraction: float | None = None
+    replacements: int = 0  # samples to try in place of an unreadable one; 0: it is an error
+    max_bad_fraction: float = 0.0  # more unreadable samples, as a fraction of all, are an error
     remedy: str = REPLACE  # what to do about an unreadable sample
 
     def __post_init__(self) -> None:
         rows = self.slots, self.local_batch_size
         fields = {**self.dataset.fields, **self.dataset.stage.fields}
         self.memory: dict[str, SharedArray] = {}  # name of a field -> [slots, B, *shape]
-        for name, field in fields.items():
-            self.memory[name] = SharedArray((*rows, *field.shape), field.dtype)
+        for name, each in fields.items():
+            self.memory[name] = SharedArray((*rows, *each.shape), each.dtype)
         # int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from the
         # task's if the sample was unreadable and another one replaced it.
         self.samples = SharedArray((*rows, 2), np.int64)
@@ -86,18 +87,13 @@ class Ring:
         """Average the newest tasks per image: the fields of `StepTimes` for a worker."""
         replies = list(self.replies)  # the upload thread may add one meanwhile
         scale = 1e3 / max(1, sum(column(replies, "rows")))
-        cpu = sum(column(replies, "cpu_seconds"))
-        core = sum(column(replies, "core_seconds"))
-        # The clocks of the thread and of the kernel differ slightly.
-        storage = max(0.0, sum(column(replies, "storage_seconds")))
         return {
-            "image_cpu_ms": cpu * scale,
-            "image_storage_ms": storage * scale,
-            "image_cpu_wait_ms": core * scale,
+            "image_cpu_ms": scale * sum(column(replies, "cpu_seconds")),
+            # The clocks of the thread and of the kernel differ slightly.
+            "image_storage_ms": scale * max(0.0, sum(column(replies, "storage_seconds"))),
+            "image_cpu_wait_ms": scale * sum(column(replies, "core_seconds")),
         }
 
     def candidates(self, index: int) -> Iterable[int]:
         """Return a sample and, if unreadable ones are skipped, those that may replace it."""
-        if self.max_bad_fraction is None:
-            return [index]
-        return chain([index], islice(self.dataset.replacements(index), MAX_TRIED))
+        return chain([index], islice(self.dataset.replacements(index), self.replacements))

@@ -46,33 +46,27 @@ def run_task(
     # The views of a batch are made once for a task: they take longer than a copy of an image.
     batch = {name: memory.array[task.slot] for name, memory in ring.memory.items()}
     ring.dataset.stage.begin_rows(batch, range(task.row, task.row + len(task.samples)))
-    skipped: list[Skipped] = []
-    for done, (epoch, index) in enumerate(task.samples.tolist()):
-        ring.dataset.read_ahead(following[done : done + num_ahead])
-        row = task.row + done
-        try:
-            used = _fill_row(ring, batch, row, epoch, index, skipped)
-        except UnreadableError as error:
-            return Reply(error=f"{error}; {ring.remedy}")
-        except LoaderError as error:
-            trace = ""
-            if error.__cause__ is not None:
-                trace = "".join(traceback.format_exception(error.__cause__))
-            return Reply(error=str(error), trace=trace)
-        ring.samples.array[task.slot, row] = epoch, used  # last: the row is complete
-    cpu = time.thread_time() - cpu_before
-    core = waited_for_core() - core_before
-    storage = time.perf_counter() - began - cpu - core  # what remains of the elapsed time
-    return Reply(len(task.samples), cpu, storage, core, skipped)
+    reply = Reply(len(task.samples))
+    try:
+        for done, (epoch, index) in enumerate(task.samples.tolist()):
+            ring.dataset.read_ahead(following[done : done + num_ahead])
+            row = task.row + done
+            used = _fill_row(ring, batch, row, epoch, index, reply)
+            ring.samples.array[task.slot, row] = epoch, used  # last: the row is complete
+    except LoaderError as error:
+        reply.error = str(error)
+    reply.cpu_seconds = time.thread_time() - cpu_before
+    reply.core_seconds = waited_for_core() - core_before
+    # what remains of the elapsed time
+    reply.storage_seconds = time.perf_counter() - began - reply.cpu_seconds - reply.core_seconds
+    return reply
 
 
-def _fill_row(
-    ring: Ring, batch: SlotArrays, row: int, epoch: int, index: int, skipped: list[Skipped]
-) -> int:
+def _fill_row(ring: Ring, batch: SlotArrays, row: int, epoch: int, index: int, reply: Reply) -> int:
     """Fill a row with the first readable one of a sample's `candidates`; return its index.
 
-    Adds the unreadable ones to `skipped`. Raises UnreadableError if none can be read, and
-    LoaderError for any other failure: without a reply, the training process would wait.
+    Adds the unreadable ones, or a traceback, to the reply. Raises LoaderError for any failure:
+    without a reply, the training process would wait.
     """
     unreadable: list[Skipped] = []
     for candidate in ring.candidates(index):
@@ -85,15 +79,16 @@ def _fill_row(
             raise LoaderError(str(error)) from None
         except Exception as error:  # of a transform or the dataset, or out of memory
             failed = "a transform or the dataset failed; see the traceback above"
+            reply.trace = traceback.format_exc()
             text = f"{ring.dataset.name(candidate)}: {describe(error)}: {failed}"
-            raise LoaderError(text) from error
+            raise LoaderError(text) from None
         else:
-            skipped += unreadable
+            reply.skipped += unreadable
             return candidate
     _, text = unreadable[0]
     if len(unreadable) > 1:
         text += f"; none of its {len(unreadable) - 1} replacements can be read either"
-    raise UnreadableError(text)
+    raise LoaderError(f"{text}; {ring.remedy}")
 
 
 def _write(ring: Ring, batch: SlotArrays, row: int, sample: Mapping[str, Any]) -> None:

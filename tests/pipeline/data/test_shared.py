@@ -13,7 +13,7 @@ from conf.errors import UserError
 from pipeline.data.shared import SharedArray, SharedObject
 from pipeline.feed.pinned import page_locked
 from tests.helpers.limits import file_size_limit, soft_limit
-from tests.helpers.processes import HANGS_SECONDS, needs_linux
+from tests.helpers.processes import HANGS_SECONDS, needs_linux, wait_for
 
 
 def descriptors() -> int:
@@ -68,7 +68,7 @@ def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing():
 @pytest.mark.parametrize("most", [9, 1])
 def test_page_locked_buffers_are_unlocked_once(monkeypatch, caplog, most):
     """A second time is an error that a later CUDA call would report."""
-    locked = []
+    locked, unlocked = [], []
 
     def register(pointer, size, flags):
         if len(locked) == most:
@@ -76,13 +76,13 @@ def test_page_locked_buffers_are_unlocked_once(monkeypatch, caplog, most):
         locked.append(pointer)
         return 0
 
-    names = {"cudaHostRegister": register, "cudaHostUnregister": locked.remove}
+    names = {"cudaHostRegister": register, "cudaHostUnregister": unlocked.append}
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**names))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    with page_locked([SharedArray((8, 9), np.uint8), SharedArray((7,), np.int64)]) as locking:
-        assert (locking.result(), len(locked)) == (locked, min(most, 2))
-    assert not locked
+    with page_locked([SharedArray((8, 9), np.uint8), SharedArray((7,), np.int64)]):
+        pass
+    assert (unlocked, len(locked)) == (locked, min(most, 2))
     warning = "0.0 MiB cannot be page-locked (2), so batch buffers are "
     assert caplog.text.count(warning) == (0 if most == 9 else 1)
 
@@ -92,15 +92,13 @@ def test_buffers_are_page_locked_on_a_gpu(caplog):
     """Page-locking memory twice is an error, which no later kernel reports."""
     arrays = [SharedArray((4, 8, 24, 24, 3), np.uint8), SharedArray((4, 8), np.int64)]
     pixels, labels = (torch.from_numpy(shared.array) for shared in arrays)
-    with page_locked(arrays) as locking:
-        locking.result()
-        assert pixels[3].is_pinned()
-        assert labels.is_pinned()
+    with page_locked(arrays):
+        wait_for("both are page-locked", lambda: pixels[3].is_pinned() and labels.is_pinned())
     assert not pixels.is_pinned()
     cudart = torch.cuda.cudart()
     assert int(cudart.cudaHostRegister(labels.data_ptr(), labels.nbytes, 0)) == 0
-    with page_locked(arrays[::-1]) as locking:
-        locking.result()
+    with page_locked(arrays[::-1]):
+        wait_for("the warning", lambda: caplog.messages)
         assert float(torch.ones(5, device="cuda").sum()) == 5
         assert not pixels.is_pinned()
         assert caplog.text.count("cannot be page-locked") == 1
