@@ -113,11 +113,14 @@ def test_fields_arrive_as_they_are_loaded(fields):
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"mask": np.zeros((12, 11))}, r"field mask is float64 \(12, 11\), .* uint8 \(12, 12\) "),
-        ({"number": np.zeros(1)}, r"field number is float64 \(1,\), .* states float32 \(\) "),
-        ({"mask": np.full((12, 12), 0.5)}, r"field mask is float64 .* states uint8 \(12, 12\) "),
-        ({"mask": np.full((12, 12), 258)}, r"field mask is int64 .* states uint8 \(12, 12\) "),
-        ({"number": None, "mask": None}, "sample lacks (mask|number) of the dataset's `fields`"),
+        ({"mask": np.zeros((12, 11))}, r"field mask is float64 \(12, 11\), .* uint8 \(12, 12\), "),
+        ({"number": np.zeros(1)}, r"field number is float64 \(1,\), expected float32 \(\), "),
+        ({"mask": np.full((12, 12), 0.5)}, r"field mask is float64 .* expected uint8 \(12, 12\), "),
+        ({"mask": np.full((12, 12), 258)}, r"field mask is int64 .* expected uint8 \(12, 12\), "),
+        (
+            {"number": None, "mask": None},
+            "sample lacks (mask|number), which is in the dataset's `fields`",
+        ),
     ],
 )
 def test_a_wrong_sample_is_named(changed, reason):
@@ -185,7 +188,7 @@ def test_all_images_and_the_numbers_are_mixed_alike(names, entry):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        (only("image"), "augment.batch: .* a sample has image; leave them out"),
+        (only("image"), "augment.batch: .* a sample has image; remove them"),
         (only("image", "mask"), "augment.batch: .* a sample has image, mask; "),
         (only("image", "number", "mask"), "augment.batch: .* a sample has image, number, mask; "),
         (EVERYTHING | {"view": DEEP["image"]}, "data.mean: .* differ in"),

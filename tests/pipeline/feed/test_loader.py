@@ -301,7 +301,7 @@ def test_a_class_of_unreadable_files_ends_the_run(changeable):
     for index in range(12, 24):
         path = Path(dataset.name(index))
         path.write_bytes(path.read_bytes()[:-500])
-    reason = "none of its 11 replacements can be read either"
+    reason = "its 11 replacements cannot be read either"
     with (
         open_loader(dataset, replacements=100, max_bad_fraction=1.0) as loader,
         pytest.raises(LoaderError, match=rf"^{path.parent}/\S+: OSError: .*truncated.*; {reason}"),
