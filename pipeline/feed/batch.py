@@ -12,7 +12,7 @@ from pipeline.data.field import Field
 from pipeline.feed.clock import BatchEvents
 
 NO_MEMORY = torch.empty(0)
-# Suffixes of names in `DeviceSlot.memory`, so that each memory layout of a field has its own entry
+# Suffixes of names in `DeviceSlot.memory`, which keep a field's memory layouts apart
 ROWS, PLANES = " [H, W, C]", " [C, H, W]"
 
 
@@ -69,7 +69,7 @@ class Batch:
 
 @dataclass(eq=False)
 class ImageFormat:
-    """Format of the images on the device, normalized by `mean` and `std`, on a scale of [0, 1]."""
+    """Format of the images on the device, whose levels in [0, 1] are normalized by mean and std."""
 
     device: torch.device
     mean: Sequence[float]  # one value per channel, or one for all channels
@@ -92,7 +92,7 @@ class ImageFormat:
         """Return each channel's scale and shift, float32 [2, channels], on the device."""
         return torch.stack([self.scale, self.shift]).flatten(1).expand(2, channels).contiguous()
 
-    def normalised(self, pixels: Tensor) -> Tensor:
+    def normalize(self, pixels: Tensor) -> Tensor:
         """Normalize levels [..., H, W, C] to float32 [..., C, H, W], rounded as in training."""
         return (channels_first(pixels).float() * self.scale).add_(self.shift)
 
@@ -129,7 +129,7 @@ class DeviceSlot:
         memory = self.memory(name + ROWS, (*rows, height, width, channels), self.format.dtype)
         return channels_first(memory)
 
-    def normalise(self, name: str, levels: Tensor) -> Tensor:
+    def normalize(self, name: str, levels: Tensor) -> Tensor:
         """Normalize host images [B, ..., H, W, C] in float32 and write them into `images`."""
         *rows, height, width, channels = levels.shape
         out = self.images(name, (*rows, channels, height, width))

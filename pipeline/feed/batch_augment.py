@@ -1,4 +1,4 @@
-"""Transforms of a whole training batch on the device, an ordered list in the config.
+"""Transforms of a whole training batch on the device, listed in order in augment.batch.
 
 `train_step` begins with them, inside its CUDA graph. A transform is called with images, float32
 [B, C, S, S]; targets, float32 [B, n]; the numbers that its method `draw` returned for these rows,
@@ -37,7 +37,7 @@ Pair = tuple[Tensor, Tensor]  # images and targets
 
 @dataclass(kw_only=True)
 class Mixup:
-    """Blend each image and its target with those of a different row (arXiv 1710.09412)."""
+    """Blend each image and its target with those of its partner (arXiv 1710.09412)."""
 
     # Weights follow Beta(alpha, alpha), near 0 or 1 for 0.2 and uniform for 1.
     alpha: float = parameter(ALPHA, 0.2)
@@ -54,7 +54,7 @@ class Mixup:
 
 @dataclass(kw_only=True)
 class Cutmix:
-    """Paste a random box of a different image of the batch into each image (arXiv 1905.04899).
+    """Paste a random box of each image's partner into the image (arXiv 1905.04899).
 
     Targets are mixed in proportion to the area. Boxes are those of torchvision's CutMix.
     """
@@ -160,7 +160,7 @@ class BatchTransforms:
     world_size: int = 1
 
     def draw(self, fields: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        """Draw the numbers of each image field and transform as fields for `mix`, [B, n].
+        """Return the numbers of every image field and transform as fields for `mix`, [B, n].
 
         All image fields of a batch get the same draws.
         """

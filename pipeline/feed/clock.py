@@ -17,7 +17,7 @@ from pipeline.feed.step_times import StepTimes, column
 
 
 class HostEvent:
-    """A point in time on the host, with the methods of a CUDA event."""
+    """A point in time on the host, with a CUDA event's methods."""
 
     def record(self) -> None:
         self.seconds = time.perf_counter()
@@ -76,18 +76,14 @@ class StepClock:
         self.skip()
 
     def skip(self) -> None:
-        """Exclude the time since the end of the last step, or since the beginning of this step."""
-        now = self.now()
-        self._current.idle = now
-        self._current.begin = now
-        self._current.ready = now
+        """Exclude the time since the last step ended or the current step began."""
+        self._current.idle = self._current.begin = self._current.ready = self.now()
 
     def begin_step(self, events: BatchEvents) -> None:
         """Begin a batch's step. The current stream must already wait for the batch's copy."""
         events.idle = self._current.idle
         events.gpu_idle = self.cuda and events.idle.query()
-        events.begin = self.now()
-        events.ready = events.begin
+        events.begin = events.ready = self.now()
         self._current = events
 
     def ranks_ready(self) -> None:
@@ -111,7 +107,7 @@ class StepClock:
         self.skip()
 
     def step_times(self, steps: int = sys.maxsize, *, skip: int = 0) -> StepTimes:
-        """Return the times of up to `steps` of the oldest unread steps, and mark them as read.
+        """Return the times of the oldest unread steps, up to `steps`, and mark them as read.
 
         At least one step must have ended. Waits until the device has finished these steps. The
         times exclude the first `skip` of them, but never the last one.
@@ -128,10 +124,10 @@ class StepClock:
         steps_ms = ms("ready", "end")  # without the time spent waiting for other ranks
         copies = ms("copy_begin", "copy_end")
         total = max(float(gaps.sum() + ms("begin", "end").sum()), 1e-6)
-        if self.cuda:  # The wait ends with the copy. The host causes the rest of a gap.
+        if self.cuda:  # A wait ends with the copy. The host causes the rest of the gap.
             waits = np.clip(ms("idle", "copy_end"), 0, gaps)
             copying = 0.0
-        else:  # This process copies between the steps.
+        else:  # The process that waits also copies, between the steps.
             waits = np.maximum(0, gaps - copies)
             copying = float(copies.sum()) / total
         data_wait = float(waits.sum()) / total

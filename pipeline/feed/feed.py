@@ -1,4 +1,4 @@
-"""Batch buffers, workers and prefetchers for training and validation."""
+"""Batches on the device for training and validation, with their buffers and workers."""
 
 import math
 import sys
@@ -95,7 +95,7 @@ class Feed:
 
 
 def is_measured(config: Config, device: torch.device) -> bool:
-    """Return whether loader.workers=auto benchmarks. Otherwise it starts a worker per free core."""
+    """Return whether loader.workers=auto benchmarks; otherwise it starts `num_cores` workers."""
     return config.loader.workers == "auto" and device.type == "cuda"
 
 
@@ -137,10 +137,9 @@ def open_feed(
     # The step's batch and 4 ready batches (8 were not faster), or 2 if they exceed 2,048 images.
     in_use = 5 if local_batch_size <= 2048 else 3
     needed = partial(slots_needed, batch_size=local_batch_size, workers=max_workers, in_use=in_use)
-    slots = needed(datasets.train)
     replacements = MAX_REPLACEMENTS if data.on_error == "skip" else 0
     skipping = replacements, data.max_bad_fraction, REPLACE_OR_SKIP
-    train_ring = Ring(datasets.train, local_batch_size, slots, *skipping)
+    train_ring = Ring(datasets.train, local_batch_size, needed(datasets.train), *skipping)
     val_ring = Ring(datasets.val, local_batch_size, needed(datasets.val))
     pool = Pool((train_ring, val_ring), timeout_seconds=config.loader.timeout_seconds)
     train_loader = Loader(pool, 0, train_sampler.samples, in_use)

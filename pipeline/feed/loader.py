@@ -32,17 +32,17 @@ from pipeline.feed.worker import WORKER_NAME, run_task, worker_main
 
 logger = logging.getLogger(__name__)
 
-# Small enough to spread a batch over the workers, and large enough for a negligible cost of
-# messages: at 17,000 images/s, the training process handles 530 replies per second.
+# Small enough to spread a batch over the workers, and large enough to make the cost of messages
+# negligible. At 17,000 images/s, the training process handles 530 replies per second.
 TASK_ROWS = 32
-MAX_ROWS, MAX_BYTES = 128, 1 << 19  # limits for small images, which arrive at a higher rate
+MAX_ROWS, MAX_BYTES = 128, 1 << 19  # limits for small images, which pass at a higher rate
 TASKS_AHEAD = 3  # maximum of unfinished tasks per worker; benchmarked on an H200
 MAX_NAMED = 10  # unreadable images to print
 MAX_READING = 4  # images to name in the message about hanging workers
 STOP_SECONDS = 1.0
 CHECK_SECONDS = 1.0  # interval of checks for a signal while all workers are stalled
 START_SECONDS = 60.0  # extra time until the first reply; workers start slowly on a busy machine
-POLL_SECONDS = 1e-3  # delay until the end of a copy is noticed, during which workers get tasks
+POLL_SECONDS = 1e-3  # maximum delay in noticing that a copy has ended; workers get tasks meanwhile
 
 
 class StalledError(LoaderError):
@@ -79,7 +79,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         self.waiting: deque[Task] = deque()
         self.unreadable: set[int] = set()  # training samples that were replaced
         self.workers: list[Worker] = []
-        self.selector = selectors.DefaultSelector()  # of all workers; creating it takes 0.1 ms
+        self.selector = selectors.DefaultSelector()  # kept, because creating it takes 0.1 ms
         self.active = 0  # number of workers that receive tasks, the first ones
 
     @property
@@ -164,7 +164,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                 worker.pipe.send(task)
 
     def receive(self, timeout: float = POLL_SECONDS) -> bool:
-        """Wait up to `timeout` seconds, then handle all replies; return whether there was one."""
+        """Wait up to `timeout` seconds for a reply and handle all; return whether there was one."""
         ready = self.selector.select(timeout)
         for key, _ in ready:
             self._receive_from(key.data)
@@ -183,7 +183,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
             death = f"loader worker {process.pid} died with exit status {process.exitcode}"
             if worker.tasks:
                 death += f" while it made {self._current(worker)}"
-            advice = "-9 usually means that the host is out of memory: set fewer loader.workers"
+            advice = "if memory is short (exit status -9), set fewer loader.workers"
             raise LoaderError(f"{death}; the same command resumes; {advice}") from None
 
     def _finish(self, task: Task, reply: Reply) -> None:
@@ -217,7 +217,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
             raise LoaderError(f"data.max_bad_fraction={limit:g}: {bad}; {advice}")
 
     def _current(self, worker: Worker) -> str:
-        """Return the name of the first incomplete sample of a worker's task."""
+        """Return the name of the first incomplete sample in a worker's task."""
         task = worker.tasks[0]
         ring = self.rings[task.ring]
         rows = ring.samples.array[task.slot, task.row : task.row + len(task.samples)]
@@ -260,7 +260,7 @@ class Loader:
             yield Batch(fields, torch.from_numpy(self.ring.samples.array[slot]), step)
 
     def keep_until(self, copied: Any, batch: Batch) -> None:
-        """Keep workers from writing into a batch before the event `copied` has completed."""
+        """Keep workers from writing into a batch until the event after its copy has completed."""
         self._copied[batch.step % self.ring.slots] = copied
 
     def ready(self) -> bool:

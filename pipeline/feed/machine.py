@@ -25,7 +25,7 @@ def cpu_quota() -> float:
     quota = math.inf
     group = ""
     with contextlib.suppress(OSError):  # The file exists only on Linux.
-        group = GROUPS.read_text().partition("0::")[2].partition("\n")[0]  # from a line `0::GROUP`
+        group = GROUPS.read_text().partition("0::")[2].partition("\n")[0]  # line `0::GROUP`
     folder = MOUNT / group.strip("/")
     for level in (folder, *folder.parents):  # A limit also applies to all groups below.
         with contextlib.suppress(OSError, ValueError):  # "max" means no limit.

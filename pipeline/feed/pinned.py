@@ -23,8 +23,8 @@ def pinned_memory(arrays: Sequence[SharedArray]) -> Iterator[None]:
     memory. If an array cannot be pinned, it and the rest remain pageable, with a warning. No copy
     from the arrays may be in progress at the end of the block.
     """
-    # CUDA reports a failure to pin again at the same thread's next kernel launch, so a separate
-    # thread is needed.
+    # A separate thread is also needed because CUDA reports a failure to pin again, at the next
+    # kernel launch of the same thread.
     with ThreadPoolExecutor(1) as thread:
         pinning = thread.submit(_pin, arrays, torch.cuda.current_device())
         try:
@@ -37,11 +37,11 @@ def pinned_memory(arrays: Sequence[SharedArray]) -> Iterator[None]:
 def _pin(arrays: Sequence[SharedArray], device: int) -> list[int]:
     """Pin arrays until one fails; return the addresses of the pinned arrays."""
     addresses: list[int] = []
-    torch.cuda.set_device(device)  # Otherwise CUDA would use the first GPU's memory.
+    torch.cuda.set_device(device)  # Otherwise CUDA would use GPU 0's memory for this thread.
     for shared in arrays:
         # Reads map the pages, because CUDA is slower and blocks other threads' imports meanwhile.
         pages = shared.array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]
-        with suppress(RuntimeError), ThreadPoolExecutor(8) as threads:  # cannot start a thread
+        with suppress(RuntimeError), ThreadPoolExecutor(8) as threads:  # no more threads
             threads.map(np.sum, np.array_split(pages, 8))
         address, size = shared.array.ctypes.data, shared.array.nbytes
         error = torch.cuda.cudart().cudaHostRegister(address, size, 0)

@@ -1,4 +1,4 @@
-"""Prefetching of batches to the device, which copies and normalizes them on a side stream.
+"""Prefetching of batches, which copies, augments and normalizes them on a side stream.
 
 Data flow, step 5: uint8 [B, S, S, 3] in a pinned slot -> float [B, 3, S, S] on the device. Fields
 other than images are copied unchanged.
@@ -66,7 +66,7 @@ class Prefetcher:
         for _ in range(start, stop):
             self._fill(pending, loaded)
             while not pending[0].done():
-                self.loader.pool.receive()  # This also sends tasks to workers.
+                self.loader.pool.receive()  # also sends tasks to workers
                 self._fill(pending, loaded)
             batch = pending.popleft().result()
             slot = self._slot(batch)
@@ -93,8 +93,7 @@ class Prefetcher:
     def _enqueue(self, host: Batch, slot: DeviceSlot) -> Batch:
         """Launch the upload and transforms of a batch into a slot, once its reader is done."""
         slot.events.end.wait()
-        slot.events = BatchEvents()
-        slot.events.copy_begin = self.clock.now()
+        slot.events = BatchEvents(copy_begin=self.clock.now())
         try:
             fields = self._on_device(host, slot)
         except DeviceDecodeError:
@@ -113,6 +112,6 @@ class Prefetcher:
         tensors = dataset.stage.on_device(host.fields, slot)
         for name, field in dataset.fields.items():
             if name not in tensors:
-                move = slot.normalise if field.image else slot.copy
+                move = slot.normalize if field.image else slot.copy
                 tensors[name] = move(name, host.fields[name])
         return tensors

@@ -84,7 +84,7 @@ class Ring:
         self.replies: deque[Reply] = deque(maxlen=64)  # the newest replies
 
     def worker_ms(self) -> dict[str, Any]:
-        """Average the newest tasks per image, as the `StepTimes` fields about a worker."""
+        """Return the `StepTimes` fields about a worker, averaged over the newest tasks' images."""
         replies = list(self.replies)  # The upload thread may append one at the same time.
         scale = 1e3 / max(1, sum(column(replies, "rows")))
         return {

@@ -203,4 +203,4 @@ def test_memory_of_float_images_on_a_gpu_is_reused():
     """Other memory could be that of a batch which the step still reads."""
     slot = DeviceSlot(ImageFormat(torch.device("meta"), [0.5], [0.5]))
     levels = torch.zeros(2, SIDE, SIDE, 3)
-    assert slot.normalise("image", levels) is slot.normalise("image", levels)
+    assert slot.normalize("image", levels) is slot.normalize("image", levels)
