@@ -152,7 +152,7 @@ class Job:
 
     def input(self, batch: Tensor) -> Tensor:
         """Return the input of the exported file for images, uint8 [B, S, S, C]."""
-        return batch if self.inside else self.format.normalised(batch)
+        return batch if self.inside else self.format.normalize(batch)
 
     def example(self) -> Tensor:
         """Return an input of the exported file, a batch of two black images."""
@@ -363,7 +363,7 @@ def compare(job: Job, predict: Callable[..., Tensor], model: nn.Module) -> str:
     samples = Batch.zeros(job.fields, CPU, len(images)).fields
     for value in samples.values():  # integers are 0 and 1, because larger ones may be bad indices
         value.copy_(torch.from_numpy(2 * rng.random(value.shape)))
-    plain = in_batches(samples | {IMAGE: job.format.normalised(images)})
+    plain = in_batches(samples | {IMAGE: job.format.normalize(images)})
     eager = torch.cat([call_with(job, model, *batch) for batch in plain])
     inputs = in_batches(samples | {IMAGE: job.input(images)})
     exported = torch.cat([predict(*batch) for batch in inputs])

@@ -250,7 +250,7 @@ class Predictor:
         for name in (IMAGE, *self.fields):
             stacked = np.stack([result.values[name] for result in results])  # images: [B, S, S, C]
             fields[name] = torch.from_numpy(stacked).to(self.device)
-        inputs = self.format.normalised(fields[IMAGE])  # float32 [B, C, S, S]
+        inputs = self.format.normalize(fields[IMAGE])  # float32 [B, C, S, S]
         inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
         batch = Batch(fields | {IMAGE: inputs}, torch.zeros(len(results), 2), step=0)
         with autocast(self.device.type, self.precision):

@@ -22,7 +22,7 @@ from pipeline.data.shared import SharedArray
 from pipeline.feed.batch import Batch
 from pipeline.feed.feed import Feed, open_feed
 from pipeline.feed.loader import Loader, Pool
-from pipeline.feed.pinned import page_locked
+from pipeline.feed.pinned import pinned_memory
 from pipeline.feed.ring import Ring
 from pipeline.feed.sampler import TrainSampler
 from tests.helpers import results
@@ -107,7 +107,7 @@ def open_loader(
     samples: Any = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3).samples
     with ExitStack() as stack:
         if pinned:
-            stack.enter_context(page_locked(ring.buffers))
+            stack.enter_context(pinned_memory(ring.buffers))
         # the machine may be busy
         pool = stack.enter_context(Pool([ring], timeout_seconds=1000, start_method=start_method))
         pool.activate(workers)

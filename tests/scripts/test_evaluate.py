@@ -59,7 +59,7 @@ def outputs(found: Evaluated, images: int | None = None) -> torch.Tensor:
     model, data = found.trained.build(ALONE.device), found.datasets.val
     levels = np.stack([data[i]["image"] for i in range(len(data))[:images]])
     config = found.trained.config.data
-    inputs = ImageFormat(ALONE.device, config.mean, config.std).normalised(torch.tensor(levels))
+    inputs = ImageFormat(ALONE.device, config.mean, config.std).normalize(torch.tensor(levels))
     with torch.no_grad():
         found_both = model(inputs), model(inputs.flip(-1))
     return sum(found_both) / 2 if found.summary["flip"] else found_both[0]

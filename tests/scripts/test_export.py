@@ -74,7 +74,7 @@ def test_export_formats(trained, tmp_path, to, inside):
     assert texts["preprocessing"]["transforms"] == stated
     images = torch.from_numpy(np.stack([files[i]["image"] for i in range(len(files))]))
     with torch.no_grad():
-        eager = trained.build(CPU)(job.format.normalised(images))
+        eager = trained.build(CPU)(job.format.normalize(images))
         assert job.names == ["images"]
         assert eager.argmax(1).unique().numel() > 1
         torch.testing.assert_close(predict(job.input(images)), eager)

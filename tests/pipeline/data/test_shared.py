@@ -11,9 +11,9 @@ import torch
 
 from conf.errors import UserError
 from pipeline.data.shared import SharedArray, SharedObject
-from pipeline.feed.pinned import page_locked
+from pipeline.feed.pinned import pinned_memory
 from tests.helpers.limits import file_size_limit, soft_limit
-from tests.helpers.processes import HANGS_SECONDS, needs_linux
+from tests.helpers.processes import HANGS_SECONDS, needs_linux, wait_for
 
 
 def descriptors() -> int:
@@ -67,8 +67,8 @@ def test_shared_array_allocation_failure():
 
 @pytest.mark.parametrize("most", [9, 1])
 def test_page_locked_unlocks_once(monkeypatch, caplog, most):
-    """Unlocking twice is an error that a later CUDA call would report."""
-    locked = []
+    """A second time is an error that a later CUDA call would report."""
+    locked, unlocked = [], []
 
     def register(pointer, size, flags):
         if len(locked) == most:
@@ -76,14 +76,14 @@ def test_page_locked_unlocks_once(monkeypatch, caplog, most):
         locked.append(pointer)
         return 0
 
-    names = {"cudaHostRegister": register, "cudaHostUnregister": locked.remove}
+    names = {"cudaHostRegister": register, "cudaHostUnregister": unlocked.append}
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**names))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    with page_locked([SharedArray((8, 9), np.uint8), SharedArray((7,), np.int64)]) as locking:
-        assert (locking.result(), len(locked)) == (locked, min(most, 2))
-    assert not locked
-    warning = "0.0 MiB cannot be page-locked (2), so batch buffers are "
+    with pinned_memory([SharedArray((8, 9), np.uint8), SharedArray((7,), np.int64)]):
+        pass
+    assert (unlocked, len(locked)) == (locked, min(most, 2))
+    warning = "cannot pin 0.0 MiB of batch buffers (2), so copies "
     assert caplog.text.count(warning) == (0 if most == 9 else 1)
 
 
@@ -92,18 +92,16 @@ def test_page_locked_on_gpu(caplog):
     """Locking memory twice is an error, which no later kernel reports."""
     arrays = [SharedArray((4, 8, 24, 24, 3), np.uint8), SharedArray((4, 8), np.int64)]
     pixels, labels = (torch.from_numpy(shared.array) for shared in arrays)
-    with page_locked(arrays) as locking:
-        locking.result()
-        assert pixels[3].is_pinned()
-        assert labels.is_pinned()
+    with pinned_memory(arrays):
+        wait_for("both are pinned", lambda: pixels[3].is_pinned() and labels.is_pinned())
     assert not pixels.is_pinned()
     cudart = torch.cuda.cudart()
     assert int(cudart.cudaHostRegister(labels.data_ptr(), labels.nbytes, 0)) == 0
-    with page_locked(arrays[::-1]) as locking:
-        locking.result()
+    with pinned_memory(arrays[::-1]):
+        wait_for("the warning", lambda: caplog.messages)
         assert float(torch.ones(5, device="cuda").sum()) == 5
         assert not pixels.is_pinned()
-        assert caplog.text.count("cannot be page-locked") == 1
+        assert caplog.text.count("cannot pin") == 1
         assert torch.equal(pixels.to("cuda", non_blocking=True).cpu(), pixels)
     assert int(cudart.cudaHostUnregister(labels.data_ptr())) == 0
 

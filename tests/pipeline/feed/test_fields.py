@@ -113,11 +113,14 @@ def test_feed_fields_equal_loaded(fields):
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"mask": np.zeros((12, 11))}, r"field mask is float64 \(12, 11\), .* uint8 \(12, 12\) "),
-        ({"number": np.zeros(1)}, r"field number is float64 \(1,\), .* states float32 \(\) "),
-        ({"mask": np.full((12, 12), 0.5)}, r"field mask is float64 .* states uint8 \(12, 12\) "),
-        ({"mask": np.full((12, 12), 258)}, r"field mask is int64 .* states uint8 \(12, 12\) "),
-        ({"number": None, "mask": None}, "sample lacks (mask|number) of the dataset's `fields`"),
+        ({"mask": np.zeros((12, 11))}, r"field mask is float64 \(12, 11\), .* uint8 \(12, 12\), "),
+        ({"number": np.zeros(1)}, r"field number is float64 \(1,\), expected float32 \(\), "),
+        ({"mask": np.full((12, 12), 0.5)}, r"field mask is float64 .* expected uint8 \(12, 12\), "),
+        ({"mask": np.full((12, 12), 258)}, r"field mask is int64 .* expected uint8 \(12, 12\), "),
+        (
+            {"number": None, "mask": None},
+            "sample lacks (mask|number), which is in the dataset's `fields`",
+        ),
     ],
 )
 def test_loader_names_invalid_sample(changed, reason):
@@ -185,7 +188,7 @@ def test_mix_all_images_and_numbers(names, entry):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        (only("image"), "augment.batch: .* a sample has image; leave them out"),
+        (only("image"), "augment.batch: .* a sample has image; remove them"),
         (only("image", "mask"), "augment.batch: .* a sample has image, mask; "),
         (only("image", "number", "mask"), "augment.batch: .* a sample has image, number, mask; "),
         (EVERYTHING | {"view": DEEP["image"]}, "data.mean: .* differ in"),
@@ -200,4 +203,4 @@ def test_device_slot_reuses_float_memory():
     """New memory could belong to a batch that the step still reads."""
     slot = DeviceSlot(ImageFormat(torch.device("meta"), [0.5], [0.5]))
     levels = torch.zeros(2, SIDE, SIDE, 3)
-    assert slot.normalise("image", levels) is slot.normalise("image", levels)
+    assert slot.normalize("image", levels) is slot.normalize("image", levels)
