@@ -15,7 +15,6 @@ from engine.compute import (
     Compute,
     choose_precision,
     compile_blocks,
-    compile_function,
     count_flops,
     has_equal_blocks,
     is_search_worthwhile,
@@ -39,36 +38,6 @@ def test_compiled_kernels_are_kept_in_the_cache(cache, monkeypatch):
     program += ".runtime import cache_dir_utils as d; print(d.cache_dir(), d.triton_cache_dir(0))"
     result = run_python("-c", program, XDG_CACHE_HOME=str(cache.parent))
     assert result.stdout.split() == [str(cache / "inductor"), str(cache / "inductor" / "triton")]
-
-
-@pytest.mark.slow
-@NEEDS_COMPILER
-def test_recompute_keeps_fewer_activations():
-    """Activations are computed twice, and the gradients are the same."""
-    network = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
-    weights = {parameter.data_ptr() for parameter in network.parameters()}
-    images = torch.randn(256, 64)
-
-    def gradients(mode):
-        torch._dynamo.reset()
-        network.zero_grad()
-        kept = {}  # address of what the backward pass needs -> bytes
-
-        def keep(tensor):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            result = compile_function(lambda: network(images).square().mean(), mode)()
-        result.backward()
-        return sum(kept.values()), [parameter.grad for parameter in network.parameters()]
-
-    kept, expected = gradients("default")
-    fewer, found = gradients("recompute")
-    assert fewer < kept / 2
-    torch.testing.assert_close(found, expected)
 
 
 def test_blocks_that_differ_are_compiled_with_the_whole_step():
