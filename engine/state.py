@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,22 +14,18 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from conf.errors import RunError
-from engine.checkpoint import BEST
 
 
-def diverged(reason: str, folder: Path) -> RunError:
-    """Return the error of a training that has diverged; `folder`: of the run."""
-    best = folder / "checkpoints" / BEST  # the newest one may be of a large, finite loss
-    start = "start again with checkpoint.resume=never"
-    if best.exists():
-        start = f"give another run.name, checkpoint.resume={best} (if it is from before the loss "
-        start += "grew) and checkpoint.accept_changes=true"
-    cure = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"
-    return RunError(f"{reason}; these weights were not saved: {cure}, and {start}")
+def diverged(reason: str) -> RunError:
+    """Return the error to raise if training has diverged."""
+    fix = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm; start again with "
+    fix += "checkpoint.resume=never, or with a new run.name, checkpoint.accept_changes=true and "
+    fix += "checkpoint.resume=PATH of a checkpoint from before the loss grew, such as best.pt"
+    return RunError(f"{reason}; these weights were not saved: {fix}")
 
 
-def check_loss(row: Mapping[str, float], folder: Path) -> None:
-    """Raise RunError for a log row of a training that has diverged; `folder`: of the run.
+def check_loss(row: Mapping[str, float]) -> None:
+    """Raise RunError for a log row of a training that has diverged.
 
     With fp16, a step with gradients that are not finite is skipped, and halves the loss scale.
     """
@@ -38,9 +33,9 @@ def check_loss(row: Mapping[str, float], folder: Path) -> None:
     if "loss_scale" in row:
         if row["loss_scale"] < 1:
             wrong = "fp16: the gradients are not finite at any loss scale"
-            raise diverged(f"{wrong}, step {row['step']}", folder)
+            raise diverged(f"{wrong}, step {row['step']}")
     elif not math.isfinite(loss):
-        raise diverged(f"the loss is {loss} at step {row['step']} (lr {row['lr']:g})", folder)
+        raise diverged(f"the loss is {loss} at step {row['step']} (lr {row['lr']:g})")
 
 
 class MovingAverage(nn.Module):
