@@ -1,7 +1,6 @@
 """How a device computes a model: operations per image, precision, kernels, torch.compile."""
 
 import gc
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -123,7 +122,7 @@ def count_flops(
 ) -> int:
     """Count the operations of one sample's forward pass (a multiply-add counts as two).
 
-    Raises UserError if `forward` does not match the model, or the model the images.
+    Raises UserError if the model does not take the images, or `forward` a field that they lack.
 
     Args:
         model: on the meta device; it is set to evaluation, and all of it is frozen.
@@ -135,12 +134,6 @@ def count_flops(
             forward(model, Batch.zeros(fields, torch.device("meta")))
     except UserError:  # samples lack a field
         raise
-    except TypeError as error:
-        if not str(error).startswith(f"{type(model).forward.__qualname__}() "):
-            raise  # an error within the model, whose traceback helps
-        names = ", ".join(inspect.signature(model.forward).parameters)
-        fix = f"change it to call the network with ({names})"
-        raise UserError("forward() in train.py", str(error), fix) from None
     except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
         reason = describe(error).splitlines()[0]
         channels, *_, size = fields[IMAGE].device_shape[-3:]
