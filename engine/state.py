@@ -18,8 +18,8 @@ from conf.errors import RunError
 
 def diverged(reason: str) -> RunError:
     """Return the error to raise if training has diverged."""
-    fix = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm; start again with "
-    fix += "checkpoint.resume=never, or with a new run.name, checkpoint.accept_changes=true and "
+    fix = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm; then start over "
+    fix += "with checkpoint.resume=never, or set a new run.name, checkpoint.accept_changes=true and "
     fix += "checkpoint.resume=PATH of a checkpoint from before the loss grew, such as best.pt"
     return RunError(f"{reason}; these weights were not saved: {fix}")
 

@@ -200,7 +200,7 @@ def test_weights_that_differ_between_ranks_are_told(tmp_path, monkeypatch, caplo
     with directory(tmp_path) as run:
         resume_with(run, state_of(), {})
         run.save(state_of(5))
-    assert "step 5: the weights differ between the ranks, and the checkpoint" in caplog.text
+    assert "step 5: the weights differ between ranks, and the checkpoint" in caplog.text
 
 
 def test_a_run_in_whose_place_another_one_trains(tmp_path):
