@@ -102,15 +102,13 @@ def choose_compute(
     mode = resolve_compile(config, device, steps, operations)
     if mode == "default" and has_equal_blocks(model):
         mode = "blocks"
-    rewrite = None
-    if can_rewrite(device, precision) and mode != "off":
-        rewrite = config.model.rewrite
+    is_rewritten = can_rewrite(device, precision) and mode != "off"
     return Compute(
         device=device,
         precision=precision,
         channels_last=models.use_channels_last(config.model.channels_last, model, device.type),
         compile_mode=mode,
-        rewrite=rewrite,
+        rewrite=config.model.rewrite if is_rewritten else None,
         fields=fields,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         flops=flops,

@@ -207,8 +207,8 @@ class Run(AbstractContextManager["Run"]):
         """
         self.wait()
         if not self.world.has_equal_weights(state.model):
-            text = "step %d: the weights differ between ranks, and the checkpoint has rank 0's; all "
-            text += "ranks must draw the same random numbers after average_gradients in train_step"
+            text = "step %d: the weights differ between ranks, and the checkpoint has rank 0's; "
+            text += "train_step must draw the same random numbers on all ranks after the averaging"
             logger.warning(text, state.step)
         self.world.broadcast_buffers(state.model)
         if self.world.is_main:

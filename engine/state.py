@@ -18,8 +18,8 @@ from conf.errors import RunError
 
 def diverged(reason: str) -> RunError:
     """Return the error to raise if training has diverged."""
-    fix = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm; then start over "
-    fix += "with checkpoint.resume=never, or set a new run.name, checkpoint.accept_changes=true and "
+    fix = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm, and set "
+    fix += "checkpoint.resume=never; or set run.name=NAME, checkpoint.accept_changes=true and "
     fix += "checkpoint.resume=PATH of a checkpoint from before the loss grew, such as best.pt"
     return RunError(f"{reason}; these weights were not saved: {fix}")
 
@@ -29,13 +29,10 @@ def check_loss(row: Mapping[str, float]) -> None:
 
     With fp16, a step with gradients that are not finite is skipped, and halves the loss scale.
     """
-    loss = row.get("loss", 0.0)
-    if "loss_scale" in row:
-        if row["loss_scale"] < 1:
-            wrong = "fp16: the gradients are not finite at any loss scale"
-            raise diverged(f"{wrong}, step {row['step']}")
-    elif not math.isfinite(loss):
-        raise diverged(f"the loss is {loss} at step {row['step']} (lr {row['lr']:g})")
+    if row.get("loss_scale", 1.0) < 1:
+        raise diverged(f"fp16: the gradients are not finite at any loss scale, step {row['step']}")
+    if "loss_scale" not in row and not math.isfinite(row.get("loss", 0.0)):
+        raise diverged(f"the loss is {row['loss']} at step {row['step']} (lr {row['lr']:g})")
 
 
 class MovingAverage(nn.Module):
