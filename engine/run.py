@@ -171,8 +171,12 @@ class Run(AbstractContextManager["Run"]):
         """
         if self.config.checkpoint.resume == "never" and self.path.exists():
             lock = _lock(self.path)  # fails if another process trains in it
-            _move_aside(self.path)
+            folder = self.path.resolve()  # run.dir may be a link to another disk
+            aside = folder.with_name(f"{folder.name}.old-{datetime.now():%Y%m%d-%H%M%S-%f}")
+            os.rename(folder, aside)
+            folder.mkdir()
             os.close(lock)
+            logger.info("the earlier run is now %s", aside)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.path)
         if self._own_checkpoints() != self._found:
@@ -357,12 +361,3 @@ def _lock(path: Path) -> int:
         os.close(lock)
         raise UserError(f"run.dir={path}", "a process trains in it", "give a run.name") from None
     return lock
-
-
-def _move_aside(path: Path) -> None:
-    """Rename a folder, with the time in its new name, and create it again."""
-    folder = path.resolve()  # the path may be a link to another disk
-    aside = folder.with_name(f"{folder.name}.old-{datetime.now():%Y%m%d-%H%M%S-%f}")
-    os.rename(folder, aside)
-    folder.mkdir()
-    logger.info("the earlier run is now %s", aside)
