@@ -98,12 +98,12 @@ def train(config: Config) -> dict[str, Any]:
             state.step += 1
             due = schedule.due(state.step)  # log, epoch, validate, save
             row = log.end_step(values, due)
-            check_loss(row)  # the newest row, usually of an earlier step
+            check_loss(row, run.path)  # the newest row, usually of an earlier step
             if due.validate:
                 validate(parts, feed, stop, log)
             if due.save:
                 save(run, state, log)
-        check_loss(log.end_interval())
+        check_loss(log.end_interval(), run.path)
         if state.step != run.last_saved_step:
             save(run, state, log)
         return log.finish(stop, started)

@@ -229,7 +229,7 @@ class Run(AbstractContextManager["Run"]):
         weights = content["state"]["model"]
         for name in weights.keys() & parameters:  # not buffers: a mask may hold inf
             if not weights[name].isfinite().all():
-                raise diverged(f"the weights are not finite at step {content['step']}")
+                raise diverged(f"the weights are not finite at step {content['step']}", self.path)
         self.check_lock()
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 

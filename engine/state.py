@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,25 +15,30 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from conf.errors import RunError
+from engine.checkpoint import BEST
 
 
-def diverged(reason: str) -> RunError:
-    """Return the error to raise if training has diverged."""
-    fix = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm, and set "
-    fix += "checkpoint.resume=never; or set run.name=NAME, checkpoint.accept_changes=true and "
-    fix += "checkpoint.resume=PATH of a checkpoint from before the loss grew, such as best.pt"
-    return RunError(f"{reason}; these weights were not saved: {fix}")
+def diverged(reason: str, folder: Path) -> RunError:
+    """Return the error of a training that has diverged; `folder`: of the run."""
+    best = folder / "checkpoints" / BEST  # the newest one may be of a large, finite loss
+    start = "start again with checkpoint.resume=never"
+    if best.exists():
+        start = f"give another run.name, checkpoint.resume={best} (if it is from before the loss "
+        start += "grew) and checkpoint.accept_changes=true"
+    cure = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"
+    return RunError(f"{reason}; these weights were not saved: {cure}, and {start}")
 
 
-def check_loss(row: Mapping[str, float]) -> None:
-    """Raise RunError for a log row of a training that has diverged.
+def check_loss(row: Mapping[str, float], folder: Path) -> None:
+    """Raise RunError for a log row of a training that has diverged; `folder`: of the run.
 
     With fp16, a step with gradients that are not finite is skipped, and halves the loss scale.
     """
     if row.get("loss_scale", 1.0) < 1:
-        raise diverged(f"fp16: the gradients are not finite at any loss scale, step {row['step']}")
+        wrong = "fp16: the gradients are not finite at any loss scale"
+        raise diverged(f"{wrong}, step {row['step']}", folder)
     if "loss_scale" not in row and not math.isfinite(row.get("loss", 0.0)):
-        raise diverged(f"the loss is {row['loss']} at step {row['step']} (lr {row['lr']:g})")
+        raise diverged(f"the loss is {row['loss']} at step {row['step']} (lr {row['lr']:g})", folder)
 
 
 class MovingAverage(nn.Module):

@@ -229,13 +229,12 @@ def test_the_scale_is_stored():
     new_state("sgd", fp16=False).load_state_dict(stored)
 
 
-def test_which_rows_end_a_run():
+def test_which_rows_end_a_run(tmp_path):
     row = {"step": 7, "lr": 0.1, "loss": math.nan}
     with pytest.raises(RunError, match=r"the loss is nan at step 7 \(lr 0.1\); these weights"):
-        check_loss(row)
+        check_loss(row, tmp_path)
     with pytest.raises(RunError, match="not finite at any loss scale, step 7; these weights"):
-        check_loss({**row, "loss": 1.0, "loss_scale": 0.5})
-    check_loss({**row, "loss_scale": 1.0})
-    check_loss({**row, "loss": 1.0})
-    check_loss({})
-
+        check_loss({**row, "loss": 1.0, "loss_scale": 0.5}, tmp_path)
+    check_loss({**row, "loss_scale": 1.0}, tmp_path)
+    check_loss({**row, "loss": 1.0}, tmp_path)
+    check_loss({}, tmp_path)
