@@ -62,19 +62,18 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
     step = content["step"]
     best_step = content["state"]["best"].get("step")
     path = folder / file_name(step)
-    kept = {path}
     try:
         folder.mkdir(exist_ok=True)  # a user may have removed it
         with replacing(path) as temporary, open(temporary, "wb") as file:
             torch.save({"format": FORMAT, **content}, file)
+        paths = files(folder)
+        kept = {path, *paths[-keep:]}
         if best_step is None:
             (folder / BEST).unlink(missing_ok=True)  # it is no longer comparable
         else:
             kept.add(folder / file_name(best_step))
         if best_step == step:
             link_best(folder, step)
-        paths = files(folder)
-        kept.update(paths[-keep:])
         for old in set(paths) - kept:
             old.unlink()
     except (OSError, RuntimeError) as error:
@@ -88,9 +87,8 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
 def link_best(folder: Path, step: int) -> None:
     """Let `best.pt` be the checkpoint of a step, unless that one is gone."""
     source = folder / file_name(step)
-    best = folder / BEST
-    if source.exists() and not (best.exists() and best.samefile(source)):
-        with replacing(best) as temporary:
+    if source.exists():
+        with replacing(folder / BEST) as temporary:
             try:
                 os.link(source, temporary)
             except OSError:  # a file system without hard links

@@ -197,7 +197,7 @@ class RunLog:
         per_rank = self.world.all_gather(self.feed.pool.unreadable)
         unreadable = set[int]().union(*per_rank)
         summary = {
-            "status": "interrupted" if stop else "finished",
+            "status": "interrupted" if stop.number else "finished",
             "signal": stop.number,  # the exit status follows from it
             "step": self.state.step,
             "epoch": round(self.schedule.epoch(self.state.step), 4),

@@ -200,7 +200,7 @@ def test_run_save_warns_about_unequal_weights(tmp_path, monkeypatch, caplog):
     with directory(tmp_path) as run:
         resume_with(run, state_of(), {})
         run.save(state_of(5))
-    assert "step 5: the weights differ between the ranks, and the checkpoint" in caplog.text
+    assert "step 5: the weights differ between ranks, and the checkpoint" in caplog.text
 
 
 def test_run_save_fails_if_directory_was_moved(tmp_path):
