@@ -97,10 +97,12 @@ class Observers:
         """Create the observers of log.observers. Raises UserError of a constructor."""
         for name, observer, parameters in named_observers(log.config):
             create = partial(observer, log, **parameters)
-            started = self._guard(name, create, reraise=UserError)
-            if started is not None:
-                self._started.append((name, started))
-                log.tracker.callback(self._guard, name, started.close)
+            self._guard(name, self._start, name, create, log.tracker, reraise=UserError)
+
+    def _start(self, name: str, create: Callable[[], Observer], tracker: Tracker) -> None:
+        started = create()
+        self._started.append((name, started))
+        tracker.callback(self._guard, name, started.close)
 
     def notify(self, event: Callable[[Observer], Any]) -> dict[str, Any]:
         """Call a method of each observer; return all values that they add."""

@@ -4,24 +4,22 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from engine.compute import Compute, device_name
+from engine.compute import device_name
 from engine.files import write_json
 from engine.log import console
 from engine.log.observer import Observers
-from engine.log.summary import best_values, newest_values
+from engine.log.summary import validation_values
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import TIME, Tracker
-from engine.log.verdict import SHORT_EPOCH, SHORT_RUN, cause_in, verdict_of
+from engine.log.verdict import SHORT_EPOCH, SHORT_RUN, verdict_of
 from engine.meter import Meter
-from engine.metrics import Metrics
 from engine.run import Parts, Run
 from engine.schedule import Due, Schedule
-from engine.state import TrainState, params_sha256
+from engine.state import params_sha256
 from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
 from engine.validation import Validation
@@ -35,33 +33,30 @@ HEADER_ROWS = 40  # the columns are named again after so many rows: a terminal h
 @contextmanager
 def open_log(parts: Parts, feed: Feed, step: StepGraph, run: Run) -> Iterator["RunLog"]:
     """Print the columns and start the observers; close all outputs on exit. Collective."""
-    folder = run.path if run.world.is_main else None
-    with Tracker(folder, run.config, parts.state) as tracker:
+    with Tracker(run.path, run.config, parts.state, writes=run.world.is_main) as tracker:
         tracker.print(f"loader    workers={feed.pool.active} decoder={feed.decoder_name}")
-        yield RunLog(
-            feed, parts.schedule, parts.compute, step, parts.state, run, tracker, parts.metrics
-        )
+        yield RunLog(parts, feed, step, run, tracker)
 
 
-@dataclass
 class RunLog:
     """Reports a run through the tracker, whose exit also closes the observers."""
 
-    feed: Feed
-    schedule: Schedule
-    compute: Compute
-    train_on_batch: StepGraph
-    state: TrainState
-    run: Run
-    tracker: Tracker
-    metrics: Metrics
-
-    def __post_init__(self) -> None:
-        self.world = self.run.world
-        self.config = self.run.config
-        self.path = self.run.path
-        self.datasets = self.feed.datasets
-        self.meter = Meter(self.world, self.feed.train.clock)
+    def __init__(
+        self, parts: Parts, feed: Feed, step: StepGraph, run: Run, tracker: Tracker
+    ) -> None:
+        self.config = run.config
+        self.path = run.path
+        self.world = run.world
+        self.datasets = parts.datasets
+        self.feed = feed
+        self.schedule = parts.schedule
+        self.compute = parts.compute
+        self.state = parts.state
+        self.metrics = parts.metrics
+        self.tracker = tracker
+        self._run = run
+        self._step = step
+        self._meter = Meter(self.world, self.feed.train.clock)
         self.row: dict[str, Any] = {}  # the newest row of training steps
         self._times: list[StepTimes] = []  # one for each log row of this start
         self._epoch_began = 0  # how many of them are of earlier epochs
@@ -72,16 +67,14 @@ class RunLog:
         self._monitor = GpuMonitor(self.world.device)
         self.tracker.print(console.header(self.metrics))
         self._began = time.monotonic()
-        step = self.state.step
+        done = self.state.step
         # No time counts the first steps, because they compile.
-        self._warm_step = step + (FIRST_STEPS if self.world.device.type == "cuda" else 1)
+        self._warm_step = done + (FIRST_STEPS if self.world.device.type == "cuda" else 1)
         # After a resume, less than half the steps of a row would look like a changed loss.
         every = self.schedule.log_every
-        self._first_row = min(self.schedule.stop_step, every * math.ceil(step / every + 0.5))
-        steps = math.ceil(self.schedule.steps_per_epoch)
-        done = int(step % self.schedule.steps_per_epoch)
-        bar = console.epoch_bar(steps=steps, done=done, shown=self.world.is_main)
-        self._bar = self.tracker.enter_context(bar)
+        self._first_row = min(self.schedule.stop_step, every * math.ceil(done / every + 0.5))
+        bar = console.epoch_bar(self.schedule.steps_per_epoch, done, shown=self.world.is_main)
+        self._bar = tracker.enter_context(bar)
 
     def begin_step(self, batch: Batch) -> None:
         """Call the observers, then note that all ranks have their batch.
@@ -99,9 +92,9 @@ class RunLog:
         """
         step = self.state.step
         self._report()  # an earlier step: its values arrived while this one was launched
-        self.meter.add(values)
+        self._meter.add(values)
         if due.log and step >= self._first_row:
-            self.meter.send(step)
+            self._meter.send(step)
         self._observers.notify(lambda observer: observer.end_step(step))
         self._bar.update()
         if due.epoch or due.save:
@@ -131,7 +124,7 @@ class RunLog:
         # A killed run leaves this file instead of the verdict in summary.json.
         epoch = round(self.schedule.epoch(self.state.step), 4)
         self.tracker.write_json("verdict.json", {"epoch": epoch, "verdict": verdict})
-        cause = cause_in(verdict[0])
+        cause = verdict[0].partition(":")[0]
         if cause != self._cause and self.state.step < self.schedule.stop_step:
             self.tracker.print(*console.verdict_lines(verdict))
         self._cause = cause
@@ -139,7 +132,7 @@ class RunLog:
     def _verdict(self, rows: list[StepTimes], shortest: float) -> list[str]:
         """Return the verdict on these rows of all ranks. Collective."""
         ranks = self.world.all_gather(mean_of(rows))
-        return verdict_of(ranks, shortest, self.feed, self.train_on_batch.disabled_reason)
+        return verdict_of(ranks, shortest, self.feed, self._step.disabled_reason)
 
     @contextmanager
     def pause(self, doing: str = "epoch") -> Iterator[None]:
@@ -152,7 +145,7 @@ class RunLog:
 
     def validated(self, row: dict[str, Any], result: Validation, *, best: bool) -> None:
         """Report a validation. `row`: the values of its result, and those of the raw model."""
-        self.world.on_rank_0(self.run.check_lock)  # observers write files
+        self.world.on_rank_0(self._run.check_lock)  # observers write files
         seconds = time.monotonic() - self._pause_began
         row = row | {"split": "val", "images": result.images, "seconds": seconds}
         names = self.metrics.computations(result.rows)
@@ -163,7 +156,7 @@ class RunLog:
 
     def _report(self) -> None:
         """Write the row of an interval of steps, if one was sent and not yet read."""
-        interval = self.meter.read()
+        interval = self._meter.read()
         if interval is None:
             return
         skip = max(0, self._warm_step - (interval.step - interval.steps))
@@ -191,7 +184,7 @@ class RunLog:
         `started`: time.monotonic() when `train` was called. A signal may still arrive during that
         checkpoint. Raises RunError if it could not be written.
         """
-        self.run.wait()
+        self._run.wait()
         stop.poll()
         self._bar.close()
         per_rank = self.world.all_gather(self.feed.pool.unreadable)
@@ -201,9 +194,8 @@ class RunLog:
             "signal": stop.number,  # the exit status follows from it
             "step": self.state.step,
             "epoch": round(self.schedule.epoch(self.state.step), 4),
-            **newest_values(self.state, self.metrics),
             "best_by": self.config.train.best_by,
-            **best_values(self.state, self.metrics),
+            **validation_values(self.state, self.metrics),
             "history": self.state.history,
             "params_sha256": params_sha256(self.state.model),
             "seconds": time.monotonic() - started,
@@ -211,9 +203,9 @@ class RunLog:
             "images_per_second": mean_of(self._times).images_per_second * self.world.size,
             "verdict": self._verdict(self._times, SHORT_RUN),
             "device": device_name(self.compute.device),
-            "made_by": self.run.metadata["made_by"],
-            "training_images": self.run.metadata["identity"]["data.train"],
-            "validation_images": self.run.metadata["identity"]["data.val"],
+            "made_by": self._run.metadata["made_by"],
+            "training_images": self._run.metadata["identity"]["data.train"],
+            "validation_images": self._run.metadata["identity"]["data.val"],
             "workers": self.feed.pool.active,
             "unreadable_images": len(unreadable),  # training images replaced on any rank
         }

@@ -1,4 +1,4 @@
-"""The results of a run in summary.json: values of its newest and best validation."""
+"""The validation results in summary.json."""
 
 from typing import Any
 
@@ -7,24 +7,27 @@ from engine.metrics import Metrics
 from engine.state import TrainState
 
 
-def newest_values(state: TrainState, metrics: Metrics) -> dict[str, Any]:
-    """Return the values of the last validation, their units, and the names without `_raw`."""
+def validation_values(state: TrainState, metrics: Metrics) -> dict[str, Any]:
+    """Return the newest validation's values, and the best one's value, epoch and checkpoint.
+
+    `units` has the unit of each value, `values` the names without `_raw`. Results of a validation
+    that does not exist are None.
+    """
     values = dict(state.last_validation)
     step = values.pop("step", None)
     values.pop("epoch", None)
-    names = [name for name in values if not name.endswith("_raw")]
-    units = {name: metrics[name.removesuffix("_raw")].unit for name in values}
-    return {**values, "values": names, "units": units, "validated_step": step}
-
-
-def best_values(state: TrainState, metrics: Metrics) -> dict[str, Any]:
-    """Return the value of the best validation so far, its epoch and checkpoint, or None each."""
-    name = f"best_{metrics.best_by}"
-    best = state.best_validation
-    if not best:
-        return {name: None, "best_epoch": None, "best_checkpoint": None}
-    return {
-        name: best.get(metrics.best_by),
-        "best_epoch": round(best["epoch"], 4),
-        "best_checkpoint": file_name(int(best["step"])),
+    results = {
+        **values,
+        "values": [name for name in values if not name.endswith("_raw")],
+        "units": {name: metrics[name.removesuffix("_raw")].unit for name in values},
+        "validated_step": step,
+        f"best_{metrics.best_by}": None,
+        "best_epoch": None,
+        "best_checkpoint": None,
     }
+    best = state.best_validation
+    if best:
+        results[f"best_{metrics.best_by}"] = best.get(metrics.best_by)
+        results["best_epoch"] = round(best["epoch"], 4)
+        results["best_checkpoint"] = file_name(int(best["step"]))
+    return results

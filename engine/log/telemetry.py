@@ -37,6 +37,7 @@ class GpuMonitor:
     def __init__(self, device: torch.device) -> None:
         self.throttled = False  # by one of FAULTS, at the newest sample
         self._nvml: Any = None
+        self._gpu: Any = None
         if device.type != "cuda":
             return
         try:
@@ -53,10 +54,8 @@ class GpuMonitor:
     def sample(self) -> dict[str, float]:
         """Return the current values by TensorBoard tag; utilization in percent."""
         values: dict[str, float] = {}
-        if self._nvml is None:
-            return values
         for tag, query in QUERIES.items():
-            with suppress(Exception):  # not supported by this GPU, driver or nvidia-ml-py
+            with suppress(Exception):  # no NVML, or not supported by this GPU, driver or pynvml
                 values[tag] = query(self._nvml, self._gpu)
         with suppress(Exception):  # this name exists in old and new drivers
             reasons = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._gpu)

@@ -52,48 +52,54 @@ class Tracker(ExitStack):
     After an output's first failure there is one warning, and it is not written any more.
 
     Args:
-        folder: the run directory; None to report nothing, as on other ranks than 0.
-        config: log.trackers says what to write.
-        state: from which this start resumes. Later rows of metrics.jsonl are dropped, and that of a
+        folder: run directory.
+        config: log.trackers names what to write in addition to metrics.jsonl.
+        state: state from which this start resumes. metrics.jsonl loses later rows, and the row of a
             validation that is repeated; TensorBoard hides later values of earlier starts.
+        writes: whether to write and print anything; False on all ranks but 0.
     """
 
-    def __init__(self, folder: Path | None, config: Config, state: TrainState) -> None:
+    def __init__(
+        self, folder: Path, config: Config, state: TrainState, *, writes: bool = True
+    ) -> None:
         super().__init__()
         self.folder = folder
+        self.writes = writes
         self._start_step = state.step
         # An interrupted validation of this step is repeated.
         validated = state.last_validation.get("step", state.step)
         self._last_steps = {"val": max(state.step - 1, validated)}  # of the rows that are kept
         self._failed: set[str] = set()  # outputs that are not written any more
-        self._rows: Any = None  # the file metrics.jsonl
+        self._rows = self.guard("metrics.jsonl", self._open_rows)
         self._board: Any = None  # TensorBoard's SummaryWriter
-        if folder is None:
-            return
-        self._rows = self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl")
         if config.log.trackers:
             best_by = config.train.best_by.removeprefix("-")
-            self._board = self.guard("TensorBoard", self._open_board, folder, best_by)
+            self._board = self.guard("TensorBoard", self._open_board, best_by)
+        if self._board is None:
+            self._failed |= {"TensorBoard", "images"}
 
-    def _open_rows(self, path: Path) -> Any:
+    def _open_rows(self) -> Any:
+        path = self.folder / "metrics.jsonl"
+        lines = []
+        with suppress(FileNotFoundError):
+            lines = path.read_text("utf-8", errors="replace").splitlines()
         kept = []
-        if path.is_file():
-            for line in path.read_text("utf-8", errors="replace").splitlines():
-                # A killed process leaves an incomplete line; a user may have added others.
-                with suppress(ValueError, TypeError, KeyError):
-                    row = json.loads(line)
-                    if row["step"] <= self._last_steps.get(row.get("split"), self._start_step):
-                        kept.append(f"{line}\n")
-        replace_file(path, "".join(kept))  # a new file, also for a link
+        for line in lines:
+            # A killed process leaves an incomplete line; a user may have added others.
+            with suppress(ValueError, TypeError, KeyError):
+                row = json.loads(line)
+                if row["step"] <= self._last_steps.get(row.get("split"), self._start_step):
+                    kept.append(f"{line}\n")
+        replace_file(path, "".join(kept))  # creates a new file in place of a link
         file = open(path, "a", buffering=1)  # noqa: SIM115 - the stack closes it
         self.callback(self.guard, "metrics.jsonl", file.close)
         return file
 
-    def _open_board(self, folder: Path, best_by: str) -> Any:
+    def _open_board(self, best_by: str) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         # Into the folder itself: TensorBoard names a run after the folder of its files.
-        board: Any = SummaryWriter(folder, purge_step=self._start_step + 1, flush_secs=10)
+        board: Any = SummaryWriter(self.folder, purge_step=self._start_step + 1, flush_secs=10)
         self.callback(self.guard, "TensorBoard", board.close)
         charts = {}
         for name in ("loss", best_by):  # a chart has the curves of training and validation
@@ -102,22 +108,21 @@ class Tracker(ExitStack):
         return board
 
     def print(self, *lines: str) -> None:
-        if self.folder is not None:
-            say(*lines)
+        self.guard("console", say, *lines)
 
     def write_row(self, row: Mapping[str, Any]) -> None:
         """Write a row, to metrics.jsonl with _ in place of / in its keys."""
-        if self._rows is not None:
-            named = {key.replace("/", "_"): value for key, value in row.items()}
-            self.guard("metrics.jsonl", self._rows.write, json_text(named) + "\n")
-        if self._board is not None:
-            for tag, value in curves(row).items():
-                self.guard("TensorBoard", self._board.add_scalar, tag, value, row["step"])
+        named = {key.replace("/", "_"): value for key, value in row.items()}
+        self.guard("metrics.jsonl", lambda: self._rows.write(json_text(named) + "\n"))
+        self.guard("TensorBoard", self._add_scalars, row)
+
+    def _add_scalars(self, row: Mapping[str, Any]) -> None:
+        for tag, value in curves(row).items():
+            self._board.add_scalar(tag, value, row["step"])
 
     def write_images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
         """Draw images for TensorBoard, if it is in use; `draw` returns tag -> image."""
-        if self._board is not None:
-            self.guard("images", self._add_images, draw, step)
+        self.guard("images", self._add_images, draw, step)
 
     def _add_images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -134,20 +139,19 @@ class Tracker(ExitStack):
             self._board.file_writer.add_summary(summary, step)
 
     def write_json(self, name: str, content: Any) -> None:
-        if self.folder is not None:
-            self.guard(name, write_json, self.folder / name, content)
+        self.guard(name, write_json, self.folder / name, content)
 
     def flush(self) -> None:
         """Flush the curves to disk, so that a kill cannot lose them. Any thread may call it."""
-        if self._board is not None:
-            self.guard("TensorBoard", self._board.flush)
+        self.guard("TensorBoard", lambda: self._board.flush())
 
     def guard(self, name: str, call: Callable[..., Any], *arguments: Any, reraise: Any = ()) -> Any:
         """Call a function that writes an output, unless an earlier call of this name has failed.
 
+        Does nothing if `writes` is False.
         An error is one warning; one of a type in `reraise` is raised.
         """
-        if name in self._failed:
+        if not self.writes or name in self._failed:
             return None
         try:
             return call(*arguments)
