@@ -5,7 +5,7 @@ have the names of keys of `train` get their values.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -85,13 +85,8 @@ def class_weights(config: TrainConfig, datasets: Datasets, device: torch.device)
         images = np.bincount(labels, minlength=len(classes))
         weights = images.sum() / (len(classes) * images.clip(1))  # as scikit-learn balances
         return torch.tensor(weights, dtype=torch.float32, device=device)
-    return named_weights(chosen, classes).to(device)
-
-
-def named_weights(weights: Mapping[Any, float], classes: Sequence[str]) -> Tensor:
-    """Return the weights that a config gives by class name, float32 [classes]; others are 1."""
-    result = torch.ones(len(classes))
-    for key, weight in weights.items():
+    result = torch.ones(len(classes), device=device)
+    for key, weight in chosen.items():
         name = str(key)  # YAML may have read a number
         if name not in classes:
             wrong = f"there is no class {name} among {len(classes):,}: {', '.join(classes[:5])}"

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.checkpoint import file_name
 from engine.compute import device_name
 from engine.files import write_json
 from engine.log import console
 from engine.log.observer import Observers
-from engine.log.summary import validation_values
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import TIME, Tracker
 from engine.log.verdict import SHORT_EPOCH, SHORT_RUN, verdict_of
@@ -195,7 +195,7 @@ class RunLog:
             "step": self.state.step,
             "epoch": round(self.schedule.epoch(self.state.step), 4),
             "best_by": self.config.train.best_by,
-            **validation_values(self.state, self.metrics),
+            **self._validation_results(),
             "history": self.state.history,
             "params_sha256": params_sha256(self.state.model),
             "seconds": time.monotonic() - started,
@@ -215,6 +215,29 @@ class RunLog:
         resumes = self.config.checkpoint.resume != "never"
         self.tracker.print(*console.outcome(self.path, summary, self.metrics, resumes=resumes))
         return summary
+
+    def _validation_results(self) -> dict[str, Any]:
+        """Return the newest validation's values, and the best one's value, epoch and checkpoint.
+
+        `values` has the names without `_raw`. Results of a missing validation are None.
+        """
+        values = dict(self.state.last_validation)
+        step = values.pop("step", None)
+        values.pop("epoch", None)
+        name = f"best_{self.metrics.best_by}"
+        results = {
+            **values,
+            "values": [name for name in values if not name.endswith("_raw")],
+            "units": {name: self.metrics[name.removesuffix("_raw")].unit for name in values},
+            "validated_step": step,
+            **dict.fromkeys([name, "best_epoch", "best_checkpoint"]),
+        }
+        best = self.state.best_validation
+        if best:
+            results[name] = best.get(self.metrics.best_by)
+            results["best_epoch"] = round(best["epoch"], 4)
+            results["best_checkpoint"] = file_name(int(best["step"]))
+        return results
 
 
 def train_row(
