@@ -1,4 +1,4 @@
-"""Reports a run: console, metrics.jsonl, TensorBoard, the GPU, the verdict and log.observers."""
+"""Report a run: console, metrics.jsonl, TensorBoard, GPU figures, verdict and log.observers."""
 
 import math
 import time
@@ -27,19 +27,19 @@ from pipeline.feed.batch import Batch
 from pipeline.feed.feed import Feed
 from pipeline.feed.step_times import StepTimes, mean_of
 
-HEADER_ROWS = 40  # the columns are named again after so many rows: a terminal has fewer lines
+HEADER_ROWS = 40  # rows between two headers, because a terminal has fewer lines
 
 
 @contextmanager
 def open_log(parts: Parts, feed: Feed, step: StepGraph, run: Run) -> Iterator["RunLog"]:
-    """Print the columns and start the observers; close all outputs on exit. Collective."""
+    """Print the table's header and start the observers; close all outputs on exit. Collective."""
     with Tracker(run.path, run.config, parts.state, writes=run.world.is_main) as tracker:
         tracker.print(f"loader    workers={feed.pool.active} decoder={feed.decoder_name}")
         yield RunLog(parts, feed, step, run, tracker)
 
 
 class RunLog:
-    """Reports a run through the tracker, whose exit also closes the observers."""
+    """Reports a run through a tracker, whose exit also closes the observers."""
 
     def __init__(
         self, parts: Parts, feed: Feed, step: StepGraph, run: Run, tracker: Tracker
@@ -56,42 +56,40 @@ class RunLog:
         self.tracker = tracker
         self._run = run
         self._step = step
-        self._meter = Meter(self.world, self.feed.train.clock)
-        self.row: dict[str, Any] = {}  # the newest row of training steps
-        self._times: list[StepTimes] = []  # one for each log row of this start
-        self._epoch_began = 0  # how many of them are of earlier epochs
-        self._cause = ""  # of the newest epoch with a verdict
+        self._meter = Meter(self.world, feed.train.clock)
+        self.row: dict[str, Any] = {}  # newest row of training steps
+        self._times: list[StepTimes] = []  # times of each training row since the start
+        self._epoch_began = 0  # number of these rows that belong to earlier epochs
+        self._cause = ""  # cause in the newest epoch's verdict
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
-        self._observers = Observers(self.tracker)
+        self._observers = Observers(tracker)
         self.world.on_rank_0(lambda: self._observers.start(self))
         self._monitor = GpuMonitor(self.world.device)
-        self.tracker.print(console.header(self.metrics))
+        tracker.print(console.header(self.metrics))
         self._began = time.monotonic()
         done = self.state.step
-        # No time counts the first steps, because they compile.
+        # The first steps are not timed, because they compile.
         self._warm_step = done + (FIRST_STEPS if self.world.device.type == "cuda" else 1)
-        # After a resume, less than half the steps of a row would look like a changed loss.
+        # After a resume, a row of less than half its steps would look like a change of the loss.
         every = self.schedule.log_every
         self._first_row = min(self.schedule.stop_step, every * math.ceil(done / every + 0.5))
         bar = console.epoch_bar(self.schedule.steps_per_epoch, done, shown=self.world.is_main)
         self._bar = tracker.enter_context(bar)
 
     def begin_step(self, batch: Batch) -> None:
-        """Call the observers, then note that all ranks have their batch.
-
-        So the time of the observers is not part of the step.
-        """
+        """Call the observers, whose time is not part of the step's time."""
         self._observers.notify(lambda observer: observer.begin_step(batch))
-        self.feed.train.clock.ranks_ready()
+        self.feed.train.clock.ranks_ready()  # all ranks have their batches
 
     def end_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
         """Add the values of a step, float [] on the device; return the newest log row. Collective.
 
-        One step after a row was due, waits for the step of that row, while the device runs this
-        one. If an epoch ends or a checkpoint follows, a row that is due waits for its own step.
+        A row is written one step after it is due: this waits for the row's last step while the
+        device runs the newest one. If an epoch ends or a checkpoint follows, a due row is written
+        at once.
         """
         step = self.state.step
-        self._report()  # an earlier step: its values arrived while this one was launched
+        self._report()  # values of an earlier step, which arrived while this one was launched
         self._meter.add(values)
         if due.log and step >= self._first_row:
             self._meter.send(step)
@@ -105,23 +103,20 @@ class RunLog:
         return self.row
 
     def end_interval(self) -> dict[str, Any]:
-        """Report the interval that was sent, if there is one; return the newest row.
-
-        Waits for the last step of the interval.
-        """
+        """Report the interval that was sent, if any, after its last step; return the newest row."""
         self.feed.train.clock.end_step()
         self._report()
         return self.row
 
     def _judge_epoch(self) -> None:
-        """Print the epoch's verdict if its cause is new; `finish` prints the last one."""
+        """Print the epoch's verdict if its cause has changed; `finish` prints the last verdict."""
         rows = self._times[self._epoch_began :]
         self._epoch_began = len(self._times)
         with self.pause():
             verdict = self._verdict(rows, SHORT_EPOCH)
         if not verdict:
             return
-        # A killed run leaves this file instead of the verdict in summary.json.
+        # A killed run has this file, but no verdict in summary.json.
         epoch = round(self.schedule.epoch(self.state.step), 4)
         self.tracker.write_json("verdict.json", {"epoch": epoch, "verdict": verdict})
         cause = verdict[0].partition(":")[0]
@@ -130,13 +125,13 @@ class RunLog:
         self._cause = cause
 
     def _verdict(self, rows: list[StepTimes], shortest: float) -> list[str]:
-        """Return the verdict on these rows of all ranks. Collective."""
+        """Return the verdict on these rows, over all ranks. Collective."""
         ranks = self.world.all_gather(mean_of(rows))
         return verdict_of(ranks, shortest, self.feed, self._step.disabled_reason)
 
     @contextmanager
     def pause(self, doing: str = "epoch") -> Iterator[None]:
-        """Exclude the `with` block from images/s and step times; the bar shows `doing`."""
+        """Exclude the `with` block from images/s and step times; show `doing` in the bar."""
         self._pause_began = time.monotonic()
         with self.feed.train.clock.pause():
             self._bar.set_description(doing)
@@ -144,7 +139,7 @@ class RunLog:
             self._bar.set_description("epoch")
 
     def validated(self, row: dict[str, Any], result: Validation, *, best: bool) -> None:
-        """Report a validation. `row`: the values of its result, and those of the raw model."""
+        """Report a validation. `row`: values of the result and of the raw model."""
         self.world.on_rank_0(self._run.check_lock)  # observers write files
         seconds = time.monotonic() - self._pause_began
         row = row | {"split": "val", "images": result.images, "seconds": seconds}
@@ -155,7 +150,7 @@ class RunLog:
         self._write(row | added)
 
     def _report(self) -> None:
-        """Write the row of an interval of steps, if one was sent and not yet read."""
+        """Write the row of the interval that was sent and not yet read, if any."""
         interval = self._meter.read()
         if interval is None:
             return
@@ -163,15 +158,15 @@ class RunLog:
         gpu = self._monitor.sample()
         times = self.feed.step_times(interval.steps, skip=skip)
         times = times._replace(throttled_fraction=self._monitor.throttled)
-        is_compiling = skip >= interval.steps
-        self._times.append(StepTimes() if is_compiling else times)  # 0 seconds have no weight
+        is_compiling = skip >= interval.steps  # 0 seconds have no weight in a mean
+        self._times.append(StepTimes() if is_compiling else times)
         row = train_row(interval.step, interval.means, times, self.schedule, self.feed.pool.active)
         row |= gpu | memory_figures(self.feed.pool.pids, self.world.device)
         self._write(row)
         if len(self._times) % HEADER_ROWS == 0:
             self.tracker.print(console.header(self.metrics))
-        line = console.train_line(row, interval.means, self.metrics, self.config.train.epochs)
-        self.tracker.print(line)
+        epochs = self.config.train.epochs
+        self.tracker.print(console.train_line(row, interval.means, self.metrics, epochs))
         self.row = row
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -179,10 +174,10 @@ class RunLog:
         self._observers.notify(lambda observer: observer.logged(row))
 
     def finish(self, stop: StopSignal, started: float) -> dict[str, Any]:
-        """Report the end once the last checkpoint is on disk; return the summary. Collective.
+        """Write the summary once the last checkpoint is on disk, and return it. Collective.
 
-        `started`: time.monotonic() when `train` was called. A signal may still arrive during that
-        checkpoint. Raises RunError if it could not be written.
+        `started`: time.monotonic() when `train` was called. A signal may still arrive while the
+        checkpoint is written. Raises RunError if that fails.
         """
         self._run.wait()
         stop.poll()
@@ -191,7 +186,7 @@ class RunLog:
         unreadable = set[int]().union(*per_rank)
         summary = {
             "status": "interrupted" if stop else "finished",
-            "signal": stop.number,  # the exit status follows from it
+            "signal": stop.number,  # determines the exit status
             "step": self.state.step,
             "epoch": round(self.schedule.epoch(self.state.step), 4),
             "best_by": self.config.train.best_by,
@@ -207,7 +202,7 @@ class RunLog:
             "training_images": self._run.metadata["identity"]["data.train"],
             "validation_images": self._run.metadata["identity"]["data.val"],
             "workers": self.feed.pool.active,
-            "unreadable_images": len(unreadable),  # training images replaced on any rank
+            "unreadable_images": len(unreadable),  # number of training images replaced on any rank
         }
         summary |= self._observers.notify(lambda observer: observer.finish(summary))
         if self.world.is_main:
@@ -243,7 +238,7 @@ class RunLog:
 def train_row(
     step: int, values: dict[str, float], times: StepTimes, schedule: Schedule, workers: int
 ) -> dict[str, Any]:
-    """Return the log row up to a step, without the figures of the GPU and the memory."""
+    """Return the log row of the steps up to `step`, without GPU and memory figures."""
     rate = times.images_per_second * schedule.ranks
     row = {
         "step": step,
@@ -256,6 +251,6 @@ def train_row(
         **{name: getattr(times, name) for name in TIME},
         "seconds_left": (schedule.stop_step - step) * schedule.batch_size / rate,
     }
-    if schedule.ranks == 1:  # it would be the time of the observers
+    if schedule.ranks == 1:  # would be the observers' time
         del row["ranks_wait_fraction"]
     return row

@@ -1,6 +1,6 @@
-"""What rank 0 reports to its user: console, metrics.jsonl, JSON files and TensorBoard's files.
+"""Outputs of rank 0: console, metrics.jsonl, JSON files and TensorBoard's event files.
 
-A full disk or a missing TensorBoard causes one warning; training continues.
+After a full disk or a missing TensorBoard there is one warning, and training continues.
 """
 
 import io
@@ -22,12 +22,12 @@ from engine.state import TrainState
 
 logger = logging.getLogger(__name__)
 
-# Fields of StepTimes in a row: the group `time`
+# Fields of StepTimes in a log row; their tags have the group `time`.
 TIME = (
     "data_wait_fraction ranks_wait_fraction late_fraction copy_fraction compute_fraction copy_ms "
     "step_ms step_worst_ms"
 ).split()
-# Tags of keys of metrics.jsonl. Other keys have the tag <split>/<key>.
+# TensorBoard tags by key of metrics.jsonl. Other keys have the tag <split>/<key>.
 TAGS = {
     "lr": "lr",
     "images_per_second": "throughput/images_per_second",
@@ -38,7 +38,7 @@ NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
 
 
 def curves(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a row by the tag of their curve. A key with / is its own tag."""
+    """Return a row's values by the tag of their curve. A key that contains / is a tag."""
     values = {}
     for key in sorted(row.keys() - NO_CURVE):
         tag = key if "/" in key else TAGS.get(key, f"{row['split']}/{key}")
@@ -49,12 +49,12 @@ def curves(row: Mapping[str, Any]) -> dict[str, Any]:
 class Tracker(ExitStack):
     """Prints lines, and writes rows, JSON files, curves and images into a run directory.
 
-    After an output's first failure there is one warning, and it is not written any more.
+    The first failure of an output causes a warning, and disables the output.
 
     Args:
         folder: run directory.
-        config: log.trackers names what to write in addition to metrics.jsonl.
-        state: state from which this start resumes. metrics.jsonl loses later rows, and the row of a
+        config: log.trackers enables TensorBoard.
+        state: state from which this start resumes. metrics.jsonl loses later rows and the row of a
             validation that is repeated; TensorBoard hides later values of earlier starts.
         writes: whether to write and print anything; False on all ranks but 0.
     """
@@ -68,8 +68,8 @@ class Tracker(ExitStack):
         self._start_step = state.step
         # An interrupted validation of this step is repeated.
         validated = state.last_validation.get("step", state.step)
-        self._last_steps = {"val": max(state.step - 1, validated)}  # of the rows that are kept
-        self._failed: set[str] = set()  # outputs that are not written any more
+        self._last_steps = {"val": max(state.step - 1, validated)}  # last step of the rows to keep
+        self._failed: set[str] = set()  # disabled outputs
         self._rows = self.guard("metrics.jsonl", self._open_rows)
         self._board: Any = None  # TensorBoard's SummaryWriter
         if config.log.trackers:
@@ -85,24 +85,24 @@ class Tracker(ExitStack):
             lines = path.read_text("utf-8", errors="replace").splitlines()
         kept = []
         for line in lines:
-            # A killed process leaves an incomplete line; a user may have added others.
+            # A killed process leaves an incomplete line; a user may have added other lines.
             with suppress(ValueError, TypeError, KeyError):
                 row = json.loads(line)
                 if row["step"] <= self._last_steps.get(row.get("split"), self._start_step):
                     kept.append(f"{line}\n")
         replace_file(path, "".join(kept))  # creates a new file in place of a link
-        file = open(path, "a", buffering=1)  # noqa: SIM115 - the stack closes it
+        file = open(path, "a", buffering=1)  # noqa: SIM115 - closed by the stack
         self.callback(self.guard, "metrics.jsonl", file.close)
         return file
 
     def _open_board(self, best_by: str) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Into the folder itself: TensorBoard names a run after the folder of its files.
+        # Not in a subfolder, because TensorBoard names a run after the folder of its files.
         board: Any = SummaryWriter(self.folder, purge_step=self._start_step + 1, flush_secs=10)
         self.callback(self.guard, "TensorBoard", board.close)
         charts = {}
-        for name in ("loss", best_by):  # a chart has the curves of training and validation
+        for name in ("loss", best_by):  # a chart combines the training and validation curves
             charts[name] = ["Multiline", [f"(train|val)/{re.escape(name)}(_raw)?$"]]
         board.add_custom_scalars({"learning": charts})
         return board
@@ -111,7 +111,7 @@ class Tracker(ExitStack):
         self.guard("console", say, *lines)
 
     def write_row(self, row: Mapping[str, Any]) -> None:
-        """Write a row, to metrics.jsonl with _ in place of / in its keys."""
+        """Write a row. In metrics.jsonl, its keys have _ in place of /."""
         named = {key.replace("/", "_"): value for key, value in row.items()}
         self.guard("metrics.jsonl", lambda: self._rows.write(json_text(named) + "\n"))
         self.guard("TensorBoard", self._add_scalars, row)
@@ -121,15 +121,15 @@ class Tracker(ExitStack):
             self._board.add_scalar(tag, value, row["step"])
 
     def write_images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
-        """Draw images for TensorBoard, if it is in use; `draw` returns tag -> image."""
+        """Draw images if TensorBoard is enabled; `draw` returns images by tag."""
         self.guard("images", self._add_images, draw, step)
 
     def _add_images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for tag, image in draw().items():
-            # `add_image` writes PNG: its compression and TensorBoard's checksum of the longer file
-            # (in Python) took 0.4 s for 16 photos, with JPEG 0.05 s.
+            # `add_image` writes PNG, whose compression and TensorBoard's checksum (in Python) of
+            # the larger file took 0.4 s for 16 photos. JPEG took 0.05 s.
             file = io.BytesIO()
             image.convert("RGB").save(file, "JPEG", quality=90, subsampling=0)
             picture = Summary.Image(
@@ -142,14 +142,13 @@ class Tracker(ExitStack):
         self.guard(name, write_json, self.folder / name, content)
 
     def flush(self) -> None:
-        """Flush the curves to disk, so that a kill cannot lose them. Any thread may call it."""
+        """Flush the curves to disk, so that a kill cannot lose them. Thread-safe."""
         self.guard("TensorBoard", lambda: self._board.flush())
 
     def guard(self, name: str, call: Callable[..., Any], *arguments: Any, reraise: Any = ()) -> Any:
-        """Call a function that writes an output, unless an earlier call of this name has failed.
+        """Call a function that writes the output `name`, unless the output is disabled.
 
-        Does nothing if `writes` is False.
-        An error is one warning; one of a type in `reraise` is raised.
+        An error causes a warning and disables the output; the types in `reraise` are raised.
         """
         if not self.writes or name in self._failed:
             return None

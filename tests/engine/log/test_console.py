@@ -63,7 +63,7 @@ def test_notes(image_root, tmp_path, monkeypatch):
     assert notes("data=fake") == []
     monkeypatch.setattr(torch.version, "cuda", None)
     (unsuited,) = notes("data=fake")
-    assert unsuited.startswith("training on the CPU: torch ")
+    assert unsuited.startswith("training on the CPU, because torch ")
 
 
 def values(**named: float) -> dict[str, Tensor]:

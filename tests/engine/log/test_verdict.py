@@ -58,19 +58,19 @@ SAYS: list[tuple[list[StepTimes], Any, str]] = [
         [RUNS_WELL._replace(**WAITS)],
         GPU,
         "input-bound by decode and augmentation: ... waited 38.0% ... img/s and got 4,150 ... with "
-        "15 workers, an image takes 3.6 ms to compute, 0.0 ms of waiting for storage and 0.1 ms",
+        "15 workers, an image takes 3.6 ms of computing, 0.0 ms of waiting for storage and 0.1 ms",
     ),
     (
         [RUNS_WELL._replace(idle_steps_fraction=0.9)],
         GPU,
-        "launch-bound: ... before 90% of the steps ... the step is not one CUDA graph: two shapes.",
+        "launch-bound: ... before 90% of the steps ... the step is not one CUDA graph (two shapes).",
     ),
     (
         [RUNS_WELL._replace(cpu_wait_fraction=0.4)],
         feed_of(cuda=False),
         "core-bound: ... rank 0 waited 40% of the time for a core",
     ),
-    (ranks_of({}, HOT), NOT_ALONE, "compute-bound: ... a GPU has lowered its clock 12% of the"),
+    (ranks_of({}, HOT), NOT_ALONE, "compute-bound: ... a GPU lowered its clock 12% of the"),
     # The rank that the others wait for is judged.
     (
         ranks_of(
@@ -83,7 +83,7 @@ SAYS: list[tuple[list[StepTimes], Any, str]] = [
     (
         ranks_of(*[{}] * 4),
         feed_of(step_rate=300),
-        "process 1,004 img/s ... it processed 1,200 alone",
+        "process 1,004 img/s ... it processed 1,200 without the loader",
     ),
 ]
 
