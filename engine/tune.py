@@ -66,9 +66,7 @@ class Tuner:
         seconds_of = self.feed.train.clock.seconds_of
         seconds_of(step, train_on_batch.steps_before_capture + 1)  # compiles and captures
         count = math.ceil(ROUND_SECONDS / seconds_of(step, 2))
-        count = min(
-            MAX_STEPS, self.world.max(count)
-        )  # the same on all ranks: gradients are reduced
+        count = min(MAX_STEPS, self.world.max(count))  # the ranks average gradients together
         seconds = median(seconds_of(step, count) for _ in range(ROUNDS))
         return len(batch.samples) / seconds
 
