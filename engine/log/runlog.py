@@ -84,9 +84,8 @@ class RunLog:
     def end_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
         """Add the values of a step, float [] on the device; return the newest log row. Collective.
 
-        A row is written one step after it is due: this waits for the row's last step while the
-        device runs the newest one. If an epoch ends or a checkpoint follows, a due row is written
-        at once.
+        One step after a row is due, waits for the row's last step while the device runs this one.
+        If an epoch ends or a checkpoint follows, waits for this step and writes the due row.
         """
         step = self.state.step
         self._report()  # values of an earlier step, which arrived while this one was launched
@@ -205,8 +204,7 @@ class RunLog:
             "unreadable_images": len(unreadable),  # number of training images replaced on any rank
         }
         summary |= self._observers.notify(lambda observer: observer.finish(summary))
-        if self.world.is_main:
-            write_json(self.path / "summary.json", summary)
+        self.world.on_rank_0(lambda: write_json(self.path / "summary.json", summary))
         resumes = self.config.checkpoint.resume != "never"
         self.tracker.print(*console.outcome(self.path, summary, self.metrics, resumes=resumes))
         return summary
@@ -214,22 +212,22 @@ class RunLog:
     def _validation_results(self) -> dict[str, Any]:
         """Return the newest validation's values, and the best one's value, epoch and checkpoint.
 
-        `values` has the names without `_raw`. Results of a missing validation are None.
+        `values` lists their names without `_raw`. A result without a validation is None.
         """
         values = dict(self.state.last_validation)
         step = values.pop("step", None)
         values.pop("epoch", None)
-        name = f"best_{self.metrics.best_by}"
+        best_name = f"best_{self.metrics.best_by}"
         results = {
             **values,
             "values": [name for name in values if not name.endswith("_raw")],
             "units": {name: self.metrics[name.removesuffix("_raw")].unit for name in values},
             "validated_step": step,
-            **dict.fromkeys([name, "best_epoch", "best_checkpoint"]),
+            **dict.fromkeys([best_name, "best_epoch", "best_checkpoint"]),
         }
         best = self.state.best_validation
         if best:
-            results[name] = best.get(self.metrics.best_by)
+            results[best_name] = best.get(self.metrics.best_by)
             results["best_epoch"] = round(best["epoch"], 4)
             results["best_checkpoint"] = file_name(int(best["step"]))
         return results
