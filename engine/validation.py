@@ -42,10 +42,9 @@ class Validation(NamedTuple):
 def evaluate(
     networks: Sequence[nn.Module], measure: Measure, batches: Iterable[Batch], world: World
 ) -> list[Validation]:
-    """Call `measure` for each network, in eval mode, and each batch. Collective.
+    """Measure all networks, in eval mode, on each batch, which is read only once. Collective.
 
-    Each batch is read once, for all networks. Nothing waits for the device before the last batch.
-    All ranks must pass the same number of batches.
+    Nothing waits for the device before the last batch. All ranks pass the same number of batches.
     """
     outputs: list[Columns] = [{} for _ in networks]
     modes = []
@@ -84,8 +83,7 @@ def collect(columns: Columns, world: World) -> Validation:
 def validation_batches(feed: Feed, stop: StopSignal, num_micro_batches: int) -> Iterator[Batch]:
     """Yield this rank's validation batches until the end of the split or a signal. Collective.
 
-    They are split into micro-batches as in training, because a whole batch may not fit into the
-    GPU's memory.
+    They are micro-batches like in training, because a whole batch may not fit into GPU memory.
     """
     for batch in stop.interruptible(feed.val.batches(0, feed.num_val_batches)):
         yield from batch.split(num_micro_batches)
@@ -96,8 +94,7 @@ def dry_run(
 ) -> None:
     """Predict, validate and compute the loss with two samples of zeros. Collective.
 
-    Errors are raised before the run directory exists. `criterion`: the criterion of
-    `parts.loss_fn`.
+    Raises errors before the run directory exists. `criterion`: the one that `parts.loss_fn` calls.
     """
     world, state, metrics = parts.world, parts.state, parts.metrics
     batch = Batch.zeros(parts.compute.fields, world.device, samples=2)  # BatchNorm needs two

@@ -15,8 +15,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-# Bits of NVML's mask of reasons for reduced clocks. Bits that are ignored: idle GPU, clocks set by
-# a user.
+# Bits of NVML's mask of reasons for reduced clocks. Other bits: idle GPU, clocks set by a user.
 POWER_LIMIT = 0x004  # normal at full load
 FAULTS = 0x6F8  # too hot; slowed down by hardware, board, power supply or a synchronized GPU
 # Tag -> query: (module pynvml, GPU handle) -> value

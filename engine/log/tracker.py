@@ -28,12 +28,8 @@ TIME = (
     "step_ms step_worst_ms"
 ).split()
 # TensorBoard tags by key of metrics.jsonl. Other keys have the tag <split>/<key>.
-TAGS = {
-    "lr": "lr",
-    "images_per_second": "throughput/images_per_second",
-    "workers": "loader/workers",
-}
-TAGS |= {key: f"time/{key}" for key in TIME}
+TAGS = {key: f"time/{key}" for key in TIME} | {"lr": "lr", "workers": "loader/workers"}
+TAGS["images_per_second"] = "throughput/images_per_second"
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
 
 
