@@ -84,7 +84,7 @@ def class_weights(config: TrainConfig, datasets: Datasets, device: torch.device)
         if chosen == "sampled":
             return None
         images = np.bincount(labels, minlength=len(classes))
-        weights = images.sum() / (len(classes) * images.clip(1))  # as scikit-learn balances
+        weights = images.sum() / (len(classes) * images.clip(1))  # scikit-learn's "balanced"
         return torch.tensor(weights, dtype=torch.float32, device=device)
     result = torch.ones(len(classes), device=device)
     for key, weight in chosen.items():

@@ -86,7 +86,7 @@ class Tuner:
         return min(self.world.all_gather(rate / self.feed.step_rate))
 
     def measure_mode(self, mode: str, first_step: int) -> StepTimes:
-        """Return the images/s of all workers in a mode, 0 if it fails, and the times of a worker.
+        """Return all workers' images/s in a mode, 0 if it fails, and one worker's times.
 
         The images/s of the CPU's mode exclude storage waits, because more workers hide them.
         """
@@ -110,7 +110,7 @@ class Tuner:
 def workers_for(times: StepTimes, num_cores: int, step_rate: float) -> int:
     """Return the number of workers that keeps all cores busy while the CPU decodes.
 
-    `times`: images/s of `num_cores` workers without storage waits, and the times of a worker.
+    `times`: images/s of `num_cores` workers without storage waits, and one worker's times.
     """
     if times.images_per_second < ENOUGH_ON_CPU * step_rate:
         num_cores += 1  # the training process waits for images, which leaves its core idle

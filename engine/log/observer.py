@@ -1,4 +1,4 @@
-"""Observers, optional objects with callbacks for the events of a run; see `log.observers`."""
+"""Observers, optional objects whose methods a run calls at its events; see `log.observers`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -40,9 +40,9 @@ class ObservedRun(Protocol):
 class Observer:
     """Base class of observers, with callbacks that do nothing. Only rank 0 has observers.
 
-    The constructor takes an ObservedRun and the parameters of its entry in `log.observers`. If it
-    raises UserError, the run ends before its first step. Any other exception, and UserError in a
-    method, causes one warning, and the run continues without the observer.
+    The constructor takes an ObservedRun and the parameters in `log.observers`. If it raises
+    UserError, the run ends before its first step. Any other exception, and UserError in a method,
+    causes one warning, and the run continues without the observer.
     """
 
     def __init__(self, log: ObservedRun) -> None:

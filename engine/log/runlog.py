@@ -82,7 +82,7 @@ class RunLog:
         self.feed.train.clock.ranks_ready()  # all ranks have their batches
 
     def end_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
-        """Add the values of a step, float [] on the device; return the newest log row. Collective.
+        """Add a step's values, float [] on the device; return the newest log row. Collective.
 
         One step after a row is due, waits for the row's last step while the device runs this one.
         If an epoch ends or a checkpoint follows, waits for this step and writes the due row.
@@ -149,7 +149,7 @@ class RunLog:
         self._write(row | added)
 
     def _report(self) -> None:
-        """Write the row of the interval that was sent and not yet read, if any."""
+        """Write a row for the interval that was sent and not yet read, if any."""
         interval = self._meter.read()
         if interval is None:
             return

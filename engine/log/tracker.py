@@ -50,8 +50,8 @@ class Tracker(ExitStack):
     Args:
         folder: run directory.
         config: log.trackers enables TensorBoard.
-        state: state from which this start resumes. metrics.jsonl loses later rows and the row of a
-            validation that is repeated; TensorBoard hides later values of earlier starts.
+        state: state from which this start resumes. metrics.jsonl loses later rows and a repeated
+            validation's row; TensorBoard hides later values of earlier starts.
         writes: whether to write and print anything; False on all ranks but 0.
     """
 
@@ -94,7 +94,7 @@ class Tracker(ExitStack):
     def _open_board(self, best_by: str) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Not in a subfolder, because TensorBoard names a run after the folder of its files.
+        # Not in a subfolder, because TensorBoard names a run after the folder that holds its files.
         board: Any = SummaryWriter(self.folder, purge_step=self._start_step + 1, flush_secs=10)
         self.callback(self.guard, "TensorBoard", board.close)
         charts = {}
