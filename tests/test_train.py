@@ -143,7 +143,7 @@ def test_train_rejects_keys_of_unused_loss(call_main, train_run, folder, monkeyp
         status, _, error = call_main("train.max_steps=1", typed)
         key = typed.partition("=")[0]
         assert status == 2
-        assert error.endswith(f": {key}: training_loss does not use it; leave it out\n")
+        assert error.endswith(f": {key}: not used by training_loss in train.py; remove the key\n")
         assert not folder.exists()
     assert train_run("recipe=imagenet_rn50_modern", "model=resnet_tiny", *OWN_DATA)["step"] == 1
 

@@ -34,7 +34,7 @@ def test_build_criterion_passes_accepted_keys(monkeypatch):
     weights = torch.linspace(0.5, 2, CLASSES)
     criterion = build_criterion(TrainConfig(loss="focal", class_weights="balanced"), weights)
     assert torch.equal(criterion(LOGITS, LABELS), focal(LOGITS, LABELS, class_weights=weights))
-    message = r"^train.label_smoothing=0.1: train.loss=focal does not take it; give .*smoothing=0, "
+    message = r"^train.label_smoothing=0.1: not used by train.loss=focal; set .*smoothing=0, or ch"
     with pytest.raises(UserError, match=message):
         build_criterion(TrainConfig(loss="focal", label_smoothing=0.1))
 

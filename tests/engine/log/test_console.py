@@ -1,5 +1,6 @@
 """Output of rank 0: setup, table of rows, and results."""
 
+import re
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -62,7 +63,7 @@ def test_setup_notes(image_root, tmp_path, monkeypatch):
     assert notes("data=fake") == []
     monkeypatch.setattr(torch.version, "cuda", None)
     (unsuited,) = notes("data=fake")
-    assert unsuited.startswith("training on the CPU: torch ")
+    assert unsuited.startswith("training on the CPU, because torch ")
 
 
 def values(**named: float) -> dict[str, Tensor]:
@@ -113,3 +114,24 @@ def test_say_ignores_broken_pipe(monkeypatch):
     """Training continues, as in `python train.py | head`."""
     monkeypatch.setattr("sys.stdout", Mock(write=Mock(side_effect=BrokenPipeError)))
     say("a row")
+
+
+NOTE = f"note      `torchrun --nproc-per-node 8 train.py ...` uses all 8 GPUs{'; validated' * 9}"
+ROW = "  1.02/10         32   2.6154   18.80      301    0.7    0.0645     1:02  grad_norm 1.235"
+COMMAND = f"evaluate  python scripts/evaluate.py runs/{'long-name' * 9} --all-outputs"
+
+
+@pytest.mark.parametrize(("columns", "count"), [(80, 6), (120, 4)])
+def test_a_terminal_wraps_lines_at_spaces(columns, count, monkeypatch, capsys):
+    """Commands stay in one line, so that they can be copied."""
+    say(NOTE, ROW, COMMAND)
+    assert capsys.readouterr().out.splitlines() == [NOTE, ROW, COMMAND]  # not a terminal
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    say(NOTE, ROW, COMMAND)
+    shown = re.sub(r"\r?\x1b\[\d*[Km]", "", capsys.readouterr().out)
+    *lines, command = shown.splitlines()
+    assert (len(lines) + 1, command) == (count, COMMAND)
+    assert max(map(len, lines)) <= columns
+    assert shown.replace("\n" + " " * 10, " ").split() == " ".join([NOTE, ROW, COMMAND]).split()
+    assert "\n  1.02/10         32   2.6154" in shown

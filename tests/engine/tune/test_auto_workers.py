@@ -70,6 +70,6 @@ def test_auto_workers_with_two_ranks(image_root, tmp_path, ranks):
         options = [*FAKE, f"loader.workers={workers}", "train.ema_decay=0.9"]
         words = small_run.overrides_of(image_root, tmp_path / workers, *options)
         done = ranks.run([sys.executable, str(script), *words], 2)
-        assert done.stdout.count("the step takes ") == (workers == "auto")
+        assert done.stdout.count("the step processes ") == (workers == "auto")
         hashes.append(summary_of(tmp_path / workers)["params_sha256"])
     assert hashes[0] == hashes[1]
