@@ -101,7 +101,7 @@ def test_complete_size_keeps_crop_ratio(pretrained, tmp_path):
         for size, short_side in ((28, 32), (56, 64)):
             values = decided(36, f"model.weights={out}", f"data.{key}={size}")
             resize, crop = values["augment.val"]
-            assert export.explicit(resize)["resize"]["size"] == short_side
+            assert export.with_all_parameters(resize)["resize"]["size"] == short_side
             assert crop == {"center_crop": {"size": size}}
 
 

@@ -71,10 +71,10 @@ def test_doctor_check_that_raises(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(doctor.CHECKS, "plan", lambda case: iter(1 // 0))
     found = look(tmp_path / "none", "data=fake")
     assert only(found["data"]).status == "ok"
-    assert only(found["plan"]).result.startswith("check failed with an error: ZeroDivisionError: ")
+    assert only(found["plan"]).result.startswith("the check raised an error: ZeroDivisionError: ")
     assert found.keys() == {"data", "plan"}
     assert doctor.main(case_of(tmp_path / "none", "data=fake")) == 0
-    assert f"\nwarn  plan {7 * ' '}check failed with an error: " in capsys.readouterr().out
+    assert f"\nwarn  plan {7 * ' '}the check raised an error: " in capsys.readouterr().out
 
 
 def test_doctor_numeric_class_names(root):
@@ -136,10 +136,10 @@ def test_doctor_unreadable_files(root):
         for number, (detail, reason) in enumerate(zip(row.details, BAD.values(), strict=True)):
             path = f"{root}/{split}/dots/bad{number}.jpg: "
             assert detail.startswith(path) and detail.removeprefix(path).startswith(reason)
-        assert ("data.on_error=skip" in row.remedy) == (split == "train")
+        assert ("data.on_error=skip" in row.fix) == (split == "train")
     refused = look(root, "data.on_error=skip")["readable"][0]
     assert refused.status == "fail"  # more than 1 %
-    advised = refused.remedy.split()[-2:]
+    advised = refused.fix.split()[-2:]
     assert look(root, *advised)["readable"][0].status == "warn"
 
 
@@ -163,8 +163,8 @@ def test_doctor_unusual_files(root, kind):
         case.config.data.exif_orientation = True
     else:
         case.examined["train"] += case.examined["val"] * 10
-    if "prepare.py" in row.remedy:  # it helps
-        mended = prepare.reencoded(ODD[kind], "odd.jpg", 512)
+    if "prepare.py" in row.fix:  # it helps
+        mended = prepare.reencode(ODD[kind], "odd.jpg", 512)
         assert not [*doctor.oddities(decode.open_image(mended))]
     assert {row.status for row in doctor.odd_files(case)} == {"ok"}
 
@@ -192,18 +192,18 @@ def test_doctor_pixel_mean_and_std(root):
         Image.fromarray(pixels).save(path, "PNG")
     case = case_of(root)
     list(doctor.data(case)), list(doctor.readable(case))
-    row = only(doctor.colours(case))
+    row = only(doctor.colors(case))
     assert row.status == "warn"
     assert "data.mean=[0.500,0.100,0.251] data.std=[0.500,0.100,0.251]" in row.result
     case.config.data.mean = [0.5, 0.1, 0.25]
     case.config.data.std = [0.5, 0.1, 0.25]
-    assert only(doctor.colours(case)).status == "ok"
+    assert only(doctor.colors(case)).status == "ok"
     case.config.data.std = [0.5, 0.01, 0.25]
-    assert only(doctor.colours(case)).status == "warn"
-    for path in (root / "train").rglob("*.jpg"):  # 12 of 16 bits, nearly black after decoding
+    assert only(doctor.colors(case)).status == "warn"
+    for path in (root / "train").rglob("*.jpg"):  # 12 of 16 bits: nearly black after decoding
         Image.fromarray(np.full((32, 32), 4095, np.uint16)).save(path, "PNG")
     list(doctor.readable(case))
-    assert list(doctor.colours(case)) == []
+    assert list(doctor.colors(case)) == []
 
 
 def test_doctor_plan_reports_training_errors(root):

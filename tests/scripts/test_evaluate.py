@@ -99,9 +99,9 @@ def test_compare_mcnemar_equals_r():
     """binom.test(1, 9)$p.value is 0.0390625."""
     hits = {"images": "a", "right": [True] * 9 + [False]}
     others = {"images": "a", "right": [False] * 8 + [True, True]}
-    assert "8 right only here, 1 only there: p = 0.039 (M" in evaluate.compare(hits, others)
+    assert "8 correct only here, 1 only there: p = 0.039 (M" in evaluate.compare(hits, others)
     assert evaluate.compare(hits, hits).endswith(": p = 1 (McNemar, exact)")
-    with pytest.raises(UserError, match=r"^--against: has other images, .*; evaluate both "):
+    with pytest.raises(UserError, match=r"^--against: used different images, .*; evaluate both "):
         evaluate.compare(hits, {"images": "b", "right": [True] * 10})
 
 
@@ -123,16 +123,16 @@ def test_evaluate_other_classes(folder, image_root, tmp_path):
     shutil.rmtree(tmp_path / "val" / "dots")
     assert measured(folder, f"data.root={tmp_path}").classes == ("stripes", "checks", "dots")
     (tmp_path / "val" / "stripes").rename(tmp_path / "val" / "cats")
-    with pytest.raises(UserError, match=r"^data\.val=val: .* does not know cats; give "):
+    with pytest.raises(UserError, match=r"^data\.val=val: .* has no class cats; use "):
         measured(folder, f"data.root={tmp_path}")
 
 
 def test_chosen_outputs_rejects_non_classes():
     """For example, a box's corners after the logits."""
     places = torch.tensor([2, 0])
-    pick = partial(evaluate.chosen_outputs, torch.nn.Flatten(), places=places, count=3, flip=False)
+    pick = partial(evaluate.select_outputs, torch.nn.Flatten(), indices=places, count=3, flip=False)
     assert pick(torch.tensor([[1, 2, 3]])).tolist() == [[3, 1]]
-    with pytest.raises(UserError, match=r"^data\.val: .* \[1, 5\] are not classes only; give all"):
+    with pytest.raises(UserError, match=r"^data\.val: .* \[1, 5\] are not one per class; use "):
         pick(torch.zeros(1, 5))
 
 
@@ -141,7 +141,7 @@ def test_chosen_outputs_flips_images_only():
         return torch.cat([image.flatten(1), age], 1)
 
     inputs = torch.tensor([[[[0.0, 1.0]]]]), torch.tensor([[2.0, 4.0]])
-    outputs = evaluate.chosen_outputs(network, *inputs, places=None, count=3, flip=True)
+    outputs = evaluate.select_outputs(network, *inputs, indices=None, count=3, flip=True)
     assert outputs.tolist() == [[0.5, 0.5, 2, 4]]
 
 
@@ -203,7 +203,7 @@ def test_evaluate_folders_named_by_number(published, folder, tmp_path, name):
     for classes in (IMAGENET, [*imagenet_names().values()]):  # torchvision's class names
         named = replace(found.trained, classes=tuple(classes))
         assert outputs_of(named, found.datasets) == outputs_of(found.trained, found.datasets)
-    with pytest.raises(UserError, match=r"does not know 0+, "):
+    with pytest.raises(UserError, match=r"has no class 0+, "):
         outputs_of(opened(folder), found.datasets)
 
 
@@ -248,7 +248,7 @@ def test_evaluate_regression_task(folder, tmp_path, monkeypatch, capsys):
     assert found.classes == own.classes
     evaluate.print_result(found, tmp_path)
     out = capsys.readouterr().out
-    assert re.search(r"mae \d[.\d]*\nimages    36 images (.|\n)*\nnote      this may count tr", out)
+    assert re.search(r"mae \d[.\d]*\nimages    36 images (.|\n)*\nnote      these may be tr", out)
     evaluate.write(found, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["evaluation.json"]
     assert json.loads((tmp_path / "evaluation.json").read_text())["mae"] == found.values["mae"]
@@ -263,8 +263,8 @@ def test_evaluate_run_with_val_fraction(whole_runs, image_root, tmp_path, capsys
     assert again.values["top1"] == summary["top1"] and len(again.rows["label"]) == 9
     os.unlink(again.datasets.val.name(0))  # changes the held-out images
     evaluate.print_result(measured(folder), tmp_path)
-    assert "note      this may count training images" in capsys.readouterr().out
-    # Use a different split, in any storage, instead of the held-out images.
+    assert "note      these may be training images" in capsys.readouterr().out
+    # Another split, however it is stored, in place of the images that were held out.
     names = [path.stem for path in sorted(image_root.glob("val/*/*"))]
     for typed in (f"data.root={image_root}", f"data.val={image_root / 'val'}"):
         val = opened(folder, typed)
@@ -319,8 +319,8 @@ def test_evaluate_foreign_file(found, image_root, tmp_path):
     assert outputs_of(other.trained, numbers) == (numbers.classes, [0, 1, 2])
     with pytest.raises(UserError, match=r"classes 1, 10, 2, .*--clas"):
         outputs_of(other.trained, replace(found.datasets, classes=("1", "10", "2")))
-    named = replace(other.trained, classes=CLASSES)  # like an exported file or --classes
-    with pytest.raises(UserError, match=r"does not know Dots; "):
+    named = replace(other.trained, classes=CLASSES)  # as an exported file, or by --classes
+    with pytest.raises(UserError, match=r"has no class Dots; "):
         outputs_of(named, replace(found.datasets, classes=("Dots", *CLASSES[1:])))
     with pytest.raises(UserError, match=r"^data\.root: is missing; give "):
         opened(tmp_path / "weights.pth", *FOREIGN)

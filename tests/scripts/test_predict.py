@@ -215,7 +215,7 @@ def test_predict_command_line(folder, damaged, monkeypatch, capfd):
     assert row[1] in CLASSES and 1 / 3 <= float(row[2]) <= 1
     assert ": gone.jpg: No such file or directory" in err
     assert err.endswith(": 3 of 4 files could not be read\n")
-    assert run("-")[1].endswith("there are no images at these paths, and none in the list\n")
+    assert run("-")[1].endswith("no images found at these paths or in the list\n")
 
 
 def written_as(form: str, found: list[Result], names: Sequence[str]) -> str:
@@ -326,5 +326,5 @@ def test_parse_number(text, field, number):
         found = predict.parse_number(text, field)
         assert (found, found.dtype) == (number, field.dtype)
     else:
-        with pytest.raises(ValueError, match="^" + text.strip() + " is no "):
+        with pytest.raises(ValueError, match="^" + text.strip() + " is not a valid "):
             predict.parse_number(text, field)

@@ -27,7 +27,7 @@ from pipeline.data.index import load_index
 from scripts import prepare
 from scripts.lib.sources import imagenet
 from scripts.lib.sources.files import Place, inflated
-from scripts.lib.sources.layouts import recognise
+from scripts.lib.sources.layouts import list_source
 from tests.helpers.limits import file_size_limit
 from tests.reliability.odd_images import drawn, encoded
 
@@ -297,7 +297,7 @@ LEFT_OUT = "ignored files or folders: hidden or system (2), .heic (1), such as "
 NOTES = {
     "folders": LEFT_OUT,
     "tar": LEFT_OUT,
-    "numeric labels": "The test split is the validation split.",
+    "numeric labels": "The test split became the validation split.",
     "parquet without names": " data.val_fraction=0.2\n",
     "1 and 01": " data.val_fraction=0.2\n",
     "classes": " data.val_fraction=0.2\n",
@@ -380,29 +380,29 @@ GIVEN_TWICE = {"train-0.tar": tar(IMAGES), "train-1.tar": tar(IMAGES)}
 NO_SPLIT = {"part-0.tar": SPLITS_IN_A_TAR, "part-1.tar": SPLITS_IN_A_TAR}
 WITHOUT_LABEL = {**IMAGE, "b.jpg": jpeg(1), "b.cls": b"1"}
 WRONG: list[tuple[Source, str]] = [
-    (lambda: {"imagenet.zip": b"PK"}, "holds no images in class folders; give"),
-    (lambda: {"a/1.jpg": b"", "b.tar": b""}, "has images (a/1.jpg) and tar files (b.tar); give"),
-    (lambda: GIVEN_TWICE, "is the name of 2 images"),
-    (lambda: {"cat/1.jpg": b"", "cat /2.jpg": b""}, "2 classes have the name cat; rename one"),
-    (lambda: NO_SPLIT, "no tar file has train or val in its name; rename them"),
-    (lambda: {"train-0.tar": b"", "x.tar": b""}, "x.tar: the name does not contain train or"),
-    (lambda: {"a/1.tar": tar({}), "b/train.tar": b""}, "several datasets (a, b); give the folder"),
+    (lambda: {"imagenet.zip": b"PK"}, "no images in class folders; pass"),
+    (lambda: {"a/1.jpg": b"", "b.tar": b""}, "both images (a/1.jpg) and tar files (b.tar); pass"),
+    (lambda: GIVEN_TWICE, "2 images would become "),
+    (lambda: {"cat/1.jpg": b"", "cat /2.jpg": b""}, "2 classes would become cat; rename one"),
+    (lambda: NO_SPLIT, "no tar file name contains train or val; rename them"),
+    (lambda: {"train-0.tar": b"", "x.tar": b""}, "x.tar: the name contains neither train nor"),
+    (lambda: {"a/1.tar": tar({}), "b/train.tar": b""}, "several datasets (a, b); pass one"),
     (lambda: {"train.tar": b"no tar"}, "train.tar: cannot be read at byte 0: "),
-    (lambda: {"all.tar.gz": tar(IMAGES, "w:gz")[:-9]}, "all.tar.gz: is damaged or incomplete"),
+    (lambda: {"all.tar.gz": tar(IMAGES, "w:gz")[:-9]}, "all.tar.gz: damaged or incomplete"),
     (lambda: {"train.tar": tar(WITHOUT_LABEL)}, "train/a.jpg has no label; add train/a.cls"),
-    (lambda: {"train.tar": tar({"a.jpg": b"", "a.json": b"["})}, "a.json: holds no label"),
+    (lambda: {"train.tar": tar({"a.jpg": b"", "a.json": b"["})}, "a.json: has no label"),
     (lambda: {"train.tar": tar({**WITHOUT_LABEL, "a.json": b'{"label": null}'})}, "a.jpg has no "),
-    (lambda: {"a.tar": tar({"1.jpg": b"", "1.txt": b"a cat"})}, "a: 1.txt: holds a caption, not a"),
+    (lambda: {"a.tar": tar({"1.jpg": b"", "1.txt": b"a cat"})}, "a: 1.txt: a caption is not a"),
     (lambda: {"train.tar": tar(dict.fromkeys(("a.1.jpg", "a.1.cls", "a.2.jpg"), b""))}, "several"),
-    (lambda: {"a.parquet": one_image("a", "b", label=[1])[:-100]}, "a.parquet: is damaged or inc"),
-    (lambda: {"a.parquet": one_image(caption=[""])}, "image, caption, not one of images and one"),
-    (lambda: ONE_BATCH, "data_batch_2: is damaged or incomplete"),
+    (lambda: {"a.parquet": one_image("a", "b", label=[1])[:-100]}, "a.parquet: damaged or inc"),
+    (lambda: {"a.parquet": one_image(caption=[""])}, "image, caption; expected one with images"),
+    (lambda: ONE_BATCH, "data_batch_2: damaged or incomplete"),
     (lambda: {**CIFAR_10, CIFAR_3: pickle.dumps(os.mkdir)}, "(its pickle names posix.mkdir)"),
     (lambda: NO_KIT, "the labels of the validation images are missing"),
-    (lambda: {**official(), KIT: devkit()[:150]}, "devkit_t12.tar.gz: is damaged"),
-    (lambda: {**official(), KIT: devkit(truth=[3, 1, 2, 2, 3, 3])}, "do not have the same number"),
-    (lambda: {**official(), KIT: devkit(truth=VAL * 2)}, "0007.JPEG is missing (6 in all)"),
-    (lambda: changed(kaggle(), SOLUTIONS, b"n02119789 5 6", b"n02100735 5 6"), ".csv: is damaged"),
+    (lambda: {**official(), KIT: devkit()[:150]}, "devkit_t12.tar.gz: damaged"),
+    (lambda: {**official(), KIT: devkit(truth=[3, 1, 2, 2, 3, 3])}, "n images differs between"),
+    (lambda: {**official(), KIT: devkit(truth=VAL * 2)}, "0007.JPEG is missing (6 in total)"),
+    (lambda: changed(kaggle(), SOLUTIONS, b"n02119789 5 6", b"n02100735 5 6"), ".csv: damaged"),
     (lambda: changed(tiny(), ANNOTATIONS, b"val_1.J", b"val_9.J"), "1.JPEG has no label (2 in "),
 ]
 
@@ -411,7 +411,7 @@ WRONG: list[tuple[Source, str]] = [
 def test_layouts_report_errors(tmp_path, files, message):
     source = write(tmp_path / "source", files())
     with pytest.raises(UserError) as error:
-        recognise(str(source))
+        list_source(str(source))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -425,13 +425,13 @@ def test_prepare_rejects_destinations(tmp_path, capsys):
         assert run(source, to, *options) == 2
         return capsys.readouterr().err
 
-    assert "contain each other; give" in error(source / "train/x")
-    assert "contain each other; give" in error(source / "..")
+    assert "must be neither inside nor above SOURCE " in error(source / "train/x")
+    assert "must be neither inside nor above SOURCE " in error(source / "..")
     assert written(source) == FOLDERS
-    assert error(to).endswith(f"--to {to}: holds train; give a new or an empty folder\n")
+    assert error(to).endswith(f"--to {to}: contains train; choose a new or empty folder\n")
     shutil.rmtree(to)
     assert run(source, to) == 0
-    assert f"--to {to}: has side None, not 64; give the same" in error(to, "--side", "64")
+    assert f"--to {to}: has side None, not 64; use the same" in error(to, "--side", "64")
     write(source, {"val/n02119789/new.jpg": jpeg(1)})
     assert "images {'train': 6, 'val': 6}, not {'train': 6, 'val': 7}" in error(to)
     (source / "val/n02119789/new.jpg").rename(source / "val/n02100735/new.jpg")
@@ -513,7 +513,7 @@ def test_reencoded_image(kind, mode, size):
     exif = Image.Exif()
     exif[0x0112], exif[0x010F] = 6, "maker"  # orientation, viewers rotate by 90 degrees
     data = encoded(drawn(mode).resize(size), kind, exif=exif, icc_profile=b"profile" * 20)
-    made = Image.open(io.BytesIO(prepare.reencoded(data, "n01/n01_1.JPEG", 96)))
+    made = Image.open(io.BytesIO(prepare.reencode(data, "n01/n01_1.JPEG", 96)))
     short = min(96, *size)
     assert (made.format, made.mode, min(made.size)) == ("JPEG", "RGB", short)
     assert max(made.size) == pytest.approx(short * max(size) / min(size), abs=1)
@@ -526,9 +526,9 @@ def test_reencoded_image(kind, mode, size):
     at_90 = io.BytesIO(encoded(exact.convert("RGB"), quality=90, subsampling="4:2:0"))
     difference = np.asarray(made, np.float64) - np.asarray(Image.open(at_90))
     assert (difference**2).mean() < 6  # levels; a PSNR of 40 dB
-    assert prepare.reencoded(data, "a.png", 96) is data  # the name differs, so it is kept
+    assert prepare.reencode(data, "a.png", 96) is data  # a file with another name is kept
     with pytest.raises(decode.UnreadableError, match=r"truncated|broken"):
-        prepare.reencoded(data[: len(data) // 2], "a.png", 1000)  # would only be copied
+        prepare.reencode(data[: len(data) // 2], "a.png", 1000)  # it would only be copied
 
 
 @pytest.mark.parametrize(("kind", "counter"), [("folder", "linked"), ("tar", "copied")])
@@ -537,7 +537,7 @@ def test_prepare_smaller_images(image_root, tmp_path, kind, counter):
     to = tmp_path / "to"
     assert run(image_root, to, "--side", "96", "--format", kind) == 0
     before, after = written(image_root), written(to)
-    assert after == {name: prepare.reencoded(data, name, 96) for name, data in before.items()}
+    assert after == {name: prepare.reencode(data, name, 96) for name, data in before.items()}
     report = report_of(to)
     kept = sum(after[name] == before[name] for name in before)
     assert report["encoded"] == len(before) - kept > 10

@@ -53,7 +53,7 @@ def test_probe_command_line(folder, image_root, tmp_path, ranks):
     # Four images select the penalty here, so the number of threads may change it.
     assert re.fullmatch(r"top1 \d+\.\d\d %  linear, penalty \S+", linear) and knn[-3:] == "knn"
     wrong = {
-        '{"path": "checks/a.jpg"}\n': "give the FILE of .*predict.py",
+        '{"path": "checks/a.jpg"}\n': "pass the FILE from .*predict.py",
         json_text({"path": "cats/a.jpg", "features": [0] * 128}): "has images in the folder cats",
         json_text({"path": "dots/a.jpg", "features": [0] * 9}): "9 features",
     }

@@ -61,7 +61,7 @@ def test_open_trained_files_of_other_projects(tmp_path, weights, kind):
 def test_open_trained_rejects_files(tmp_path, weights):
     path = tmp_path / "file.pth"
     torch.save({"arch": "x", "state_dict": weights}, path)
-    no_name = "is no checkpoint of this .*; give model.name=NAME, "
+    no_name = "not a checkpoint of this .*; set model.name=NAME "
     other = "has no head.weight, head.bias of model.name=vit_s16, but keys such as "
     for words, message in (([], no_name), (["model.name=vit_s16"], other)):
         with pytest.raises(UserError, match=rf"^{path}: {message}"):
@@ -83,7 +83,7 @@ def test_open_trained_checkpoint(folder, name):
     # Settings for a different machine are not used.
     assert (config.loader.workers, config.train.device) == ("auto", "auto")
     for key in ("data.image_size", "model"):
-        with pytest.raises(UserError, match=f"^{key}: is fixed by the checkpoint; leave"):
+        with pytest.raises(UserError, match=f"^{key}: is fixed by the checkpoint; remove"):
             open_trained(folder, [f"{key}=40"])
 
 
