@@ -43,10 +43,11 @@ soak: env  ## the tests that `make test` leaves out, to stay short
 mutants: env  ## apply each bug of tests/repository/mutants to a copy, which its tests must find: 40 minutes
 	@$(RUN) .ci/mutants $(ARGS)
 
-lint: env  ## ruff and mypy
+lint: env  ## ruff, mypy, and limits on habits of translated English
 	@$(RUN) -m ruff check
 	@$(RUN) -m ruff format --check
 	@$(RUN) -m mypy
+	@$(RUN) .ci/words
 
 size:  ## lines and decisions of each part of the program, and what it may have; any Python from 3.9 on
 	@$(firstword $(PYTHON)) .ci/size

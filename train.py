@@ -4,23 +4,23 @@
     torchrun --nproc-per-node 8 train.py data.root=/imagenet
 
 This file contains the algorithm from top to bottom: the loop, the step, its loss, the validation.
-models/ has the networks. Fork this file: no module that it imports depends on it. Scripts call the
-functions `build_...`, `forward`, `validation_values` and `predictions`. All ranks must call what is
-marked "Collective.", at the same step.
+The networks are in models/. Fork this file: no module that it imports depends on it. Scripts call
+the `build_...` functions, `forward`, `validation_values` and `predictions`. All ranks must call
+functions marked "Collective." at the same step.
 """
 
 if __name__ == "__main__":
-    # Before torch is imported, so that --help and a typo are answered in a fraction of a second.
+    # Parse the command line before importing torch, to answer --help and typos within a second.
     import os
     import sys
 
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # missing with PYTHONSAFEPATH=1
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # not set with PYTHONSAFEPATH=1
     from conf.start import boot
 
     CONFIG = boot(__file__, __doc__)
     from pipeline.feed.forkserver import start_forkserver
 
-    start_forkserver(CONFIG.loader.workers)  # it imports what workers need, in the background
+    start_forkserver(CONFIG.loader.workers)  # imports the workers' modules in the background
 
 import time
 from collections.abc import Callable, Iterator
@@ -70,10 +70,10 @@ from pipeline.feed.feed import Feed, open_feed
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Train to the last step, or until a signal; return what summary.json holds.
+    """Train to the last step, or until a signal; return the contents of summary.json.
 
-    Raises UserError if the config or the data is wrong, usually before the run directory is
-    created; RunError if the training fails.
+    Raises UserError for invalid configs or data, usually before the run directory is created, and
+    RunError if training fails.
     """
     started = time.monotonic()
     with ExitStack() as stack:
@@ -91,14 +91,14 @@ def train(config: Config) -> dict[str, Any]:
             validate(parts, feed, stop, log)
             save(run, state, log)
 
-        # When one rank receives a signal, all ranks end the loop before the same step.
+        # If any rank receives a signal, all ranks leave the loop before the same step.
         for batch in stop.interruptible(feed.train.batches(state.step, schedule.stop_step)):
             log.begin_step(batch)
             values = step(batch)  # lr, mixup, forward, backward, all-reduce, clip, update, EMA
             state.step += 1
             due = schedule.due(state.step)  # log, epoch, validate, save
             row = log.end_step(values, due)
-            check_loss(row, run.path)  # the newest row, usually of an earlier step
+            check_loss(row, run.path)  # the newest row, usually from an earlier step
             if due.validate:
                 validate(parts, feed, stop, log)
             if due.save:
@@ -112,7 +112,7 @@ def train(config: Config) -> dict[str, Any]:
 class TrainStep(StepGraph):
     """`step(batch)` seeds torch, sets the learning rate and calls `train_step`. Collective.
 
-    On a GPU, a CUDA graph of `train_step` is replayed: see `StepGraph`.
+    On a GPU, it replays a CUDA graph of `train_step`; see `StepGraph`.
     """
 
     def __init__(self, parts: Parts, mix: Callable[[Batch], Batch]) -> None:
@@ -121,17 +121,17 @@ class TrainStep(StepGraph):
         example = Batch.zeros(compute.fields, device)
         network = parts.world.wrap(parts.state.model, partial(forward, batch=example))
         super().__init__(network, parts.state)
-        # Not earlier: a search takes seconds, too long for the examples of `build_parts`.
+        # Not set earlier, because a search takes seconds, too long for the dry run.
         torch.backends.cudnn.benchmark = is_search_worthwhile(schedule.config, schedule.stop_step)
         self.parts = parts
         self.mix = compile_function(mix, compute.compile_mode)
-        # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
+        # A CUDA graph reads the learning rate from memory; torch's fused optimizers expect float32.
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         groups = self.state.optimizer.param_groups
         self.lrs = [torch.zeros((), dtype=dtype, device=device) for _ in groups]
 
     def __call__(self, batch: Batch) -> Values:
-        """Train on a batch. The next step overwrites the values that are returned."""
+        """Train on a batch. The next step overwrites the returned values."""
         schedule, world = self.parts.schedule, self.parts.world
         seed_step(schedule.config.train.seed, batch.step, world.rank, world.device)
         for group, lr in zip(self.state.optimizer.param_groups, self.lrs, strict=True):
@@ -161,19 +161,19 @@ def train_step(
     clip_norm: float | None = None,
     num_micro_batches: int = 1,
 ) -> Values:
-    """Mixup and the like, forward, loss, backward, all-reduce, clip, update, moving average.
+    """Mix the batch, then run forward, loss, backward, all-reduce, clipping, update and EMA.
 
-    Nothing here waits for the device, except an fp16 step of an optimiser that is not fused.
+    Nothing synchronizes with the device, except an fp16 step of an optimizer that is not fused.
 
     Args:
-        network: the model, or DDP around it if there are several nodes.
-        loss_fn: `training_loss`, or what `build_loss` makes of it.
-        mix: `Feed.mix`, the transforms of augment.batch.
+        network: the model, wrapped in DDP in multi-node training.
+        loss_fn: `training_loss`, or the function that `build_loss` returns.
+        mix: `Feed.mix`, the augment.batch transforms.
         clip_norm: maximum global gradient norm; None disables clipping.
-        num_micro_batches: number of parts of the batch; each image has the same weight.
+        num_micro_batches: number of micro-batches; each image has the same weight.
 
     Returns:
-        Named values to log, "loss" among them. One that you add appears in all logs and the report.
+        Named values to log, including "loss". All logs and the report show values that you add.
     """
     batch = mix(batch)
     means: Values = {}
@@ -181,11 +181,11 @@ def train_step(
         set_ddp_sync(network, enabled=number == num_micro_batches)
         loss, values = loss_fn(network, micro_batch)
         weight = len(micro_batch.samples) / len(batch.samples)
-        state.scaler.scale(weight * loss).backward()  # DDP averages here, if enabled
+        state.scaler.scale(weight * loss).backward()  # DDP averages gradients, if enabled
         for name, value in {"loss": loss.detach(), **values}.items():
             means[name] = means.get(name, 0.0) + weight * value.float()
     average_gradients(network)
-    # Without fp16, the scaler is disabled: `step` calls the optimiser, the others do nothing.
+    # Without fp16, the scaler is disabled: `step` calls the optimizer, other methods do nothing.
     state.scaler.unscale_(state.optimizer)
     if clip_norm is not None:
         nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
@@ -195,13 +195,13 @@ def train_step(
     if state.ema is not None:
         state.ema.update_parameters(state.model)
     if state.scaler.is_enabled():
-        # `get_scale` would wait for the device.
+        # `get_scale` would synchronize with the device.
         means["loss_scale"] = state.scaler.scale(torch.ones_like(means["loss"]))
     return means
 
 
 def build_loss(criterion: Criterion, compute: Compute) -> Loss:
-    """Return `training_loss` with a criterion, compiled and under autocast."""
+    """Return `training_loss` with this criterion, compiled and under autocast."""
     compiled = compile_function(training_loss, compute.compile_mode)
     context = compute.autocast()  # created once, because it queries the device
 
@@ -217,7 +217,7 @@ def build_loss(criterion: Criterion, compute: Compute) -> Loss:
 def forward(network: nn.Module, batch: Batch) -> Tensor:
     """Call the network. Training, validation, prediction and export call it only here.
 
-    A network with a second input takes a second field of the batch, such as `batch["age"]`.
+    For a network with a second input, pass a second batch field, such as `batch["age"]`.
     """
     outputs: Tensor = network(batch["image"])
     return outputs
@@ -226,15 +226,15 @@ def forward(network: nn.Module, batch: Batch) -> Tensor:
 def training_loss(
     network: nn.Module, batch: Batch, criterion: Criterion = nn.functional.cross_entropy
 ) -> tuple[Tensor, Values]:
-    """Forward pass and loss: the region that is compiled.
+    """Compute the forward pass and the loss (the compiled region).
 
     Args:
-        batch: `image`, float [B, C, S, S]; `label`, int64 [B], against which top1 and top5 are
-            counted; and after mixup or cutmix, `target`, float [B, classes].
-        criterion: the mean loss of float32 [B, classes] logits; see engine/losses.py.
+        batch: `image`, float [B, C, S, S]; `label`, int64 [B], used for top1 and top5; and, after
+            mixup or cutmix, `target`, float [B, classes].
+        criterion: maps float32 [B, classes] logits to the mean loss; see engine/losses.py.
 
     Returns:
-        The mean loss, float32 []; and named values to log, float32 [], means over the batch.
+        The mean loss, float32 [], and named batch means to log, each float32 [].
     """
     labels = batch["label"]
     targets = batch.fields.get(TARGET, labels)
@@ -243,32 +243,31 @@ def training_loss(
 
 
 def validation_values(network: nn.Module, batch: Batch) -> Values:
-    """Forward pass and loss in validation.
+    """Compute the forward pass and the loss in validation.
 
-    Not compiled: the CPU decodes the validation images, which usually takes longer.
+    Not compiled, because decoding the validation images on the CPU usually takes longer.
 
     Returns:
-        Named values of each sample, [B, ...]. Float values [B] are averaged over the split, except
-        `confidence`, `score` and those that are only inputs of a metric (engine/metrics.py).
+        Named per-sample values, [B, ...]. Float values [B] are averaged over the split, except
+        `confidence`, `score` and values used only as metric inputs (engine/metrics.py).
     """
     return classifier_values(forward(network, batch).float(), batch["label"])
 
 
 def predictions(outputs: Tensor) -> Values:
-    """Return what scripts/predict.py prints about each image, from the network's outputs.
+    """Convert network outputs to the values that scripts/predict.py prints for each image.
 
-    It prints the most probable classes of `probability`, float [B, classes], and other values: [B]
-    prints as a number, [B, n] as a list.
+    For `probability`, float [B, classes], it prints the most probable classes. It prints any other
+    value of shape [B] as a number, and of shape [B, n] as a list.
     """
     return {"probability": outputs.float().softmax(1)}
 
 
 def validate(parts: Parts, feed: Feed, stop: StopSignal, log: RunLog) -> None:
-    """Validate each image once, and note in the state if the model is the best. Collective.
+    """Validate on each image once, and record the result if it is the best. Collective.
 
-    With train.ema_decay, the moving average is validated, and the raw model alongside it
-    (`loss_raw`, `top1_raw`, ...). A signal ends the validation early and nothing is recorded: the
-    next start validates again.
+    With train.ema_decay, validate the EMA model and also the raw model (`loss_raw`, `top1_raw`,
+    ...). If a signal interrupts validation, nothing is recorded and the next start validates again.
     """
     world, schedule = parts.world, parts.schedule
     metrics, state = parts.metrics, parts.state
@@ -280,7 +279,7 @@ def validate(parts: Parts, feed: Feed, stop: StopSignal, log: RunLog) -> None:
         with parts.compute.for_validation(), feed.for_validation():
             result, *raw_results = evaluate(networks, validation_values, batches, world)
         if result.images < len(parts.datasets.val):
-            return  # a signal has ended it
+            return  # interrupted by a signal
         row = {"step": state.step, "epoch": schedule.epoch(state.step)}
         row |= result.values(metrics)
         for raw in raw_results:
@@ -293,21 +292,21 @@ def validate(parts: Parts, feed: Feed, stop: StopSignal, log: RunLog) -> None:
 
 
 def is_validation_missing(schedule: Schedule, state: TrainState) -> bool:
-    """Whether the validation due at this step was interrupted: the state has no result of it."""
+    """Return whether the validation due at this step was interrupted, so it has no result."""
     validated = state.last_validation.get("step") == state.step
     return schedule.due(state.step).validate and not validated
 
 
 def save(run: Run, state: TrainState, log: RunLog) -> None:
-    """Start to write a checkpoint; a thread writes it while training continues. Collective."""
+    """Start writing a checkpoint in a thread while training continues. Collective."""
     with log.pause():
-        log.tracker.flush()  # so that a kill leaves no gap in the curves
+        log.tracker.flush()  # leaves no gap in the curves if the process is killed
         run.save(state)
 
 
 @contextmanager
 def open_run(config: Config) -> Iterator[tuple[Run, Parts]]:
-    """Join the ranks, build the parts, and begin or resume the run. Collective."""
+    """Join the ranks, build the parts, and start or resume the run. Collective."""
     with join_world(config.train.device, config.loader.timeout_seconds) as world:
         config = resolve_config(config, world)
         with Run(config, world) as run:
@@ -319,16 +318,16 @@ def open_run(config: Config) -> Iterator[tuple[Run, Parts]]:
 
 
 def build_parts(config: Config, world: World, stored: dict[str, Any]) -> Parts:
-    """Find the images, and build what the training needs. Collective.
+    """Find the images, and build the model, loss, optimizer and schedule. Collective.
 
-    `stored`: the content of the checkpoint to resume; empty at step 0. Raises UserError for nearly
-    every mistake of the user, before the run directory is created.
+    `stored`: contents of the checkpoint to resume, {} to start at step 0. Nearly all user errors
+    are raised here as UserError, before the run directory is created.
     """
     identity = stored.get("identity", {})
     with world.shared_errors():
         metrics = Metrics.of(config)
         datasets = build_datasets(config, world.device, identity.get("decode_mode"))
-        mixing = build_batch_transforms(config, datasets)  # raises UserError for an invalid list
+        mixing = build_batch_transforms(config, datasets)  # raises UserError for invalid transforms
         schedule = make_schedule(config, len(datasets.train), world, identity)
         compute = choose_compute(config, datasets, schedule, world.device, forward)
         set_up_kernels(config.train.deterministic, compute.precision)
@@ -336,7 +335,7 @@ def build_parts(config: Config, world: World, stored: dict[str, Any]) -> Parts:
         criterion = build_criterion(config.train, weights)
         loss_fn = build_loss(criterion, compute)
         state = build_state(config, datasets, compute, world)
-        named_observers(config)  # refuses a wrong name
+        named_observers(config)  # raises UserError for an unknown name
     parts = Parts(world, datasets, schedule, compute, loss_fn, metrics, state)
     dry_run(
         parts,
@@ -349,10 +348,10 @@ def build_parts(config: Config, world: World, stored: dict[str, Any]) -> Parts:
 
 
 def build_state(config: Config, datasets: Datasets, compute: Compute, world: World) -> TrainState:
-    """Build model, optimiser and moving average on the device.
+    """Build the model, optimizer and EMA on the device.
 
-    Every rank and every kind of device gets the same initial weights. Raises UserError if the
-    weights to start from are missing or do not fit.
+    Initial weights are identical across ranks and device types. Raises UserError if model.weights
+    is not found or does not match the model.
     """
     weights = config.model.weights
     torch.manual_seed(config.train.seed)
@@ -376,13 +375,11 @@ def build_state(config: Config, datasets: Datasets, compute: Compute, world: Wor
 
 
 def main(config: Config) -> int:
-    """Train; return the exit status: 0 finished, 1 failed, 2 user error, 128 + signal."""
+    """Train and return the exit status: 0 finished, 1 failed, 2 user error, 128 + signal."""
 
     def status() -> int:
         signal_number = train(config)["signal"]
-        if signal_number:
-            return 128 + signal_number
-        return 0
+        return 128 + signal_number if signal_number else 0
 
     cli.log_to_stderr(force=True)
     return cli.run_main(status, explain_limit)

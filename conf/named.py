@@ -81,10 +81,7 @@ def check_signature(called: Any, origin: str, /, *arguments: Any, **parameters: 
         with suppress(ValueError):  # code in C has no signature
             inspect.signature(called).bind(*arguments, **parameters)
     except TypeError as error:
-        given = [type(value).__name__ for value in arguments]
-        given += [f"{name}=..." for name in parameters]
-        wrong = f"cannot be called with ({', '.join(given)}): {error}"
-        raise UserError(origin, wrong, "see docs/fork.md") from None
+        raise UserError(origin, f"cannot be called: {error}", "see docs/fork.md") from None
 
 
 def split_entry(entry: Any, key: str) -> tuple[str, dict[str, Any]]:

@@ -29,10 +29,10 @@ BEST = "best.pt"
 # Increased whenever the content of a checkpoint or the result of the same config changes: a run
 # resumes from this format only. 3: mixup and random operations are as in the recipes' sources.
 FORMAT = 3
-READABLE = (2, 3)  # formats whose weights, config and model_input have the same meaning
 RESUME_CHOICES = "the folder of a run, a step-*.pt, never (start over) or auto (the default)"
 # Parts of every checkpoint -> type.
-PARTS = {"step": int, "state": dict, "identity": dict, "config": dict, "model_input": dict}
+PARTS = {"format": int, "step": int, "state": dict, "identity": dict, "config": dict}
+PARTS |= {"model_input": dict}
 
 
 def host_copy(content: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -62,19 +62,18 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
     step = content["step"]
     best_step = content["state"]["best"].get("step")
     path = folder / file_name(step)
-    kept = {path}
     try:
         folder.mkdir(exist_ok=True)  # a user may have removed it
         with replacing(path) as temporary, open(temporary, "wb") as file:
             torch.save({"format": FORMAT, **content}, file)
+        paths = files(folder)
+        kept = {path, *paths[-keep:]}
         if best_step is None:
             (folder / BEST).unlink(missing_ok=True)  # it is no longer comparable
         else:
             kept.add(folder / file_name(best_step))
         if best_step == step:
             link_best(folder, step)
-        paths = files(folder)
-        kept.update(paths[-keep:])
         for old in set(paths) - kept:
             old.unlink()
     except (OSError, RuntimeError) as error:
@@ -88,9 +87,8 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
 def link_best(folder: Path, step: int) -> None:
     """Let `best.pt` be the checkpoint of a step, unless that one is gone."""
     source = folder / file_name(step)
-    best = folder / BEST
-    if source.exists() and not (best.exists() and best.samefile(source)):
-        with replacing(best) as temporary:
+    if source.exists():
+        with replacing(folder / BEST) as temporary:
             try:
                 os.link(source, temporary)
             except OSError:  # a file system without hard links
@@ -162,8 +160,7 @@ def is_ours(content: Any) -> bool:
     """Return whether the content of a file is a checkpoint that this version can read."""
     if not isinstance(content, dict):
         return False
-    types = {name: type(content.get(name)) for name in PARTS}
-    return types == PARTS and content.get("format") in READABLE
+    return {name: type(content.get(name)) for name in PARTS} == PARTS
 
 
 def provenance() -> dict[str, str]:

@@ -1,7 +1,6 @@
 """How a device computes a model: operations per image, precision, kernels, torch.compile."""
 
 import gc
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -32,14 +31,6 @@ SEARCH_STEPS = 10_000
 # With more operations per GPU than this, auto is `tuned`: ResNet-50 takes 3 hours for them on an
 # H200. Its first start then takes 132 s more, and a step is 1.06 times as fast.
 MANY_OPERATIONS = 2e18
-# With model.compile=recompute, the backward pass computes all but this share of the activations
-# again. ViT-S/16 with 80 images on a CPU then needs 0.6 of the memory.
-RECOMPUTE_KEEPS = 0.2
-# Values of model.compile that are no modes of torch.compile. `tuned` searches all block sizes.
-COMPILE_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "recompute": {"mode": "default"},
-    "tuned": {"options": {"coordinate_descent_tuning": True}},
-}
 # How long a thread of Python may delay a kernel launch. With the default of 5 ms and a thread that
 # computed a checksum for TensorBoard, a step of ViT-S/16 on an H200 took 148 ms instead of 31 ms.
 SWITCH_SECONDS = 1e-4
@@ -111,15 +102,13 @@ def choose_compute(
     mode = resolve_compile(config, device, steps, operations)
     if mode == "default" and has_equal_blocks(model):
         mode = "blocks"
-    rewrite = None
-    if can_rewrite(device, precision) and mode not in ("off", "recompute"):
-        rewrite = config.model.rewrite
+    is_rewritten = can_rewrite(device, precision) and mode != "off"
     return Compute(
         device=device,
         precision=precision,
         channels_last=models.use_channels_last(config.model.channels_last, model, device.type),
         compile_mode=mode,
-        rewrite=rewrite,
+        rewrite=config.model.rewrite if is_rewritten else None,
         fields=fields,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         flops=flops,
@@ -131,7 +120,7 @@ def count_flops(
 ) -> int:
     """Count the operations of one sample's forward pass (a multiply-add counts as two).
 
-    Raises UserError if `forward` does not match the model, or the model the images.
+    Raises UserError if the model does not take the images, or `forward` a field that they lack.
 
     Args:
         model: on the meta device; it is set to evaluation, and all of it is frozen.
@@ -143,12 +132,6 @@ def count_flops(
             forward(model, Batch.zeros(fields, torch.device("meta")))
     except UserError:  # samples lack a field
         raise
-    except TypeError as error:
-        if not str(error).startswith(f"{type(model).forward.__qualname__}() "):
-            raise  # an error within the model, whose traceback helps
-        names = ", ".join(inspect.signature(model.forward).parameters)
-        fix = f"change it to call the network with ({names})"
-        raise UserError("forward() in train.py", str(error), fix) from None
     except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
         reason = describe(error).splitlines()[0]
         channels, *_, size = fields[IMAGE].device_shape[-3:]
@@ -221,7 +204,7 @@ def is_search_worthwhile(config: Config, steps: int) -> bool:
 
 
 def set_up_kernels(deterministic: bool, precision: str) -> None:
-    """Set torch's global options for precision, cuDNN and determinism.
+    """Set torch's global options for precision, cuDNN, determinism and torch.compile.
 
     Other threads yield to kernel launches after SWITCH_SECONDS.
     """
@@ -230,6 +213,8 @@ def set_up_kernels(deterministic: bool, precision: str) -> None:
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with this
     torch.use_deterministic_algorithms(deterministic)
+    # Without this, torch does not cache compiled graphs with a gradient that is written by hand.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def set_float32_precision(precision: str) -> None:
@@ -265,7 +250,6 @@ def compile_blocks(model: nn.Module) -> None:
 
     On an H200, the first start of ViT-S/16 takes 27 s instead of 41 s, and a step 0.3 % more time.
     """
-    set_compile_options("default")
     for block in model.get_submodule("blocks").children():
         block.compile(dynamic=False, mode="default")
 
@@ -274,14 +258,7 @@ def compile_function(function: Callable[..., Any], mode: str) -> Callable[..., A
     """Return the function compiled, or unchanged if the mode is `off`, or `blocks` of the model."""
     if mode in ("off", "blocks"):
         return function
-    set_compile_options(mode)
-    arguments = COMPILE_ARGUMENTS.get(mode, {"mode": mode})
-    return torch.compile(function, dynamic=False, **arguments)
-
-
-def set_compile_options(mode: str) -> None:
-    """Set torch's global options for a mode of model.compile."""
-    # Without this, torch does not cache graphs with a gradient that is written by hand.
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    kept = RECOMPUTE_KEEPS if mode == "recompute" else 1.0
-    torch._functorch.config.activation_memory_budget = kept
+    if mode == "tuned":  # searches all block sizes; not a mode of torch.compile
+        options: dict[str, Any] = {"coordinate_descent_tuning": True}
+        return torch.compile(function, dynamic=False, options=options)
+    return torch.compile(function, dynamic=False, mode=mode)

@@ -210,16 +210,12 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
     `timeout_seconds`: loader.timeout_seconds. A rank that waits TIMEOUT_FACTOR times as long for
     another one ends with an error of torch. Raises UserError if this rank has no usable device.
     """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
     rank, local_rank, local_size = 0, 0, 1
-    try:
-        size = max(1, int(os.environ.get("WORLD_SIZE", "1")))
-        if size > 1:
-            rank = int(os.environ["RANK"])
-            local_rank = int(os.environ["LOCAL_RANK"])
-            local_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    except (KeyError, ValueError) as error:
-        wrong = f"is set wrongly, or without another variable of torchrun ({error})"
-        raise UserError("WORLD_SIZE", wrong, "unset it, or start with torchrun") from None
+    if size > 1:
+        rank = int(os.environ["RANK"])
+        local_rank = int(os.environ["LOCAL_RANK"])
+        local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     device = resolve_device(device_choice, local_rank, local_size)
     with ExitStack() as stack:
         if device.type == "cuda":

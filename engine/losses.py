@@ -1,11 +1,11 @@
-"""The loss functions of training. Validation always measures the cross-entropy.
+"""Loss functions for training. Validation always measures the cross-entropy.
 
-To add a loss, name a function as train.loss=module:function, or add it to LOSSES. Parameters that
-have the names of keys of `train` get their values.
+To add a loss, set train.loss=module:function, or add the function to LOSSES. Parameters named like
+keys of `train` get the values of these keys.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,29 +23,29 @@ from pipeline.data.class_names import look_alikes
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """(logits float32 [B, classes], targets int64 [B] or float32 [B, classes]) -> float32 []."""
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-"""(network, batch) -> the mean loss, float32 [], and named values to log: `train.training_loss`."""
+"""(network, batch) -> mean loss, float32 [], and named values to log; see `train.training_loss`."""
 
 
 def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) -> Criterion:
-    """Return the loss function that train.loss names, with the keys of `train` that it takes.
+    """Return the loss function train.loss, called with the keys of `train` that it takes.
 
-    `class_weights`: float32 [classes] on the device; None: all alike. Raises UserError if there is
-    no such loss, or if it does not take a key of another loss that is set.
+    `class_weights`: float32 [classes] on the device, or None for equal weights. Raises UserError if
+    the loss does not exist, or if a key is set that only other losses take.
     """
     loss_function: Any = LOSSES.get(config.loss)
     if is_object_name(config.loss):
         loss_function = import_object(config.loss, "train.loss")
     if loss_function is None:
-        fix = f"give {', '.join(LOSSES)} or module:function{did_you_mean(config.loss, LOSSES)}"
-        raise UserError(f"train.loss={config.loss}", "not allowed", fix)
+        fix = f"expected {', '.join(LOSSES)} or module:function{did_you_mean(config.loss, LOSSES)}"
+        raise UserError(f"train.loss={config.loss}", "invalid value", fix)
     keys = keys_of(loss_function)
     values = {**vars(config), "class_weights": class_weights}
     defaults = vars(TrainConfig())
     for name in sorted(keys_of(*LOSSES.values()) - keys):
         if values[name] != defaults[name]:
             given = f"train.{name}={show(getattr(config, name))}"
-            cure = f"give train.{name}={show(defaults[name])}, or another loss"
-            raise UserError(given, f"train.loss={config.loss} does not take it", cure)
+            fix = f"set train.{name}={show(defaults[name])}, or choose a different loss"
+            raise UserError(given, f"not used by train.loss={config.loss}", fix)
     arguments = {name: values[name] for name in keys}
     example = torch.empty(0)
     check_signature(loss_function, f"train.loss={config.loss}", example, example, **arguments)
@@ -53,15 +53,15 @@ def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) ->
 
 
 def check_loss_keys(config: Config) -> None:
-    """Raise UserError for a typed key of LOSSES: `training_loss` does not call the criterion."""
+    """Raise UserError if a key of LOSSES was typed but `training_loss` ignores the criterion."""
     keys = {"train.loss", *map("train.{}".format, keys_of(*LOSSES.values()))}
     typed = sorted(keys & override_keys(config.overrides))
     if typed:
-        raise UserError(typed[0], "training_loss does not use it", "leave it out")
+        raise UserError(typed[0], "not used by training_loss in train.py", "remove the key")
 
 
 def keys_of(*loss_functions: Callable[..., Tensor]) -> set[str]:
-    """Return the names of the keys of `train` that some losses take."""
+    """Return the keys of `train` that any of these losses takes."""
     parameters: set[str] = set()
     for loss_function in loss_functions:
         parameters |= inspect.signature(loss_function).parameters.keys()
@@ -69,9 +69,10 @@ def keys_of(*loss_functions: Callable[..., Tensor]) -> set[str]:
 
 
 def class_weights(config: TrainConfig, datasets: Datasets, device: torch.device) -> Tensor | None:
-    """Return the weight of each class, float32 [classes]; None: all count alike, also if sampled.
+    """Return the class weights, float32 [classes], or None if all are equal or if sampled.
 
-    Raises UserError if a name is not that of a class, or the dataset has no labels.
+    Classes that the config does not name have weight 1. Raises UserError if a class does not exist,
+    or if the dataset has no labels.
     """
     chosen = config.class_weights
     classes = datasets.classes
@@ -80,30 +81,25 @@ def class_weights(config: TrainConfig, datasets: Datasets, device: torch.device)
     if isinstance(chosen, str):
         labels = datasets.train.labels
         if labels is None:
-            raise UserError("train.class_weights", "the dataset has no `labels`", "leave it out")
+            raise UserError("train.class_weights", "the dataset has no `labels`", "remove the key")
         if chosen == "sampled":
             return None
         images = np.bincount(labels, minlength=len(classes))
-        weights = images.sum() / (len(classes) * images.clip(1))  # as scikit-learn balances
+        weights = images.sum() / (len(classes) * images.clip(1))  # scikit-learn's "balanced"
         return torch.tensor(weights, dtype=torch.float32, device=device)
-    return named_weights(chosen, classes).to(device)
-
-
-def named_weights(weights: Mapping[Any, float], classes: Sequence[str]) -> Tensor:
-    """Return the weights that a config gives by class name, float32 [classes]; others are 1."""
-    result = torch.ones(len(classes))
-    for key, weight in weights.items():
-        name = str(key)  # YAML may have read a number
+    result = torch.ones(len(classes), device=device)
+    for key, weight in chosen.items():
+        name = str(key)  # YAML may have parsed a number
         if name not in classes:
-            wrong = f"there is no class {name} among {len(classes):,}: {', '.join(classes[:5])}"
+            wrong = f"class {name} not found among {len(classes):,}: {', '.join(classes[:5])}"
             alike = "".join(f"; {names} look alike" for names in look_alikes([name, *classes]))
             raise UserError("train.class_weights", wrong + (alike or did_you_mean(name, classes)))
         result[classes.index(name)] = weight
     return result
 
 
-def as_shares(targets: Tensor, logits: Tensor) -> Tensor:
-    """Return targets as shares of the classes, [B, classes], with the dtype of the logits."""
+def as_probabilities(targets: Tensor, logits: Tensor) -> Tensor:
+    """Return targets as class probabilities, [B, classes], with the dtype of the logits."""
     if targets.ndim == 2:
         return targets
     return F.one_hot(targets, logits.shape[1]).to(logits.dtype)
@@ -112,14 +108,14 @@ def as_shares(targets: Tensor, logits: Tensor) -> Tensor:
 def cross_entropy(
     logits: Tensor, targets: Tensor, *, label_smoothing: float, class_weights: Tensor | None
 ) -> Tensor:
-    """Mean over the images of the cross-entropy, each times the weight of the image's class.
+    """Mean cross-entropy over the images, each multiplied by the weight of the image's class.
 
-    torch's class weights also multiply the smoothed share of a target: the loss of an image of a
-    common class is least where a rare class is predicted (pytorch#104776). And torch divides by the
-    sum of the weights: the loss of a batch is not the mean of those of its micro-batches or ranks.
+    torch multiplies even the smoothed part of a target by class weights, so an image of a common
+    class has its minimum loss where a rare class is predicted (pytorch#104776). torch also divides
+    by the sum of the weights, so a batch's loss is not the mean over its micro-batches or ranks.
     """
     if class_weights is not None:
-        targets = as_shares(targets, logits) * class_weights
+        targets = as_probabilities(targets, logits) * class_weights
         smoothed = targets.sum(1, keepdim=True) / logits.shape[1]
         targets = targets * (1 - label_smoothing) + smoothed * label_smoothing
         label_smoothing = 0.0
@@ -131,10 +127,10 @@ def bce(
 ) -> Tensor:
     """Binary cross-entropy of every class, as in "ResNet strikes back" (arXiv 2110.00476).
 
-    The mean over classes and images, as in timm's --bce-loss. Smoothing, also of mixed targets,
-    comes before the threshold.
+    Averages over classes and images, like timm's --bce-loss. Targets, including mixed targets, are
+    smoothed before the threshold is applied.
     """
-    targets = as_shares(targets, logits)
+    targets = as_probabilities(targets, logits)
     smoothed = label_smoothing / logits.shape[1]
     targets = targets * (1 - label_smoothing) + smoothed
     if bce_threshold is not None:
@@ -143,4 +139,4 @@ def bce(
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {"cross_entropy": cross_entropy, "bce": bce}
-"""Name -> function with the arguments of `Criterion` and keys of `train`."""
+"""Name -> function that takes the arguments of `Criterion` and keys of `train`."""

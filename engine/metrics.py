@@ -1,9 +1,9 @@
-"""The named values of training and validation: how they are computed, shown and compared.
+"""Compute, display and compare the named values of training and validation.
 
-To add a value, return one more from `training_loss` or `validation_values` in train.py. It appears
-on the console, in metrics.jsonl, in TensorBoard and in the report; train.best_by can name a value
-of a validation. An entry in METRICS changes how it is shown, or computes it from all rows of the
-split; log.values names more such entries.
+To add a value, return it from `training_loss` or `validation_values` in train.py. It appears on the
+console, in metrics.jsonl, in TensorBoard and in the report; train.best_by can name a validation
+value. An entry in METRICS changes how a value is displayed, or computes it from all rows of the
+split; log.values names tables of more entries.
 """
 
 import math
@@ -18,23 +18,23 @@ from conf.errors import UserError, did_you_mean
 from conf.named import import_object
 from conf.schema import Config
 
-Values = dict[str, Tensor]  # name -> tensor on the device; those of a step, float [], are logged
+Values = dict[str, Tensor]  # name -> tensor on the device; a step's values, float [], are logged
 Computation = Callable[[], float | Tensor]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """How a named value is shown and, if it is not a mean over the images, computed."""
+    """Display format of a named value and, if it is not a mean over the images, its computation."""
 
-    form: str = ".4g"  # how Python formats it
-    unit: str = ""  # what follows the number
+    form: str = ".4g"  # Python format specification
+    unit: str = ""  # printed after the number
     lower_is_better: bool = False
-    console: bool = True  # whether the console shows it; without an entry, see `Metrics`
-    # For a value that is not a mean over the images: called once per validation with its
-    # `inputs`, [N, ...] over the whole split in its order, on the CPU
+    console: bool = True  # whether the console shows it; default without an entry: see `Metrics`
+    # Function of a value that is not a mean over the images. It is called once per validation with
+    # `inputs`, [N, ...] over the whole split in its order, on the CPU.
     compute: Callable[..., float] | None = None
-    # Names of values of `validation_values` that `compute` takes; if one is missing, so is this
-    # value. One that is not in METRICS itself is not averaged.
+    # Names of the values of `validation_values` that `compute` takes. If one is missing, this value
+    # is not computed. An input without an entry in METRICS is not averaged.
     inputs: tuple[str, ...] = ()
 
 
@@ -43,21 +43,21 @@ METRICS: dict[str, Metric] = {
     "top1": Metric(".2f", " %"),
     "top5": Metric(".2f", " %"),
 }
-# Of each image; read by observers or by entries of log.values.
+# Values per image that only observers and entries of log.values read
 NOT_AVERAGED = ("confidence", "score")
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """The named values of a run, and the one that chooses its best checkpoint."""
+    """The named values of a run, and the value that selects its best checkpoint."""
 
-    entries: dict[str, Metric]  # METRICS, and the tables that log.values names
+    entries: dict[str, Metric]  # METRICS and the tables in log.values
     best_by: str  # train.best_by without its sign
-    lower_is_better: bool  # its sign
+    lower_is_better: bool  # whether train.best_by has the sign -
 
     @classmethod
     def of(cls, config: Config) -> "Metrics":
-        """Return the metrics of a config. Raises UserError for a wrong table or train.best_by."""
+        """Return a config's metrics. Raises UserError for a bad table or train.best_by sign."""
         entries = dict(METRICS)
         for table in config.log.values:
             entries |= import_object(table, "log.values")
@@ -65,20 +65,19 @@ class Metrics:
         metrics = cls(entries, text.removeprefix("-"), text.startswith("-"))
         known = entries.get(metrics.best_by)
         if known is not None and known.lower_is_better != metrics.lower_is_better:
-            sign = "- in front means that lower is better: add or remove it"
-            raise UserError(f"train.best_by={text}", "has the wrong sign", sign)
+            fix = "add or remove the leading -, which means that lower is better"
+            raise UserError(f"train.best_by={text}", "has the wrong sign", fix)
         return metrics
 
     def check_best_by(self, names: Collection[str]) -> None:
-        """Refuse a train.best_by that is not among the values of a validation."""
+        """Raise UserError if train.best_by is not among the validation values `names`."""
         if self.best_by not in names:
             near = did_you_mean(self.best_by, names)
-            cure = f"give one of {', '.join(names)}, with - in front if lower is better{near}"
-            wrong = "a validation has no such value"
-            raise UserError(f"train.best_by={self.best_by}", wrong, cure)
+            fix = f"choose from {', '.join(names)}, with a leading - if lower is better{near}"
+            raise UserError(f"train.best_by={self.best_by}", "unknown validation value", fix)
 
     def prefers(self, row: Mapping[str, float], best: Mapping[str, float]) -> bool:
-        """Whether a validation replaces the best one so far, which may be empty or NaN."""
+        """Return whether a validation is better than the best so far, which may be empty or NaN."""
         new = row[self.best_by]
         old = best.get(self.best_by, math.nan)
         if math.isnan(old):
@@ -88,22 +87,22 @@ class Metrics:
         return new > old
 
     def __getitem__(self, name: str) -> Metric:
-        """Return an entry. By default, a name with a slash is not shown on the console."""
+        """Return an entry. Without one, the console shows a value unless its name contains /."""
         return self.entries.get(name, Metric(console="/" not in name))
 
     def title(self) -> str:
-        """Return the title of the console's column for the value of `best_by`."""
+        """Return the title of the console column for `best_by`."""
         return f"{self.best_by}{self[self.best_by].unit}".rjust(7)
 
     def text(self, name: str, number: float) -> str:
-        """Return a value as text, such as `top1 76.13 %`."""
+        """Format a value, such as `top1 76.13 %`."""
         metric = self[name]
         return f"{name} {number:{metric.form}}{metric.unit}"
 
     def computations(self, rows: Mapping[str, Tensor]) -> dict[str, Computation]:
-        """Return what computes each value of a validation, by name: its `compute`, or a mean.
+        """Return the function that computes each validation value: `Metric.compute` or a mean.
 
-        A `compute` needs all of its inputs. An input is not averaged, unless it has an entry.
+        `compute` needs all of its inputs. Inputs are averaged only if they have an entry.
         """
         not_averaged = set(NOT_AVERAGED)
         computed: dict[str, Computation] = {}
@@ -123,8 +122,8 @@ class Metrics:
 
 
 def check_predicted(values: Mapping[str, Tensor], classes: Sequence[str]) -> None:
-    """Refuse a `probability`, [B, ...], that is not one for each class, with a UserError."""
-    if "probability" not in values:  # another task
+    """Raise UserError unless `probability`, [B, ...], has one value per class."""
+    if "probability" not in values:  # not a classifier
         return
     outputs = values["probability"].shape[1:].numel()
     if outputs != len(classes):

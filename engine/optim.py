@@ -54,10 +54,9 @@ def decay_groups(model: nn.Module, config: OptimConfig) -> Groups:
     decayed: dict[str, Any] = {"params": [], "weight_decay": config.weight_decay}
     others: dict[str, Any] = {"params": [], "weight_decay": 0.0}
     for parameter in trained(model):
-        if config.decay_norms or parameter in weights:
-            decayed["params"].append(parameter)
-        else:
-            others["params"].append(parameter)
+        is_decayed = config.decay_norms or parameter in weights
+        group = decayed if is_decayed else others
+        group["params"].append(parameter)
     return [group for group in (decayed, others) if group["params"]]
 
 

@@ -44,10 +44,6 @@ FIXED = ("model.name", "model.freeze", "optim.name", "optim.args", "loader.batch
 # Keys that decide what validations measure, or which is best: earlier results are not comparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "data.exif_orientation"}
 VALIDATED_ON |= {"augment.val", "train.best_by"}
-UNEQUAL = (
-    "the weights differ between the ranks, and the checkpoint has those of rank 0; random numbers "
-    "that train_step draws after average_gradients must be the same on all ranks"
-)
 RUN_FILES = {"config.yaml", "checkpoints", ".lock"}  # a folder with other files holds one of these
 MAX_CHANGES_SHOWN = 6  # keys that a refusal lists
 
@@ -79,7 +75,6 @@ class Run(AbstractContextManager["Run"]):
         self.resumed_from: Path | None = None  # the checkpoint from which this start continues
         self.finished_summary: dict[str, Any] | None = None  # if an earlier start finished it
         self.metadata: dict[str, Any] = {}  # stored in each checkpoint
-        self.stop_step = 0  # where training ends
         # Step of the newest checkpoint, perhaps still being written; at first, that of the start
         self.last_saved_step = 0
         self._found: list[Path] = []  # checkpoints of this folder when `read_checkpoint` looked
@@ -137,9 +132,8 @@ class Run(AbstractContextManager["Run"]):
             self._continue(state, self.resumed_from, metadata["identity"])
         self._stored = {}  # frees the memory
         self.metadata = metadata
-        self.stop_step = stop_step
         self.last_saved_step = state.step
-        self.finished_summary = self.world.on_rank_0(lambda: self._claim(state))
+        self.finished_summary = self.world.on_rank_0(lambda: self._claim(state, stop_step))
 
     def note_measured(self, fitted_micro_batch: int | None, decode_mode: str) -> None:
         """Add to the identity what is measured at the start; later starts keep it."""
@@ -150,11 +144,16 @@ class Run(AbstractContextManager["Run"]):
         """Load the state of a checkpoint, unless it is of another training."""
         changes = changed_keys(self._stored["identity"], identity)
         # Not in the identity, because the weights do not depend on it.
-        best_by = self.config.train.best_by
-        before = self._stored["config"].get("train.best_by", best_by)
-        changes |= changed_keys({"train.best_by": before}, {"train.best_by": best_by})
+        best_by = {"train.best_by": self.config.train.best_by}
+        changes |= changed_keys(self._stored["config"], best_by)
         check_changes(path, changes, accept=self.config.checkpoint.accept_changes)
-        _load_state(state, path, self._stored)
+        try:
+            state.load_state_dict(self._stored["state"])
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            wrong = f"its state does not fit this training: {reason}"
+            cure = "give checkpoint.resume=PATH of another one"
+            raise UserError(f"cannot resume {path}", wrong, cure) from None
         if path not in self._found:
             state.forget_validations()  # the best checkpoint is in another folder
             given = self.config.checkpoint.resume
@@ -164,7 +163,7 @@ class Run(AbstractContextManager["Run"]):
         for change in changes.values():
             state.history.append(f"accepted at step {state.step:,}: {change}")
 
-    def _claim(self, state: TrainState) -> dict[str, Any] | None:
+    def _claim(self, state: TrainState, stop_step: int) -> dict[str, Any] | None:
         """Lock the folder and tidy it up after a kill; return the summary of a finished run.
 
         Raises UserError if another process has trained in it since `read_checkpoint`.
@@ -172,8 +171,12 @@ class Run(AbstractContextManager["Run"]):
         """
         if self.config.checkpoint.resume == "never" and self.path.exists():
             lock = _lock(self.path)  # fails if another process trains in it
-            _move_aside(self.path)
+            folder = self.path.resolve()  # run.dir may be a link to another disk
+            aside = folder.with_name(f"{folder.name}.old-{datetime.now():%Y%m%d-%H%M%S-%f}")
+            os.rename(folder, aside)
+            folder.mkdir()
             os.close(lock)
+            logger.info("the earlier run is now %s", aside)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.path)
         if self._own_checkpoints() != self._found:
@@ -183,7 +186,7 @@ class Run(AbstractContextManager["Run"]):
             left.unlink()
         if state.best_validation:
             checkpoint.link_best(self.checkpoints, int(state.best_validation["step"]))
-        summary = self._summary_of_finished(state)
+        summary = self._summary_of_finished(state, stop_step)
         if summary is None:
             # This also fsyncs the name of checkpoints/ in the folder.
             replace_file(self.path / "config.yaml", to_yaml(self.config))
@@ -192,12 +195,12 @@ class Run(AbstractContextManager["Run"]):
             (self.path / "summary.json").unlink(missing_ok=True)  # of an earlier start
         return summary
 
-    def _summary_of_finished(self, state: TrainState) -> dict[str, Any] | None:
+    def _summary_of_finished(self, state: TrainState, stop_step: int) -> dict[str, Any] | None:
         """Return the summary of an earlier start that finished with this state and validation."""
         with suppress(OSError, ValueError, KeyError, TypeError):  # none, or cut off by a full disk
             summary: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
             finished = summary["status"] == "finished" and summary["step"] == state.step
-            if finished and state.step >= self.stop_step and state.last_validation:
+            if finished and state.step >= stop_step and state.last_validation:
                 return summary
         return None
 
@@ -208,7 +211,9 @@ class Run(AbstractContextManager["Run"]):
         """
         self.wait()
         if not self.world.has_equal_weights(state.model):
-            logger.warning("step %d: %s", state.step, UNEQUAL)
+            text = "step %d: the weights differ between ranks, and the checkpoint has rank 0's; "
+            text += "train_step must draw the same random numbers on all ranks after the averaging"
+            logger.warning(text, state.step)
         self.world.broadcast_buffers(state.model)
         if self.world.is_main:
             copied = checkpoint.host_copy(state.state_dict(), self.world.device)
@@ -347,17 +352,6 @@ def check_changes(path: Path, changes: Mapping[str, str], *, accept: bool) -> No
         raise UserError(f"cannot resume {path}", wrong, cure)
 
 
-def _load_state(state: TrainState, path: Path, content: dict[str, Any]) -> None:
-    """Load the state of a checkpoint; UserError if it does not fit the model or the optimiser."""
-    try:
-        state.load_state_dict(content["state"])
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        wrong = f"its state does not fit this training: {reason}"
-        cure = "give checkpoint.resume=PATH of another one"
-        raise UserError(f"cannot resume {path}", wrong, cure) from None
-
-
 def _lock(path: Path) -> int:
     """Lock the folder. The kernel releases the lock when the process ends, however it ends."""
     lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
@@ -367,12 +361,3 @@ def _lock(path: Path) -> int:
         os.close(lock)
         raise UserError(f"run.dir={path}", "a process trains in it", "give a run.name") from None
     return lock
-
-
-def _move_aside(path: Path) -> None:
-    """Rename a folder, with the time in its new name, and create it again."""
-    folder = path.resolve()  # the path may be a link to another disk
-    aside = folder.with_name(f"{folder.name}.old-{datetime.now():%Y%m%d-%H%M%S-%f}")
-    os.rename(folder, aside)
-    folder.mkdir()
-    logger.info("the earlier run is now %s", aside)

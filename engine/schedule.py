@@ -1,6 +1,6 @@
-"""The steps of a run: how many there are, their learning rates, and what is due after each.
+"""Number of steps in a run, their learning rates, and the actions due after each step.
 
-To add a learning rate, add a function to SCHEDULES and a file conf/schedule/NAME.yaml.
+To add a learning rate schedule, add a function to SCHEDULES and a file conf/schedule/NAME.yaml.
 """
 
 import math
@@ -12,59 +12,59 @@ from conf.errors import UserError
 from conf.schema import Config
 from engine.distributed import World
 
-MIN_BATCH_SIZE = 8  # enough for BatchNorm
+MIN_BATCH_SIZE = 8  # large enough for BatchNorm
 
 
 @dataclass(frozen=True)
 class Due:
-    """What to do after an optimiser step. A checkpoint always follows a validation."""
+    """Actions after an optimizer step. A validation is always followed by a checkpoint."""
 
     log: bool
-    epoch: bool  # an epoch has ended
+    epoch: bool  # whether an epoch has ended
     validate: bool
     save: bool
 
 
 @dataclass
 class Schedule:
-    """The optimiser steps of a run. Each is over the global batch, the images of all ranks."""
+    """Optimizer steps of a run. Each step uses the global batch, which spans all ranks."""
 
     config: Config
     images: int  # number of training images
     ranks: int = 1
-    # The most images of a micro-batch if `fit_memory` found that more are out of memory
+    # Maximum images per micro-batch if `fit_memory` ran out of memory with more
     fitted_micro_batch: int | None = None
 
     @property
     def batch_size(self) -> int:
-        """The images of one step, over all ranks."""
+        """Images per step over all ranks."""
         return self.config.loader.batch_size
 
     @property
     def local_batch_size(self) -> int:
-        """The images of one step on a rank."""
+        """Images per step on each rank."""
         return self.batch_size // self.ranks
 
     @property
     def num_micro_batches(self) -> int:
-        """The number of parts in which a rank trains on its images of a step."""
+        """Number of micro-batches into which a rank splits its images of a step."""
         micro_batch = self.config.train.micro_batch or self.fitted_micro_batch
         return math.ceil(self.local_batch_size / (micro_batch or self.local_batch_size))
 
     @property
     def steps_per_epoch(self) -> float:
-        """Often not an integer, because the next epoch fills the last batch of an epoch."""
+        """Often not an integer, because the last batch of an epoch extends into the next epoch."""
         return self.images / self.batch_size
 
     @property
     def steps(self) -> int:
-        """Steps of the learning-rate schedule: train.epochs passes over the images."""
+        """Steps of the learning rate schedule, which are train.epochs passes over the images."""
         steps = round(self.config.train.epochs * self.steps_per_epoch, 6)  # 11.000000000000002
         return max(1, math.ceil(steps))
 
     @property
     def stop_step(self) -> int:
-        """Where the run ends: `steps`, or train.max_steps if that is earlier."""
+        """Last step of the run, the minimum of `steps` and train.max_steps."""
         return min(self.steps, self.config.train.max_steps or self.steps)
 
     @property
@@ -73,7 +73,7 @@ class Schedule:
 
     @property
     def warmup_steps(self) -> int:
-        """The steps of linear increase from zero, at most half of all."""
+        """Steps during which the rate increases linearly from zero, at most half of all steps."""
         wanted = round(self.config.schedule.warmup_epochs * self.steps_per_epoch)
         return min(wanted, self.steps // 2)
 
@@ -84,16 +84,16 @@ class Schedule:
         return SCHEDULES[self.config.schedule.name](self, step)
 
     def progress(self, step: int) -> float:
-        """Return the fraction of the steps after the warm-up that is done, in [0, 1]."""
+        """Return the completed fraction of the steps after the warm-up, in [0, 1]."""
         done = step - self.warmup_steps
         return min(1.0, done / (self.steps - self.warmup_steps))
 
     def epoch(self, step: int) -> float:
-        """Return the epochs done after `step` steps, at most train.epochs."""
+        """Return the epochs completed after `step` steps, at most train.epochs."""
         return min(step / self.steps_per_epoch, self.config.train.epochs)
 
     def epochs_ended(self, step: int) -> int:
-        """Return the number of whole epochs done after `step` steps."""
+        """Return the number of whole epochs completed after `step` steps."""
         return step * self.batch_size // self.images
 
     def due(self, step: int) -> Due:
@@ -102,7 +102,7 @@ class Schedule:
         before = self.epochs_ended(max(0, step - 1))
         every = self.config.train.validate_every_epochs
         validate = left <= 0 or ended // every > before // every
-        # The last row has at least half of its steps: the mean of fewer would look like a change.
+        # The last row has at least half of its steps. A mean of fewer would look like a change.
         is_full_row = step % self.log_every == 0 and 2 * left >= self.log_every
         log = is_full_row or left == 0
         save = step % self.config.checkpoint.every_steps == 0 or validate
@@ -116,7 +116,7 @@ def constant(schedule: Schedule, step: int) -> float:
 def step_decay(schedule: Schedule, step: int) -> float:
     config = schedule.config
     steps_per_drop = schedule.steps_per_epoch * config.schedule.step_epochs
-    # 1e-9 keeps rounding from delaying by one step a drop that falls on a whole step.
+    # 1e-9 prevents rounding from delaying a drop at a whole step by one step.
     drops = math.floor(step / steps_per_drop + 1e-9)
     return config.optim.lr * config.schedule.step_gamma**drops
 
@@ -131,13 +131,13 @@ def linear(schedule: Schedule, step: int) -> float:
 
 
 def _interpolate(schedule: Schedule, factor: float) -> float:
-    """Return the learning rate at a factor of the way from schedule.final_lr to the peak."""
+    """Interpolate from schedule.final_lr (factor 0) to the peak learning rate (factor 1)."""
     final = schedule.config.schedule.final_lr
     return final + (schedule.config.optim.lr - final) * factor
 
 
 SCHEDULES = {"constant": constant, "step": step_decay, "cosine": cosine, "linear": linear}
-"""Name -> learning rate of a step after the warm-up."""
+"""Name -> function that returns the learning rate of a step after the warm-up."""
 
 
 def make_schedule(
@@ -145,7 +145,8 @@ def make_schedule(
 ) -> Schedule:
     """Return the schedule for a number of training images.
 
-    `identity`: of the checkpoint to resume, or empty. Raises UserError for an unfit batch size.
+    `identity`: identity in the checkpoint to resume, or {}. Raises UserError if the batch size is
+    larger than the training split, or not a multiple of the number of ranks.
     """
     size = config.loader.batch_size
     given = f"loader.batch_size={size}"
@@ -161,11 +162,11 @@ def make_schedule(
 
 
 def with_batch_size(config: Config, size: int) -> str:
-    """Return the keys for another batch size, with its learning rate (arXiv 1706.02677)."""
+    """Return the keys for a batch size, with the learning rate scaled (arXiv 1706.02677)."""
     lr = config.optim.lr * size / (config.lr_batch_size or config.loader.batch_size)
     return f"loader.batch_size={size} optim.lr={lr:.3g}"
 
 
 def suited_batch(images: int) -> int:
-    """Return the largest power of two with 16 or more steps per epoch, at least MIN_BATCH_SIZE."""
+    """Return the largest power of two for at least 16 steps per epoch, or MIN_BATCH_SIZE."""
     return max(MIN_BATCH_SIZE, 2 ** int(math.log2(images / 16)))

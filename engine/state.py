@@ -34,13 +34,13 @@ def check_loss(row: Mapping[str, float], folder: Path) -> None:
 
     With fp16, a step with gradients that are not finite is skipped, and halves the loss scale.
     """
-    loss = row.get("loss", 0.0)
-    if "loss_scale" in row:
-        if row["loss_scale"] < 1:
-            wrong = "fp16: the gradients are not finite at any loss scale"
-            raise diverged(f"{wrong}, step {row['step']}", folder)
-    elif not math.isfinite(loss):
-        raise diverged(f"the loss is {loss} at step {row['step']} (lr {row['lr']:g})", folder)
+    if row.get("loss_scale", 1.0) < 1:
+        wrong = "fp16: the gradients are not finite at any loss scale"
+        raise diverged(f"{wrong}, step {row['step']}", folder)
+    if "loss_scale" not in row and not math.isfinite(row.get("loss", 0.0)):
+        raise diverged(
+            f"the loss is {row['loss']} at step {row['step']} (lr {row['lr']:g})", folder
+        )
 
 
 class MovingAverage(nn.Module):

@@ -30,12 +30,8 @@ class StopSignal(ExitStack):
         pool.stop_requested = lambda: self.received != 0
         self.world = world
         self.received = 0  # number of the signal that this process received
-        self.number = 0  # number of the signal that stops all ranks; set by `poll`
+        self.number = 0  # the signal that stops training, the same on all ranks; set by `poll`
         self.enter_context(handle_stops(self._receive))
-
-    def __bool__(self) -> bool:
-        """Whether training stops now: the same on every rank."""
-        return self.number != 0
 
     def _receive(self, number: int, _: object) -> None:
         is_ctrl_c = number == signal.SIGINT and self.world.size == 1
@@ -52,7 +48,7 @@ class StopSignal(ExitStack):
 
     def interruptible(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield batches while all ranks have one and no rank has to stop. Collective."""
-        while not self:
+        while self.number == 0:
             batch = None
             with suppress(StalledError):  # a signal arrived while workers stall
                 batch = next(batches, None)

@@ -1,8 +1,8 @@
-"""`loader.workers=auto`: select the decode mode and the number of workers at the start of a run.
+"""Select the decode mode and the number of workers at startup, for `loader.workers=auto`.
 
-They follow from the images/s of the step, of all workers and of the device's decoders, each
-measured in about a second. The decode mode is part of the run's identity, because its pixels differ
-a little; the number of workers changes no result.
+The selection compares the images/s of the step, of all workers and of the device's decoders. Each
+benchmark takes about a second. The decode mode is part of the run's identity, because its pixels
+differ a little; the number of workers changes no result.
 """
 
 import logging
@@ -24,18 +24,18 @@ from pipeline.feed.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
-MIN_BATCHES = 16  # with fewer left in the run, nothing is measured
-ROUNDS = 3  # in which the step is measured
+MIN_BATCHES = 16  # a run with fewer steps left is not benchmarked
+ROUNDS = 3  # rounds of the step's benchmark
 ROUND_SECONDS = 0.2
-MAX_STEPS = 40  # of a round
-# The CPU's mode is enough if it makes this many times the images of the step; it is measured while
-# all workers run. The device's decoders share the device with the step, so that they need more.
+MAX_STEPS = 40  # per round
+# Multiple of the step's images/s that a decode mode must reach. The CPU's mode is benchmarked while
+# all workers run. The device's decoders need more, because they share the device with the step.
 ENOUGH_ON_CPU = 1.05
 ENOUGH_ON_DEVICE = 1.25
 
 
 class Tuner:
-    """Measures the rates, and sets the decode mode and the number of workers."""
+    """Benchmarks the step and the decode modes, and sets the decode mode and number of workers."""
 
     def __init__(self, feed: Feed, world: World) -> None:
         self.feed = feed
@@ -46,11 +46,11 @@ class Tuner:
             say(f"autotune  {text}")
 
     def start(self, train_on_batch: StepGraph, first_step: int) -> None:
-        """Measure, then set the feed's mode and workers. Changes the state. Collective."""
+        """Set the feed's mode and workers by benchmarks, which change the state. Collective."""
         feed = self.feed
         batch = next(feed.train.batches(first_step, first_step + 1)).clone()
         feed.step_rate = self.measure_step(train_on_batch, batch)
-        self.say(f"the step takes {feed.step_rate:,.0f} images/s on a batch on the GPU")
+        self.say(f"the step processes {feed.step_rate:,.0f} images/s from a batch on the GPU")
         first = self.measure_mode(feed.datasets.decode_modes[0], first_step)
         mode = self.choose_mode(first.images_per_second, first_step)
         workers = max(2, feed.num_cores - 1)  # a thread of this process waits for the device
@@ -61,17 +61,17 @@ class Tuner:
         self.say(f"decoder={feed.decoder_name}, workers={workers}")
 
     def measure_step(self, train_on_batch: StepGraph, batch: Batch) -> float:
-        """Return the images/s of the step on a batch on the device: the median of rounds."""
+        """Return the step's images/s for a batch on the device, the median over ROUNDS."""
         step = partial(train_on_batch, batch)
         seconds_of = self.feed.train.clock.seconds_of
-        seconds_of(step, train_on_batch.steps_before_capture + 1)  # compiles, captures
+        seconds_of(step, train_on_batch.steps_before_capture + 1)  # compiles and captures
         count = math.ceil(ROUND_SECONDS / seconds_of(step, 2))
-        count = min(MAX_STEPS, self.world.max(count))  # all ranks average gradients together
+        count = min(MAX_STEPS, self.world.max(count))  # the ranks average gradients together
         seconds = median(seconds_of(step, count) for _ in range(ROUNDS))
         return len(batch.samples) / seconds
 
     def choose_mode(self, first_rate: float, first_step: int) -> str:
-        """Return the first mode if it is fast enough on all ranks, else the faster. Collective."""
+        """Return the first mode if it suffices on all ranks, else the faster one. Collective."""
         modes = self.feed.datasets.decode_modes
         num_modes = min(self.world.all_gather(len(modes)))  # a rank may lack engines
         fraction = self.smallest_fraction(first_rate)
@@ -82,13 +82,13 @@ class Tuner:
         return max(fractions, key=fractions.__getitem__)
 
     def smallest_fraction(self, rate: float) -> float:
-        """Return images/s over those of the step, on the rank where it is smallest. Collective."""
+        """Return the smallest ratio of `rate` to the step's images/s over all ranks. Collective."""
         return min(self.world.all_gather(rate / self.feed.step_rate))
 
     def measure_mode(self, mode: str, first_step: int) -> StepTimes:
-        """Return the images/s of all workers in a mode, and the times of one; 0 if the mode fails.
+        """Return all workers' images/s in a mode, 0 if it fails, and one worker's times.
 
-        The images/s of the CPU's mode are without storage waits, because more workers hide them.
+        The images/s of the CPU's mode exclude storage waits, because more workers hide them.
         """
         feed = self.feed
         feed.set_decode_mode(mode)
@@ -100,26 +100,26 @@ class Tuner:
             logger.warning("loader.decoder=auto: %s is not used: %s", mode, describe(error))
             return StepTimes(images_per_second=0.0)
         if mode == "cpu":
-            of_one = times._replace(image_storage_ms=0.0).worker_images_per_second
-            times = times._replace(images_per_second=feed.num_cores * of_one)
+            rate_per_worker = times._replace(image_storage_ms=0.0).worker_images_per_second
+            times = times._replace(images_per_second=feed.num_cores * rate_per_worker)
         text = f"{feed.num_cores} workers with decoder={feed.decoder_name}"
-        self.say(f"{text} make {times.images_per_second:,.0f} images/s")
+        self.say(f"{text} load {times.images_per_second:,.0f} images/s")
         return times
 
 
 def workers_for(times: StepTimes, num_cores: int, step_rate: float) -> int:
-    """Return the number of workers that keeps the cores busy while the CPU decodes.
+    """Return the number of workers that keeps all cores busy while the CPU decodes.
 
-    `times`: images/s of `num_cores` workers without storage waits, and the times of one of them.
+    `times`: images/s of `num_cores` workers without storage waits, and one worker's times.
     """
     if times.images_per_second < ENOUGH_ON_CPU * step_rate:
-        num_cores += 1  # the training process waits for images and leaves its core idle
+        num_cores += 1  # the training process waits for images, which leaves its core idle
     waiting = times.image_storage_ms / max(times.image_cpu_ms, 1e-6)  # without read-ahead
     return round(num_cores * (1 + waiting))
 
 
 def fit_to_machine(parts: Parts, feed: Feed, step: StepGraph, run: Run, stop: StopSignal) -> None:
-    """Choose what the config leaves open: micro-batches, decode mode and workers. Collective."""
+    """Set micro-batches, decode mode and workers that the config leaves open. Collective."""
     schedule, state = parts.schedule, parts.state
     first_batches = stop.interruptible(feed.train.batches(state.step, state.step + 1))
     fit_memory(step, schedule, run.world, first_batches)

@@ -1,4 +1,4 @@
-"""Validation that counts every sample once, for any number of samples, ranks and batch size."""
+"""Validation that counts each sample once, for any number of samples and ranks and batch size."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,22 +19,22 @@ from pipeline.feed.batch_augment import BatchTransforms
 from pipeline.feed.feed import Feed
 
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
-"""(network in eval mode, batch) -> named values for each row, [B, ...]: `train.validation_values`.
-`engine.metrics.Metrics.computations` makes the values of a validation from them."""
-NUMBER = ""  # the column with the number of each sample in its split; no value has this name
-Columns = dict[str, list[Tensor]]  # name -> the values of each batch
+"""(network in eval mode, batch) -> named values per sample, [B, ...], see
+`train.validation_values`. `Metrics.computations` computes the validation values from them."""
+NUMBER = ""  # column of sample indices in the split; no value has this name
+Columns = dict[str, list[Tensor]]  # name -> values of each batch
 Rows = dict[str, Tensor]
-"""What `Measure` has returned for all samples of a split, in its order, [N, ...]."""
+"""Values that `Measure` returned for all samples of a split, in its order, [N, ...]."""
 
 
 class Validation(NamedTuple):
-    """The result of one network on the whole split; the same on every rank."""
+    """Result of a network on the whole split, the same on all ranks."""
 
     images: int  # number of samples
-    rows: Rows  # the values of all samples, on the CPU
+    rows: Rows  # values of all samples, on the CPU
 
     def values(self, metrics: Metrics) -> dict[str, float]:
-        """Return the means of the rows, and what `Metric.compute` gives for them."""
+        """Return the means of the rows and the results of `Metric.compute`."""
         return {name: float(compute()) for name, compute in metrics.computations(self.rows).items()}
 
 
@@ -42,7 +42,7 @@ class Validation(NamedTuple):
 def evaluate(
     networks: Sequence[nn.Module], measure: Measure, batches: Iterable[Batch], world: World
 ) -> list[Validation]:
-    """Measure each network in eval mode. Each batch is read once, for all networks. Collective.
+    """Measure all networks, in eval mode, on each batch, which is read only once. Collective.
 
     Nothing waits for the device before the last batch. All ranks pass the same number of batches.
     """
@@ -55,7 +55,7 @@ def evaluate(
         for network, columns in zip(networks, outputs, strict=True):
             values = {NUMBER: batch.samples[:, 1], **measure(network, batch)}
             for name, value in values.items():
-                # A copy: it may be a part of the batch, whose memory is reused.
+                # Copied, because it may be a view of the batch, whose memory is reused.
                 columns.setdefault(name, []).append(value.clone())
     for network, mode in zip(networks, modes, strict=True):
         models.train_mode(network, mode)
@@ -65,13 +65,13 @@ def evaluate(
 def collect(columns: Columns, world: World) -> Validation:
     """Gather the rows of all ranks, and sort them by NUMBER. Collective.
 
-    A row with the number -1 has no sample.
+    Rows with NUMBER -1 are padding.
     """
-    if not columns:  # a signal came before the first batch
+    if not columns:  # a signal arrived before the first batch
         return Validation(0, {})
     valid = torch.cat(columns[NUMBER]) >= 0
-    own = {name: torch.cat(values)[valid].cpu() for name, values in columns.items()}
-    shards = world.all_gather(own)
+    shard = {name: torch.cat(values)[valid].cpu() for name, values in columns.items()}
+    shards = world.all_gather(shard)
     order = torch.cat([shard[NUMBER] for shard in shards]).argsort()
     rows: Rows = {}
     for name in shards[0]:
@@ -81,9 +81,9 @@ def collect(columns: Columns, world: World) -> Validation:
 
 
 def validation_batches(feed: Feed, stop: StopSignal, num_micro_batches: int) -> Iterator[Batch]:
-    """Yield this rank's batches of the validation split until its end or a signal. Collective.
+    """Yield this rank's validation batches until the end of the split or a signal. Collective.
 
-    They are split as in training, because a whole batch may not fit into the GPU's memory.
+    They are micro-batches like in training, because a whole batch may not fit into GPU memory.
     """
     for batch in stop.interruptible(feed.val.batches(0, feed.num_val_batches)):
         yield from batch.split(num_micro_batches)
@@ -92,12 +92,12 @@ def validation_batches(feed: Feed, stop: StopSignal, num_micro_batches: int) -> 
 def dry_run(
     parts: Parts, mixing: BatchTransforms, criterion: Criterion, predict: Measure, validate: Measure
 ) -> None:
-    """Predict, validate and compute the loss of two samples of zeros. Collective.
+    """Predict, validate and compute the loss with two samples of zeros. Collective.
 
-    It raises errors before the run directory exists. `criterion`: that of `parts.loss_fn`.
+    Raises errors before the run directory exists. `criterion`: the one that `parts.loss_fn` calls.
     """
     world, state, metrics = parts.world, parts.state, parts.metrics
-    batch = Batch.zeros(parts.compute.fields, world.device, samples=2)  # as BatchNorm needs
+    batch = Batch.zeros(parts.compute.fields, world.device, samples=2)  # BatchNorm needs two
     val_batch = Batch.zeros(parts.datasets.val.fields, world.device)
     used = []
 

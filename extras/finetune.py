@@ -1,9 +1,9 @@
-"""Fine-tuning: values that follow from the weights and from the number of images.
+"""Set fine-tuning values from the weights and the number of images.
 
     python train.py recipe=finetune data.root=/photos model.weights=resnet50-0676ba61.pth
 
-A typed key or group overrides them. They are the same at every start: they depend only on the
-file, the number of images and (the batch) the number of ranks.
+Keys and groups on the command line override them. A resumed run gets the same values, because they
+depend only on the file, the number of images and (for the batch size) the number of ranks.
 """
 
 from dataclasses import replace
@@ -20,34 +20,40 @@ from engine import checkpoint
 from engine.distributed import World
 from engine.schedule import suited_batch
 from pipeline.data.build import build_datasets
-from scripts.lib.published import exported, published, stored_name, torchvision_files
+from scripts.lib.published import (
+    exported_metadata,
+    published_metadata,
+    stored_name,
+    torchvision_files,
+)
 
-# The length of a fine-tuning: 500 steps of 512 images, as BiT (arXiv 1912.11370) for less than
-# 20,000 images; but no image is seen more than MAX_EPOCHS times.
+# Fine-tuning length: 500 steps of 512 images, BiT's (arXiv 1912.11370) for fewer than 20,000
+# images; but no image is seen more than MAX_EPOCHS times.
 IMAGES_SEEN = 500 * 512
 MIN_EPOCHS, MAX_EPOCHS = 10, 100
-WARMUP = 10  # epochs divided by this; 5 in BiT, 20 in ViT
-MAX_BATCH = 256  # the recipe states the learning rate for it
-MODEL_KEYS = ("model", "model.name")  # typed, they choose the model
-VAL_SIZES = ("data.image_size", "data.val_size")  # typed, they choose data.val_size
+WARMUP = 10  # warmup is the epochs divided by this; 5 in BiT, 20 in ViT
+MAX_BATCH = 256  # the batch size of the recipe's learning rate
+MODEL_KEYS = ("model", "model.name")  # overrides that choose the model
+VAL_SIZES = ("data.image_size", "data.val_size")  # overrides that set data.val_size
 
 
 def prepare(config: Config, world: World) -> Config:
-    """Return the config with what follows from its weights and images. Collective."""
+    """Complete the config with values from its weights and its images. Collective."""
     with world.shared_errors():
         images = len(build_datasets(config).train)
         return complete(config, images, world.size)
 
 
 def complete(config: Config, images: int, ranks: int = 1) -> Config:
-    """Return the config with what the program decides above its recipe, and notes that say so.
+    """Return the config with the decided values, which take precedence over its recipe, and notes.
 
-    The batch is a multiple of the ranks. Raises UserError if there are no weights that can be read.
+    The batch size is a multiple of the ranks. Raises UserError if the weights are missing or
+    unreadable.
     """
     if config.model.weights is None:
         raise UserError(
-            "model.weights is missing: fine-tuning starts from trained weights; give pretrained "
-            "(those of model.name), a checkpoint, a file of torchvision or timm, or a run's folder"
+            "model.weights is missing: fine-tuning starts from trained weights; set pretrained "
+            "(those of model.name), a checkpoint, a torchvision or timm file, or a run directory"
         )
     typed = override_keys(config.overrides)
     decided_by = {
@@ -64,12 +70,12 @@ def complete(config: Config, images: int, ranks: int = 1) -> Config:
         texts = [f"{key}={show(used[key])}" for key in values if key in decided]
         if texts:
             notes.append(f"{reason}: {', '.join(texts)}")
-    # The run is named after the overrides alone.
+    # Keep the run, because its name contains only the overrides.
     return replace(completed, run=config.run, notes=notes)
 
 
 def settings_for_images(images: int, ranks: int, config: Config, typed: set[str]) -> KeyValues:
-    """Return batch size, learning rate and length for a number of training images."""
+    """Return batch size, learning rate, epochs and warmup for a number of training images."""
     batch_size = config.loader.batch_size
     if "loader.batch_size" not in typed:
         images_per_rank = min(MAX_BATCH, suited_batch(images), images) // ranks
@@ -79,8 +85,8 @@ def settings_for_images(images: int, ranks: int, config: Config, typed: set[str]
         epochs = min(MAX_EPOCHS, max(MIN_EPOCHS, round(IMAGES_SEEN / images)))
     return {
         "loader.batch_size": batch_size,
-        # Proportional to larger batches (arXiv 1706.02677), but not lower for smaller ones: with 18
-        # images and a batch of 8, 0.0003 of SGD reached 46 % and 0.01 94 % in 20 epochs.
+        # Scale linearly for larger batches (arXiv 1706.02677), but never down: with 18 images and
+        # a batch of 8, SGD reached 46 % with lr 0.0003 and 94 % with 0.01 in 20 epochs.
         "optim.lr": config.optim.lr * max(1, batch_size / MAX_BATCH),
         "train.epochs": epochs,
         "schedule.warmup_epochs": epochs / WARMUP,
@@ -88,7 +94,7 @@ def settings_for_images(images: int, ranks: int, config: Config, typed: set[str]
 
 
 def settings_for_weights(config: Config, typed: set[str]) -> KeyValues:
-    """Return the model's name and preprocessing, as far as the file or its library states them."""
+    """Return the model's name and preprocessing, where known from the file or its library."""
     preprocessing = _preprocessing(config, typed)
     keys = ["data.mean", "data.std", "data.val_size", "data.image_size"]
     is_own = "model" not in typed and config.model.name == preprocessing.get("model.name")
@@ -109,7 +115,7 @@ def settings_for_weights(config: Config, typed: set[str]) -> KeyValues:
 
 
 def _preprocessing(config: Config, typed: set[str]) -> KeyValues:
-    """Return the keys that the weights state: those of a run or an exported file, or published."""
+    """Return the config keys stored by a run or an exported file, or else published ones."""
     path = Path(str(config.model.weights))
     if config.model.weights == "pretrained":
         return _published(config, typed, path, None)
@@ -118,24 +124,24 @@ def _preprocessing(config: Config, typed: set[str]) -> KeyValues:
     if checkpoint.is_ours(content):
         image_size = content["model_input"]["image_size"]
         return {**content["config"], "data.image_size": image_size}
-    own = exported(path)
-    if own is not None:
-        return own.values
+    exported = exported_metadata(path)
+    if exported is not None:
+        return exported.config
     return _published(config, typed, path, stored_name(content))
 
 
 def _published(config: Config, typed: set[str], path: Path, stored: str | None) -> KeyValues:
-    """Return what the library of a model states. `stored`: the name of the model in the file."""
+    """Return the config keys from a model's library. `stored`: model name stored in the file."""
     name = config.model.name
     if typed.isdisjoint(MODEL_KEYS):
-        if stored is not None:  # timm's files name the model without the prefix
+        if stored is not None:  # timm's files store the name without the prefix
             name = stored if stored in models.available() else f"timm/{stored}"
         name, _ = torchvision_files().get(path.name, (name, None))
-    return {"model.name": name, **published(name, path).values}
+    return {"model.name": name, **published_metadata(name, path).config}
 
 
 def _val_transforms(preprocessing: KeyValues) -> list[Any]:
-    """Return augment.val of the weights, with the resize that earlier CIFAR runs left out."""
+    """Return augment.val of the weights, adding the resize that earlier CIFAR runs omitted."""
     transforms = list(preprocessing["augment.val"])
     if "resize" not in str(transforms).lower():
         is_bicubic = "bicubic" in str(preprocessing.get("augment.train"))
@@ -146,7 +152,7 @@ def _val_transforms(preprocessing: KeyValues) -> list[Any]:
 
 
 def _with_bicubic_crops(transforms: list[Any], size: int) -> list[Any]:
-    """Return augment.train with the interpolation of the weights, and their size."""
+    """Return augment.train with bicubic random_resized_crops of `size` pixels."""
     changed: list[Any] = []
     for entry in transforms:
         name, parameters = split_entry(entry, "augment.train")

@@ -25,8 +25,7 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = self.downsample(x)
-        x = self.bn1(self.conv1(x))
-        x = self.relu(x)
+        x = self.relu(self.bn1(self.conv1(x)))
         x = self.bn2(self.conv2(x))
         return self.relu(x + shortcut)
 

@@ -29,7 +29,6 @@ CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state
 ANY_FILE = "a checkpoint, the folder of a run, or a file with weights (.pth, .pt, .safetensors)"
 # How to get a file of weights with class names
 STATE_CLASSES = "to keep its head, name them: export.py FILE --to safetensors --classes NAMES"
-LIGHTNING = "pytorch-lightning_version"  # a key in its checkpoints
 FORMER_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")  # in torchvision's files
 
 
@@ -45,23 +44,13 @@ def read_file(path: Path, *, origin: str, give: str = ANY_FILE) -> Any:
         check_sums(path)
         # timm and torchvision store their arguments. A Namespace only holds attributes.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return _renamed(torch.load(path, map_location="cpu", weights_only=True))
+            return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, zipfile.BadZipFile) as error:
         reason = str(error)
     except Exception:  # torch.load raises many types, with texts of many lines
         reason = "damaged, not by torch.save, or it would run code"
     near = near_paths(str(path), "runs")
     raise UserError(origin, f"cannot be read ({reason})", f"give {give}{near}")
-
-
-def _renamed(content: Any) -> Any:
-    """Give parts of a checkpoint of an earlier version of this program their present names."""
-    if isinstance(content, dict) and "plan" in content:
-        content["model_input"] = content.pop("plan")
-        identity = content.get("identity", {})
-        identity["decode_mode"] = identity.pop("pixels", None)
-        identity["fitted_micro_batch"] = identity.pop("fitted_batch", None)
-    return content
 
 
 def check_sums(path: Path) -> None:
@@ -98,17 +87,14 @@ def weights_in(content: Any, *, origin: str) -> Weights:
     weights.pop("n_averaged", None)
     if not all(isinstance(value, Tensor) for value in weights.values()):
         raise refusal
-    wrappers: tuple[str, ...] = ("module.",)  # of DDP and AveragedModel
-    if LIGHTNING in content:
-        wrappers = ("module.", "model.")
-    return {_plain_name(name, wrappers): value for name, value in weights.items()}
+    return {_plain_name(name): value for name, value in weights.items()}
 
 
-def _plain_name(name: str, wrappers: tuple[str, ...]) -> str:
+def _plain_name(name: str) -> str:
     """Return the name of a tensor without those of the modules around the model."""
     name = name.replace("_orig_mod.", "")  # of torch.compile, also around a part of the model
-    while name.startswith(wrappers):
-        name = name.partition(".")[2]
+    while name.startswith("module."):  # of DDP and AveragedModel
+        name = name.removeprefix("module.")
     return name
 
 

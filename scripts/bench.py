@@ -1,9 +1,9 @@
-"""Measure the throughput of each stage: loader, step, end to end.
+"""Benchmark the loader, the training step, and both together.
 
     python scripts/bench.py data.root=/imagenet
 
-Accepts train.py's key=value overrides. Each stage is warmed up and then measured in windows; the
-table shows the median window and the range, and then the verdict on the stage `train`.
+Accepts train.py's key=value overrides. Warms up each stage, measures it in several windows, and
+prints the median window and the range, followed by the verdict on the stage `train`.
 """
 
 import sys
@@ -15,7 +15,7 @@ from scripts.lib.options import Parser
 
 if __name__ == "__main__":
     parser = Parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds per measurement (10)")
     OPTIONS, CONFIG = parser.read_config()
 
 import os
@@ -44,20 +44,21 @@ from scripts.lib.trained import run_main
 
 WINDOWS = 5
 FOREVER = 1 << 40  # steps
-KEPT_BATCHES = 4  # that stay on the device to measure the step alone
-WARM_UP_STEPS = {"cuda": 20}  # type of the device -> steps, 2 of others
+KEPT_BATCHES = 4  # batches that stay on the device to measure the step alone
+WARM_UP_STEPS = {"cuda": 20}  # device type -> steps; default 2
 
 
 class Stage(NamedTuple):
     name: str
     rates: list[float]  # images/s in each window
-    note: str  # for the table, perhaps with lines below it
+    note: str  # text for the table; may have more lines, printed below the row
 
 
 def measure_stages(config: Config, *, seconds: float) -> Iterator[Stage]:
-    """Measure loader, step and train. Raises UserError if config or data are wrong."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":  # first: ranks that join wait for each other
-        raise UserError("torchrun", "this script measures one process", "start it without")
+    """Measure loader, step and train. Raises UserError if the config or the data are invalid."""
+    # Check this first, because ranks that join wait for each other.
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("torchrun", "this script measures one process", "run it without torchrun")
     with join_world(config.train.device) as world:
         config = for_measuring(resolve_config(config, world), world)
         parts = train.build_parts(config, world, {})
@@ -66,18 +67,18 @@ def measure_stages(config: Config, *, seconds: float) -> Iterator[Stage]:
 
 
 def for_measuring(config: Config, world: World) -> Config:
-    """Return a config that does not diverge in any number of steps, and compiles the model."""
+    """Return a config that never diverges, however many steps, and compiles the model on CUDA."""
     optim = replace(config.optim, lr=1e-3)
     schedule = schema.ScheduleConfig("constant")
     config = replace(config, optim=optim, schedule=schedule)
-    if config.model.compile == "auto" and world.device.type == "cuda":  # also for a short run
+    if config.model.compile == "auto" and world.device.type == "cuda":  # even if the run is short
         model = replace(config.model, compile="default")
         config = replace(config, model=model)
     return config
 
 
 def measure_loader(parts: Parts, world: World, seconds: float) -> Stage:
-    """Measure complete batches in host memory, as fast as the loader delivers them."""
+    """Measure how fast the loader delivers complete batches in host memory."""
     with open_feed(parts.schedule.config, parts.datasets, world) as feed:
         batches = feed.train.loader.batches(0, FOREVER)
         sizes = (len(batch.samples) for batch in batches)
@@ -89,9 +90,10 @@ def measure_loader(parts: Parts, world: World, seconds: float) -> Stage:
 def measure_windows(
     sizes: Iterator[int], seconds: float, finish: Callable[[], None] = lambda: None
 ) -> list[float]:
-    """Measure images per second in each of WINDOWS windows, which take `seconds` together.
+    """Return the images per second in each of WINDOWS windows, which take `seconds` in total.
 
-    `sizes` processes a batch, and yields its images; `finish` waits until they are complete.
+    Each item of `sizes` processes a batch and is its number of images; `finish` waits until all
+    of them are complete.
     """
     rates = []
     for _ in range(WINDOWS):
@@ -105,7 +107,7 @@ def measure_windows(
 
 
 def warm_up(sizes: Iterator[int], feed: Feed) -> None:
-    """Take the batches that were decoded before the measurement."""
+    """Consume the batches that were decoded before the measurement."""
     decoded = feed.train.loader.ring.slots + feed.train.depth
     take(sizes, decoded)
 
@@ -116,7 +118,7 @@ def take(sizes: Iterator[int], steps: int) -> None:
 
 
 def measure_steps(parts: Parts, world: World, seconds: float) -> Iterator[Stage]:
-    """Measure train.py's optimiser step, on batches that stay on the device and then fed."""
+    """Measure train.py's training step with batches kept on the device, then with the loader."""
     compute, schedule = parts.compute, parts.schedule
     config = schedule.config
     device = world.device

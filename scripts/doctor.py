@@ -3,11 +3,11 @@
     python scripts/doctor.py data.root=/imagenet
     python scripts/doctor.py data.root=/imagenet --all > doctor.txt
 
-Accepts train.py's key=value overrides. Lists every file and decodes 2,000 random files of each
-split, or every file with --all. Prints a row for each check: ok, warn or fail, the result, the
-remedy (->), and the files. A fault of one kind does not hide others, but a split that cannot be
-listed is not decoded. Writes to caches only; downloads published weights.
-Exit status: 1 if a check failed, 2 for wrong arguments.
+Accepts train.py's key=value overrides. Lists every file and decodes 2,000 random files per split,
+or every file with --all. Prints a row for each check: ok, warn or fail, the result, the fix (->),
+and the files. All checks run even if one fails, but a split that cannot be listed is not decoded.
+Writes to caches only; downloads published weights.
+Exit status: 1 if a check failed, 2 for invalid arguments.
 """
 
 import sys
@@ -53,24 +53,24 @@ from pipeline.data.splits import held_out, other_classes
 from scripts.lib.progress import in_threads, num_cores, with_progress
 from scripts.lib.trained import run_main
 
-SAMPLE = 2000  # files of each split
-THREADS = 16  # comparing waits for storage, not for a core
+SAMPLE = 2000  # files per split
+THREADS = 16  # threads that compare files; they wait for storage, not for a core
 LARGE = 25_000_000  # pixels
 SLOW = f"slow to decode: progressive, CMYK or over {LARGE / 1e6:g} megapixels"
-TURNED = "rotated by their EXIF data"
-CURES = {
+ROTATED = "rotated by their EXIF data"
+FIXES = {
     SLOW: "`python scripts/prepare.py SOURCE --to DIR --side PIXELS` converts JPEG files",
-    TURNED: "training takes the stored pixels: data.exif_orientation=true turns them upright",
+    ROTATED: "training uses the stored pixels; set data.exif_orientation=true to rotate them",
 }
-REFUSED = "training refuses to start"
+CANNOT_START = "training would not start"
 
 
 @dataclass(frozen=True)
 class Row:
     status: str  # ok, warn or fail
     result: str
-    remedy: str = ""
-    details: tuple[str, ...] = ()  # lines to list, mostly files
+    fix: str = ""
+    details: tuple[str, ...] = ()  # lines to list, usually files
 
 
 ok = partial(Row, "ok")
@@ -84,48 +84,49 @@ class Examined:
 
     row: int
     path: str
-    odd: tuple[str, ...] = ()  # keys of CURES
-    problem: str = ""  # why training cannot read it
-    # float [2, 3]: the mean of each channel and of its square, of pixels in [0, 1]
+    odd: tuple[str, ...] = ()  # keys of FIXES
+    problem: str = ""  # reason why training cannot read it
+    # float [2, 3]: per-channel mean of the pixels in [0, 1] and mean of their squares
     moments: np.ndarray | None = None
 
 
 @dataclass
 class Case:
-    """The input of the checks, and results that later checks use."""
+    """Input of the checks, and results that later checks use."""
 
     config: Config
     sample: int = SAMPLE  # number of files to decode per split
-    indexes: dict[str, Index] = field(default_factory=dict)  # of each split that has files
-    is_refused: bool = False  # whether training refuses the images, of which some may be checked
-    examined: dict[str, list[Examined]] = field(default_factory=dict)  # of each split
+    indexes: dict[str, Index] = field(default_factory=dict)  # split with files -> index
+    is_invalid: bool = False  # whether training rejects the images; some may still be checked
+    examined: dict[str, list[Examined]] = field(default_factory=dict)  # split -> decoded files
 
 
 def data(case: Case) -> Iterator[Row]:
-    """List the images as training does; if that refuses them, list each split by itself."""
+    """List the images as training does; if training rejects them, list each split separately."""
     source = case.config.data.source
     try:
         datasets = build_datasets(case.config)
     except UserError as error:
-        case.is_refused = True
-        mistakes = [str(error)]
+        case.is_invalid = True
+        problems = [str(error)]
         if source == "folder":
-            mistakes += list_apart(case)
-        for mistake in dict.fromkeys(mistakes):
-            yield fail(mistake, f"{REFUSED}; not checked: the plan, splits that cannot be listed")
+            problems += list_splits(case)
+        for problem in dict.fromkeys(problems):
+            text = f"{CANNOT_START}; not checked: the plan, splits that cannot be listed"
+            yield fail(problem, text)
     else:
         for name, dataset in (("train", datasets.train), ("val", datasets.val)):
             if isinstance(dataset, FolderDataset):
                 case.indexes[name] = dataset.index
         if not case.indexes:
-            yield ok(f"not checked: data.source={source} has no files of its own")
-    rows: dict[Row, None] = {}  # each once: splits of one folder have the same warnings
+            yield ok(f"not checked: data.source={source} has no image files")
+    rows: dict[Row, None] = {}  # unique, because splits of one folder have the same warnings
     for name, index in case.indexes.items():
-        rows |= dict.fromkeys(listed(name, index))
+        rows |= dict.fromkeys(describe_split(name, index))
     yield from rows
 
 
-def listed(name: str, index: Index) -> Iterator[Row]:
+def describe_split(name: str, index: Index) -> Iterator[Row]:
     classes = index.classes
     counts = np.bincount(index.labels.array, minlength=len(classes))
     text = f"{name}: {len(index):,} images in {len(classes):,} classes of {index.root}"
@@ -133,13 +134,13 @@ def listed(name: str, index: Index) -> Iterator[Row]:
     if has_two_orders(classes):
         first = ", ".join(classes[:5])
         text = f"{index.root}: class names sorted as text: {first}"
-        yield warn(text, "label 2 is not folder 2: pad the names with zeros")
-    if index.left_out:
-        yield warn(f"{index.root}: {index.left_out}")
+        yield warn(text, "label 2 is not folder 2; pad the names with zeros")
+    if index.ignored:
+        yield warn(f"{index.root}: {index.ignored}")
 
 
-def list_apart(case: Case) -> Iterator[str]:
-    """List each split by itself; yield what training refuses about it."""
+def list_splits(case: Case) -> Iterator[str]:
+    """List each split separately; yield the messages of the errors that training raises."""
     config = case.config.data
     root = config.root or ""
     splits = {"train": config.train, "val": config.val}
@@ -159,11 +160,11 @@ def list_apart(case: Case) -> Iterator[str]:
 
 
 def readable(case: Case) -> Iterator[Row]:
-    look = partial(examine, decode.resolve("auto"))
+    examine_file = partial(examine, decode.resolve("auto"))
     for name, index in case.indexes.items():
         in_random_order = np.random.default_rng(0).permutation(len(index))
         rows = sorted(in_random_order[: case.sample].tolist())
-        examined = in_threads(num_cores(), partial(look, index), rows)
+        examined = in_threads(num_cores(), partial(examine_file, index), rows)
         files = list(with_progress(examined, len(rows), "files"))
         case.examined[name] = files
         bad = [f"{file.path}: {file.problem}" for file in files if file.problem]
@@ -174,25 +175,25 @@ def readable(case: Case) -> Iterator[Row]:
 
 
 def unreadable(case: Case, name: str, bad: list[str]) -> Row:
-    """Return the row of files that training cannot read; it may skip some of its own."""
+    """Return the row for unreadable files; training can skip a fraction of its training files."""
     config = case.config.data
     examined = len(case.examined[name])
     row = fail
-    remedy = "replace or remove them"
+    fix = "replace or remove them"
     if examined < len(case.indexes[name]):
-        remedy += " (--all finds all of them)"
+        fix += " (--all finds all of them)"
     if name != "val":
-        # One more, as the examined files may be a sample.
+        # Add 1 %, because the examined files may be a sample.
         percent = min(100, 1 + math.ceil(100 * len(bad) / examined))
-        remedy += f", or give data.on_error=skip data.max_bad_fraction={percent / 100:g}"
+        fix += f", or set data.on_error=skip data.max_bad_fraction={percent / 100:g}"
         if config.on_error == "skip" and len(bad) <= config.max_bad_fraction * examined:
             row = warn
     result = f"{name}: {len(bad):,} of {examined:,} examined files cannot be read"
-    return row(result, remedy, tuple(bad))
+    return row(result, fix, tuple(bad))
 
 
 def examine(decoder: str, index: Index, row: int) -> Examined:
-    """Decode a file in full, as training does, and find what is unusual about it."""
+    """Decode a whole file with training's decoder, and find its unusual properties."""
     file = Examined(row, index.path(row))
     try:
         content = index.read(row)
@@ -203,33 +204,33 @@ def examine(decoder: str, index: Index, row: int) -> Examined:
         file.problem = " ".join(describe(error).split())
     else:
         short_side = min(pixels.shape[:2])
-        step = max(1, short_side // 64)  # about 64 pixels along it
+        step = max(1, short_side // 64)  # about 64 pixels along the short side
         grid = pixels[::step, ::step].reshape(-1, 3) / 255
-        if decode.DARK not in decode.unsupported_features(content):  # else the levels are gone
+        if decode.DARK not in decode.unsupported_features(content):  # otherwise levels are lost
             file.moments = np.stack([grid.mean(0), (grid**2).mean(0)])
     return file
 
 
 def oddities(image: Image.Image) -> Iterator[str]:
-    """Yield keys of CURES."""
+    """Yield keys of FIXES."""
     if image.info.get("progressive") or image.mode == "CMYK" or image.width * image.height > LARGE:
         yield SLOW
     if decode.orientation_of(image) > 1:
-        yield TURNED
+        yield ROTATED
 
 
 def odd_files(case: Case) -> Iterator[Row]:
-    """Report unusual files: if they are more than one in a hundred, it pays to convert them."""
+    """Report unusual files; converting them is worthwhile if they are more than 1 %."""
     files = list(chain.from_iterable(case.examined.values()))
-    cures = dict(CURES)
+    fixes = dict(FIXES)
     if case.config.data.exif_orientation:
-        del cures[TURNED]
-    for kind, cure in cures.items():
+        del fixes[ROTATED]
+    for kind, fix in fixes.items():
         paths = [file.path for file in files if kind in file.odd]
         text = f"{len(paths):,} of {len(files):,} images are {kind}"
         examples = tuple(paths[:5])
         if len(paths) > 0.01 * len(files):
-            yield warn(text, cure, examples)
+            yield warn(text, fix, examples)
         elif files:
             yield ok(text, details=examples)
 
@@ -244,22 +245,22 @@ def duplicates(case: Case) -> Iterator[Row]:
     text = f"{len(pairs):,} of {len(rows):,} examined validation images are copies from train"
     details = tuple(f"{val.path(own)} = {train.path(other)}" for own, other in pairs)
     if 2 * len(pairs) > len(rows):
-        cure = "validation accuracy would be meaningless: give another data.val"
-        yield fail(text, cure, details)
+        fix = "validation accuracy would be meaningless; set a different data.val"
+        yield fail(text, fix, details)
     elif pairs:
-        cure = "remove them from one split: they distort the accuracy by up to their fraction"
-        yield warn(text, cure, details)
+        fix = "remove them from one split; they distort the accuracy by up to their fraction"
+        yield warn(text, fix, details)
     else:
         yield ok(text)
 
 
 def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, int]]:
-    """Find pairs of samples with the same bytes: of these rows of val, and of any row of train."""
+    """Find pairs of identical files: one in these rows of val, the other in any row of train."""
     sizes = set(map_rows(file_size, val, rows))
     train_sizes = map_rows(file_size, train, range(len(train)))
     similar = [row for row, length in enumerate(train_sizes) if length in sizes]
     rows_by_hash = dict(zip(map_rows(file_hash, train, similar), similar, strict=True))
-    rows_by_hash.pop(b"", None)  # files that cannot be read
+    rows_by_hash.pop(b"", None)  # unreadable files
     pairs = []
     for row, hashed in zip(rows, map_rows(file_hash, val, rows), strict=True):
         if hashed in rows_by_hash:
@@ -272,9 +273,9 @@ def map_rows(key: Callable[[Index, int], Any], index: Index, rows: Iterable[int]
 
 
 def file_size(index: Index, row: int) -> int:
-    """Return the size of a file in bytes; 0 if there is none."""
+    """Return the size of a file in bytes; 0 if it does not exist."""
     length = int(index.places.array[row, 2])
-    if length:  # in a tar file
+    if length:  # a member of a tar file
         return length
     with suppress(OSError):
         return os.stat(index.path(row)).st_size
@@ -288,23 +289,24 @@ def file_hash(index: Index, row: int) -> bytes:
     return b""
 
 
-def colours(case: Case) -> Iterator[Row]:
+def colors(case: Case) -> Iterator[Row]:
     config = case.config.data
-    files = next(iter(case.examined.values()), [])  # of train, if it can be listed
+    files = next(iter(case.examined.values()), [])  # train files, if train can be listed
     moments = [file.moments for file in files if file.moments is not None]
     if {len(config.mean), len(config.std)} - {1, 3}:
         yield ok("not checked: needs images with 3 channels")
         return
     if not moments:
-        return  # `readable` and `plan` have the cause: no files, or levels that 16-bit files lose
+        return  # `readable` or `plan` reports why: no files, or 16-bit files that lose levels
     mean, square = np.mean(moments, axis=0)
     std = np.sqrt(np.maximum(0, square - mean**2))
     text = f"measured data.mean={as_list(mean)} data.std={as_list(std.clip(0.001))}"
-    # ImageNet's mean is 0.05 and its deviation 1.24 with the usual values, 0.19 and 0.56 with 0.5.
+    # ImageNet: |mean| 0.05 and std 1.24 with the usual values, 0.19 and 0.56 with 0.5.
     far_mean = abs(mean - config.mean) / config.std > 0.5
     far_std = abs(std / config.std - 0.95) > 0.55
     if (far_mean | far_std).any() and case.config.model.weights is None:
-        yield warn(f"{text}, far from the configured values", "set them, unless they are intended")
+        fix = "set the measured values, unless the configured ones are intended"
+        yield warn(f"{text}, far from the configured values", fix)
     else:
         yield ok(text)
 
@@ -314,54 +316,54 @@ def as_list(values: np.ndarray) -> str:
 
 
 def plan(case: Case) -> Iterator[Row]:
-    """Build the parts of the training, as far as they need no ranks, and pass its notes on."""
-    if case.is_refused:
+    """Build the parts of a training that need no other ranks; report its notes and its plan."""
+    if case.is_invalid:
         return
     world = World(0, 1, 1, resolve_device(case.config.train.device))
     config = case.config = resolve_config(case.config, world)
-    # Refuses what a training refuses; downloads published weights.
+    # Raises the same errors as a training; downloads published weights.
     parts = train.build_parts(config, world, {})
     for note in setup_notes(config, parts.datasets, world):
         yield warn(note, "training still starts")
     yield from map(ok, planned(parts.datasets, parts.schedule, parts.compute))
 
 
-# Later checks use results of earlier ones.
+# The order matters, because later checks use results of earlier ones.
 CHECKS = {
     "data": data,
     "readable": readable,
     "odd files": odd_files,
     "duplicates": duplicates,
-    "colours": colours,
+    "colors": colors,
     "plan": plan,
 }
 
 
 def check(case: Case) -> Iterator[tuple[str, Row]]:
-    """Run all checks; yield the rows, each with the name of its check.
+    """Run all checks; yield each row with the name of its check.
 
-    An error that training would raise is a failure; a check that cannot run is only a warning.
+    An error that training would raise is a failure; a check that crashes is only a warning.
     """
-    for name, look in CHECKS.items():
+    for name, function in CHECKS.items():
         try:
-            for row in look(case):
+            for row in function(case):
                 yield name, row
         except (UserError, RunError, OSError, MemoryError) as error:
-            yield name, fail(str(error), REFUSED)
+            yield name, fail(str(error), CANNOT_START)
         except Exception as error:
-            yield name, warn(f"check failed with an error: {describe(error)}")
+            yield name, warn(f"the check raised an error: {describe(error)}")
 
 
 def main(case: Case) -> int:
-    """Print each row, and below it the remedy and the details."""
+    """Print each row, followed by its fix and its details."""
     counts = Counter[str]()
     width = max(map(len, CHECKS)) + 2
     margin = " " * (width + 6)
     for name, row in check(case):
         counts[row.status] += 1
         print(f"{row.status:<6}{name:<{width}}{row.result}")
-        if row.remedy:
-            print(f"{margin}-> {row.remedy}")
+        if row.fix:
+            print(f"{margin}-> {row.fix}")
         for detail in row.details:
             print(f"{margin}{detail}")
         sys.stdout.flush()
@@ -370,7 +372,7 @@ def main(case: Case) -> int:
 
 
 if __name__ == "__main__":
-    # Each time the files are listed, it would warn of what `data` reports once.
+    # The index warns each time the files are listed; the check `data` reports it once.
     logging.getLogger("pipeline.data.index").setLevel(logging.ERROR)
     case = Case(CONFIG)
     if OPTIONS.all:

@@ -4,10 +4,10 @@
     python scripts/evaluate.py runs/A/checkpoints/step-00112590.pt data.val_size=288 --flip
     python scripts/evaluate.py resnet50-0676ba61.pth model.name=resnet50 data.root=/imagenet
 
-data.root needs no training split. If data.val holds some of the model's classes, only their outputs
-compete. Prints loss, top-1, top-5, and what log.values adds, such as macro recall.
-Writes evaluation.json, hits.json and the files of log.observers to --out, usually evaluation/<name>
-for the validation images of the run, and evaluation/<name>,other,val for those of /other/val.
+data.root needs no training split. If data.val has only some of the model's classes, only their
+outputs compete. Prints loss, top-1, top-5, and the metrics of log.values, such as macro recall.
+Writes evaluation.json, hits.json and the files of log.observers to --out. The default is
+evaluation/<name> for the run's validation images, evaluation/<name>,other,val for /other/val.
 """
 
 import argparse
@@ -25,12 +25,13 @@ from scripts.lib.options import OUT, Parser, parse_paths
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, "[options] [key=value ...]")
     add = parser.add_argument
-    text = "average the outputs for an image and its mirror image; not for coordinates"
+    text = "average the outputs for each image and its mirror image; not for coordinates"
     add("--flip", action="store_true", help=text)
-    add("--all-outputs", action="store_true", help="also those of classes without images compete")
+    add("--all-outputs", action="store_true", help="outputs of classes without images also compete")
     add("--real", type=Path, metavar="FILE", help="ReaL labels: a list per image, by file name")
-    add("--against", type=Path, metavar="DIR", help="output for another model: McNemar's test")
-    add(*OUT, type=Path, metavar="DIR", help="output folder")
+    text = "output directory of a different model, to compare both with McNemar's test"
+    add("--against", type=Path, metavar="DIR", help=text)
+    add(*OUT, type=Path, metavar="DIR", help="output directory")
     return parse_paths(parser, words)
 
 
@@ -72,32 +73,33 @@ from scripts.lib.progress import with_progress
 from scripts.lib.trained import Trained, build_val, open_trained, run_main
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
-CURE = "give images of its classes, or --classes FILE with the names of all, one per line"
+FIX = "use images of its classes, or pass --classes FILE with all class names, one per line"
 HITS = "hits.json"
-Names = tuple[str, ...]  # of classes
-Outputs = tuple[Names, list[int]]  # names and places of outputs
+Names = tuple[str, ...]  # class names
+Outputs = tuple[Names, list[int]]  # names and indices of outputs
 
 
 @dataclass(frozen=True)
 class Evaluated:
     trained: Trained
     values: dict[str, float]
-    rows: Rows  # of all images
+    rows: Rows  # values of every image
     datasets: Datasets
-    classes: Names  # that compete; a label and a prediction are positions in it
-    summary: dict[str, Any]  # what is written to evaluation.json
+    classes: Names  # competing classes; labels and predictions are indices into it
+    summary: dict[str, Any]  # contents of evaluation.json
 
 
-def chosen_outputs(
-    network: nn.Module, *inputs: Tensor, places: Tensor | None, count: int, flip: bool
+def select_outputs(
+    network: nn.Module, *inputs: Tensor, indices: Tensor | None, count: int, flip: bool
 ) -> Tensor:
-    """Return some of the outputs of a network, [B, ...].
+    """Call a network and return the selected outputs, [B, ...].
 
     Args:
-        inputs: of the network; those of 4 or more dimensions are images.
-        places: of the outputs to return, int64 [K]; None for all.
-        count: number of outputs that `places` needs: one for each class of the network.
-        flip: float32 mean over an image and its mirror image; outputs [B, ..., H, W] are mirrored.
+        inputs: network inputs; those with 4 or more dimensions are images.
+        indices: outputs to return, int64 [K]; None for all.
+        count: number of outputs that `indices` requires, one per class of the network.
+        flip: average over each image and its mirror image in float32; outputs [B, ..., H, W] of
+            the mirror image are flipped back.
     """
     outputs: Tensor = network(*inputs)
     if flip:
@@ -106,13 +108,13 @@ def chosen_outputs(
         if mirrored.ndim > 3:
             mirrored = mirrored.flip(-1)
         outputs = (outputs.float() + mirrored) / 2
-    if places is None:
+    if indices is None:
         return outputs
     if outputs.shape[1:] != (count,):
         shape = list(outputs.shape)
-        wrong = f"holds some of the classes, but the outputs {shape} are not classes only"
-        raise UserError("data.val", wrong, "give all classes")
-    return outputs[:, places]
+        wrong = f"has only some of the classes, but the outputs {shape} are not one per class"
+        raise UserError("data.val", wrong, "use images of all classes")
+    return outputs[:, indices]
 
 
 def evaluate_checkpoint(
@@ -125,14 +127,15 @@ def evaluate_checkpoint(
 ) -> Evaluated:
     """Evaluate one model on its validation images, with the script's options. Collective.
 
-    Raises UserError if data or config do not fit the model, LoaderError for an unreadable image.
+    Raises UserError if the data or the config do not match the model, LoaderError if an image is
+    unreadable.
     """
     config, device = trained.config, world.device
     metrics = Metrics.of(config)
     precision = choose_precision(config.train.precision, device)
     set_up_kernels(deterministic=config.train.deterministic, precision=precision)
     datasets = build_val(config)
-    classes, places = outputs_of(trained, datasets, all_outputs=all_outputs)
+    classes, indices = outputs_of(trained, datasets, all_outputs=all_outputs)
     names, _ = imagenet_classes(trained, classes)
     labels: list[list[str | None]] = []
     if real is not None:
@@ -141,12 +144,12 @@ def evaluate_checkpoint(
     trained.check(datasets.val.fields)
     model = trained.build(device)
     kept = None
-    if places != list(range(trained.num_classes)):
-        kept = torch.tensor(places, device=device)
+    if indices != list(range(trained.num_classes)):
+        kept = torch.tensor(indices, device=device)
     network: Any = model
     if flip or kept is not None:
         count = trained.num_classes
-        network = partial(chosen_outputs, model, places=kept, count=count, flip=flip)
+        network = partial(select_outputs, model, indices=kept, count=count, flip=flip)
 
     def measure(_: nn.Module, batch: Batch) -> Rows:
         return train.validation_values(network, batch)
@@ -183,19 +186,19 @@ def evaluate_checkpoint(
 
 
 def batches_of(feed: Feed, trained: Trained, world: World) -> Iterator[Batch]:
-    """Yield the batches in the parts that the run has validated: the last digits depend on it."""
+    """Yield the run's validation micro-batches, because the last digits depend on their size."""
     config = trained.config
     identity = trained.stored.get("identity", {})
-    parts = make_schedule(config, config.loader.batch_size, world, identity).num_micro_batches
+    count = make_schedule(config, config.loader.batch_size, world, identity).num_micro_batches
     batches = feed.val.batches(0, feed.num_val_batches)
     if world.is_main:
         batches = with_progress(batches, feed.num_val_batches, "batches")
     for batch in batches:
-        yield from batch.split(parts)
+        yield from batch.split(count)
 
 
 def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Trained:
-    """Adapt batch size and data folders to this machine. Raises UserError without data.root."""
+    """Adapt batch size and data paths to this machine. Raises UserError without data.root."""
     config = trained.config
     typed = override_keys(overrides)
     batch_size = config.loader.batch_size
@@ -214,7 +217,7 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
 
 
 def data_for(data: DataConfig, typed: Container[str]) -> DataConfig:
-    """Find the images: data.val is below data.root, or else in the current folder."""
+    """Find the images; data.val is relative to data.root, otherwise to the current directory."""
     root = data.root or os.path.dirname(data.val)
     is_below_root = find_split(os.path.join(root, data.val), data.storage) is not None
     if "data.val" in typed:
@@ -223,37 +226,37 @@ def data_for(data: DataConfig, typed: Container[str]) -> DataConfig:
         return replace(data, root=root or ".", val_fraction=0.0, val_fold=None)
     if "data.root" in typed and is_below_root:
         return replace(data, val_fraction=0.0, val_fold=None)
-    # The images that the run has held out, or the same part of other images.
+    # The images that the run held out, or the same fraction or fold of different images.
     return replace(data, root=root or None)
 
 
-def real_place(place: str) -> str:
-    """Return a path without links; a URL as it is."""
-    if "://" in place:
-        return place
-    return os.path.realpath(place)
+def resolved_path(path: str) -> str:
+    """Return a path without links; a URL unchanged."""
+    if "://" in path:
+        return path
+    return os.path.realpath(path)
 
 
 def images_of(data: DataConfig) -> tuple[str, HeldOut | None]:
-    """Return the place of the validation images without links, and which of them are held out."""
+    """Return the path of the validation images without links, and which of them are held out."""
     root = data.root or ""
     held = held_out(data)
     if held:
-        return real_place(root), held
-    place = os.path.join(root, data.val)
-    with suppress(OSError, ValueError):  # of another user; not there
-        place = os.path.commonpath(find_storage(place))  # with the ending, which need not be typed
-    return real_place(place), None
+        return resolved_path(root), held
+    path = os.path.join(root, data.val)
+    with suppress(OSError, ValueError):  # not readable by this user; not found
+        path = os.path.commonpath(find_storage(path))  # adds the suffix, which is optional
+    return resolved_path(path), None
 
 
 def outputs_of(trained: Trained, datasets: Datasets, *, all_outputs: bool = False) -> Outputs:
-    """Find the outputs of the model that compete: by the names of the classes, else by position.
+    """Find the competing model outputs by class name, or by index if no names are known.
 
     Returns:
-        The names of the outputs, those of the images' classes first, in the order of the labels;
-        and their places among the outputs of the model.
+        The names of the outputs, beginning with the images' classes in the order of the labels;
+        and their indices among the outputs of the model.
 
-    Raises UserError if the images have other classes than the model.
+    Raises UserError if the images have classes that the model does not have.
     """
     known, classes, val = trained.classes, datasets.classes, datasets.val
     every = list(range(trained.num_classes))
@@ -265,30 +268,30 @@ def outputs_of(trained: Trained, datasets: Datasets, *, all_outputs: bool = Fals
             return named_outputs(names, outputs, all_outputs=all_outputs)
     if known:
         unknown = sorted(set(classes) - set(known))
-        raise UserError(origin, f"the model does not know {', '.join(unknown[:10])}", CURE)
+        raise UserError(origin, f"the model has no class {', '.join(unknown[:10])}", FIX)
     if len(classes) != len(every):
         wrong = f"has {len(classes):,} classes, the model has {len(every):,}"
-        raise UserError(origin, wrong, CURE)
+        raise UserError(origin, wrong, FIX)
     if has_two_orders(classes):
         order = ", ".join(classes[:3])
-        wrong = f"has the classes {order}, ...; the model may have them in natural order, as timm"
-        raise UserError(origin, wrong, CURE)
+        wrong = f"has the classes {order}, ...; the model may have them in natural order, like timm"
+        raise UserError(origin, wrong, FIX)
     return classes, every
 
 
 def named_outputs(names: Names, outputs: Names, *, all_outputs: bool) -> Outputs:
-    """Return the outputs of these names, and behind them all others if those compete, too."""
-    if all_outputs or len(names) == 1:  # one class alone would always be right
+    """Return the outputs with these names, followed by all others if those also compete."""
+    if all_outputs or len(names) == 1:  # a single class would always be correct
         names = tuple(dict.fromkeys(names + outputs))
-    places = dict(zip(outputs, range(len(outputs)), strict=True))
-    return names, list(map(places.__getitem__, names))
+    indices = dict(zip(outputs, range(len(outputs)), strict=True))
+    return names, list(map(indices.__getitem__, names))
 
 
 def imagenet_classes(trained: Trained, classes: Names) -> tuple[Names, Names]:
-    """Return the names of the images' classes and of the outputs, WordNet IDs if they are known.
+    """Return the class names of the images and of the outputs, as WordNet IDs where known.
 
-    Folders named 0 to 999 are ImageNet's classes in their order, as in ImageNet-V2. So are 1,000
-    outputs without names, or with the readable ones that torchvision states.
+    Folders named 0 to 999 are ImageNet's classes in order (ImageNet-V2 uses these names). 1,000
+    outputs without names, or with torchvision's readable names, are also ImageNet's classes.
     """
     imagenet = tuple(imagenet_names())
     readable = tuple(imagenet_names().values())
@@ -303,14 +306,14 @@ def imagenet_classes(trained: Trained, classes: Names) -> tuple[Names, Names]:
 
 
 def read_real(path: Path, dataset: Dataset, classes: Names) -> list[list[str | None]]:
-    """Return the labels of each image, WordNet IDs; an empty list if it does not count.
+    """Return each image's labels as WordNet IDs; an empty list if the image does not count.
 
-    Reads real.json of arXiv 2006.07159. Raises UserError if it does not fit images and classes.
+    Reads real.json of arXiv 2006.07159. Raises UserError if it does not match images or classes.
     """
     if imagenet_names().keys().isdisjoint(classes):
-        wrong = f"has labels of ImageNet, but the first classes are {', '.join(classes[:3])}"
+        wrong = f"has ImageNet labels, but the first classes are {', '.join(classes[:3])}"
         raise UserError(f"--real {path}", wrong, "name folders by WordNet ID, such as n01443537")
-    lists = read_json(path, f"--real {path}", "give real.json of the paper's authors")
+    lists = read_json(path, f"--real {path}", "pass real.json from the paper's authors")
     count = list(map(type, lists)).count(list)
     paths = map(dataset.name, range(len(dataset)))
     names = list(map(os.path.basename, paths))
@@ -318,7 +321,7 @@ def read_real(path: Path, dataset: Dataset, classes: Names) -> list[list[str | N
     if not count == len(lists) == len(in_order) == len(names):
         images = f"{len(names):,} images with {len(in_order):,} different names"
         wrong = f"has {count:,} lists for {images}"
-        raise UserError(f"--real {path}", wrong, "give one for each")
+        raise UserError(f"--real {path}", wrong, "expected one list per image and unique names")
     numbers = dict(zip(in_order, lists, strict=True))
     imagenet = dict(enumerate(imagenet_names()))
     return [list(map(imagenet.get, numbers[name])) for name in names]
@@ -327,9 +330,9 @@ def read_real(path: Path, dataset: Dataset, classes: Names) -> list[list[str | N
 def top1_real(predictions: list[int], classes: Names, labels: list[list[str | None]]) -> float:
     """Return the percentage of images whose predicted class is one of their labels.
 
-    `predictions`: positions in `classes`, or -1 for none. Images without labels do not count.
+    `predictions`: indices into `classes`, or -1 for none. Images without labels do not count.
     """
-    classes = (*classes, "")  # the last one is that of the prediction -1
+    classes = (*classes, "")  # the prediction -1 selects the last entry
     hits = []
     for prediction, correct in zip(predictions, labels, strict=True):
         if correct:
@@ -338,7 +341,7 @@ def top1_real(predictions: list[int], classes: Names, labels: list[list[str | No
 
 
 def hits_of(result: Evaluated) -> dict[str, Any]:
-    """Return the fingerprint of the images, their paths, and which of them were right."""
+    """Return the images' fingerprint, their paths, and which predictions were correct."""
     data = result.datasets.val
     return {
         "of": "{name}, {val_size} px, {outputs} outputs, flip: {flip}".format(**result.summary),
@@ -348,33 +351,33 @@ def hits_of(result: Evaluated) -> dict[str, Any]:
     }
 
 
-def read_json(path: Path, origin: str, cure: str) -> Any:
-    """Read a file that an option names. Raises UserError if it is missing or damaged."""
+def read_json(path: Path, origin: str, fix: str) -> Any:
+    """Read a file named by an option. Raises UserError if it is missing or damaged."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(origin, str(error), cure) from None
+        raise UserError(origin, str(error), fix) from None
 
 
-def compare(hits: dict[str, Any], others: dict[str, Any]) -> str:
-    """State McNemar's exact test of two models. Raises UserError if their images differ."""
-    if hits["images"] != others.get("images"):
-        wrong = "has other images, or is of an earlier version"
+def compare(hits: dict[str, Any], other_hits: dict[str, Any]) -> str:
+    """Report McNemar's exact test of two models. Raises UserError if their images differ."""
+    if hits["images"] != other_hits.get("images"):
+        wrong = "used different images, or was written by an earlier version"
         raise UserError("--against", wrong, "evaluate both models on the same images")
-    here = there = 0  # images that only one of the two models got right
-    for right, other in zip(hits["right"], others["right"], strict=True):
+    here = there = 0  # images that only one of the two models predicted correctly
+    for right, other in zip(hits["right"], other_hits["right"], strict=True):
         here += right > other
         there += other > right
     differing = here + there
-    ways = 1  # to choose so many of the images that differ
+    binomial = 1  # coefficient: `chosen` of the differing images
     tail = 0
     for chosen in range(min(here, there) + 1):
-        tail += ways
-        ways = ways * (differing - chosen) // (chosen + 1)
+        tail += binomial
+        binomial = binomial * (differing - chosen) // (chosen + 1)
     p = min(1.0, 2 * tail / 2**differing)
     images = len(hits["right"])
-    counts = f"{here:,} right only here, {there:,} only there"
-    model = others.get("of", "another model")
+    counts = f"{here:,} correct only here, {there:,} only there"
+    model = other_hits.get("of", "the other model")
     return f"{model}: of {images:,} images, {counts}: p = {p:.2g} (McNemar, exact)"
 
 
@@ -390,7 +393,7 @@ def write(result: Evaluated, folder: Path) -> None:
 
 
 def data_of_run(trained: Trained) -> DataConfig:
-    """Return where the run of a checkpoint had its images; of other files, the current folder."""
+    """Return the data paths of a checkpoint's run; of other files, the current directory."""
     stored = trained.stored.get("config", {})
     return DataConfig(
         root=stored.get("data.root"),
@@ -402,9 +405,9 @@ def data_of_run(trained: Trained) -> DataConfig:
 
 
 def name_of(trained: Trained) -> str:
-    """Return the name of a checkpoint, and behind it the path of other images, however typed.
+    """Return the checkpoint's name, followed by the resolved path of images not of its run.
 
-    The name of a file begins with its folder: exported models have the same names.
+    A file's name begins with its folder, because exported models share the same names.
     """
     name = trained.name
     if name == trained.path.name:
@@ -417,10 +420,10 @@ def name_of(trained: Trained) -> str:
 
 
 def are_trained_on(data: DataConfig, run: DataConfig) -> bool:
-    """Whether data.val are training images of a run: all, or another part than it held out."""
+    """Whether data.val has training images of a run: all, or not those that the run held out."""
     training_split = replace(run, val=run.train, val_fraction=0.0, val_fold=None)
     whole_root = replace(training_split, val=".")
-    other_part = (real_place(run.root or ""), held_out(data))
+    other_part = (resolved_path(run.root or ""), held_out(data))
     trained_on = {images_of(training_split), images_of(whole_root), other_part}
     return images_of(data) in trained_on - {images_of(run)}
 
@@ -442,18 +445,18 @@ def print_result(result: Evaluated, folder: Path) -> None:
     if trained.stored:
         run = data_of_run(trained)
         if trained.stored["identity"].get("data.val") != result.datasets.val.fingerprint():
-            run = replace(run, val_fraction=0.0, val_fold=None)  # it has held out other images
+            run = replace(run, val_fraction=0.0, val_fold=None)  # held out different images
         if are_trained_on(trained.config.data, run):
-            say("note      this may count training images, which the model knows")
+            say("note      these may be training images, so the result may be too high")
 
 
 def evaluate_one(options: argparse.Namespace) -> int:
-    others = None
+    other_hits = None
     if options.against is not None:
-        given = f"--against {options.against}"
-        others = read_json(options.against / HITS, given, "evaluate the model again")
+        origin = f"--against {options.against}"
+        other_hits = read_json(options.against / HITS, origin, "evaluate the model again")
     trained = open_trained(options.checkpoint, options.overrides, classes=options.classes)
-    # It imports what the workers need, while this process builds the model.
+    # The fork server imports the workers' modules while this process builds the model.
     start_forkserver(trained.config.loader.workers)
     with join_world(trained.config.train.device, trained.config.loader.timeout_seconds) as world:
         trained = with_config(trained, options.overrides, world)
@@ -462,15 +465,15 @@ def evaluate_one(options: argparse.Namespace) -> int:
             name += ",flip"
         folder = options.out or Path("evaluation", name)
         check_output_path(folder, trained.config.data, f"--out {folder}")
-        world.on_rank_0(partial(folder.mkdir, parents=True, exist_ok=True))  # fails at once
+        world.on_rank_0(partial(folder.mkdir, parents=True, exist_ok=True))  # fails early
         result = evaluate_checkpoint(
             trained, world, flip=options.flip, all_outputs=options.all_outputs, real=options.real
         )
         if world.is_main:
             print_result(result, folder)
             write(result, folder)
-            if others is not None:
-                say(f"against   {compare(hits_of(result), others)}")
+            if other_hits is not None:
+                say(f"against   {compare(hits_of(result), other_hits)}")
     return 0
 
 

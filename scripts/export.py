@@ -1,14 +1,14 @@
-"""Export a trained model to a file that other programs can use without this one.
+"""Export a trained model to a file that other programs can load without this project.
 
     python scripts/export.py runs/NAME --to onnx --preprocessing
     python scripts/export.py resnet50-0676ba61.pth --to safetensors model.name=resnet50
 
     --to onnx         ONNX, for onnxruntime and others; needs onnx, onnxscript and onnxruntime
     --to pt2          torch.export, for torch.export.load and AOTInductor
-    --to safetensors  the weights alone, for the model of the same name
-    --to hub          a folder for timm and the Hugging Face Hub, of a model timm/NAME; needs timm
+    --to safetensors  only the weights, for the model with the same name
+    --to hub          a folder for timm and the Hugging Face Hub; needs timm and a model timm/NAME
 
-The result computes in fp32. It is written only if it agrees with eager PyTorch on random images.
+The result computes in fp32. It is written only if it matches eager PyTorch on random images.
 """
 
 import argparse
@@ -24,27 +24,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from conf.errors import RunError, UserError, describe
 from scripts.lib.options import OUT, Parser, parse_paths
 
-# format -> packages that it needs, besides torch
+# format -> required packages besides torch
 FORMATS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "safetensors": (), "hub": ()}
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, "--to FORMAT [options] [key=value ...]")
     add = parser.add_argument
-    add("--to", choices=FORMATS, required=True, help="format of the file; required")
-    add(*OUT, type=Path, metavar="FILE", help="output file (the checkpoint's name, here)")
-    add("--preprocessing", action="store_true", help="normalise inside the graph; uint8 input")
+    add("--to", choices=FORMATS, required=True, help="output format; required")
+    text = "output file (named after the checkpoint, in the current directory)"
+    add(*OUT, type=Path, metavar="FILE", help=text)
+    add("--preprocessing", action="store_true", help="normalize inside the graph; uint8 input")
     options = parse_paths(parser, words)
     to = options.to
     packages = FORMATS[to]
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        cure = f"make env EXTRAS={to}, or pip install {' '.join(packages)}"
-        parser.error(f"--to {to}: needs {', '.join(missing)}; {cure}")
+        fix = f"run `make env EXTRAS={to}` or `pip install {' '.join(packages)}`"
+        parser.error(f"--to {to}: needs {', '.join(missing)}; {fix}")
     if options.preprocessing and to in ("safetensors", "hub"):
-        parser.error("--preprocessing: a safetensors file has no graph; give onnx or pt2")
+        parser.error("--preprocessing: a safetensors file has no graph; choose --to onnx or pt2")
     if options.out is not None and options.out.suffix != f".{to}" and to != "hub":
-        parser.error(f"--out {options.out}: give a file that ends in .{to}")
+        parser.error(f"--out {options.out}: invalid suffix; expected a file name ending in .{to}")
     return options
 
 
@@ -76,12 +77,13 @@ from pipeline.feed.batch import Batch, ImageFormat
 from scripts.lib.trained import Trained, open_trained, run_main
 
 CPU = torch.device("cpu")
-BATCHES = (1, 3, 12)  # images; the example batch of the export has 2
-BOUND = 1e-4  # of the difference, relative to the largest logit; onnxruntime's was up to 8e-7
+BATCHES = (1, 3, 12)  # images per batch; the export's example batch has 2
+# Largest accepted difference, relative to the largest logit; onnxruntime's was up to 8e-7.
+BOUND = 1e-4
 
 
 class WithPreprocessing(nn.Module):
-    """A model that normalises its images: uint8 [B, S, S, C] -> logits [B, classes]."""
+    """Normalize images and call a network on them: uint8 [B, S, S, C] -> logits [B, classes]."""
 
     def __init__(self, network: nn.Module, format: ImageFormat) -> None:
         super().__init__()
@@ -95,18 +97,18 @@ class WithPreprocessing(nn.Module):
 
 
 class WithFields(nn.Module):
-    """A model as `train.forward` calls it, with an input for each of the fields `names`."""
+    """Call `train.forward` with one positional input for each field in `names`."""
 
     def __init__(self, network: nn.Module, preprocessing: nn.Module, names: list[str]) -> None:
         super().__init__()
         self.network = network
-        self.preprocessing = preprocessing  # of the image
+        self.preprocessing = preprocessing  # applied to the image
 
         def forward(*inputs: Tensor) -> Tensor:
             fields = dict(zip(names, inputs, strict=True))
             return call(network, fields | {IMAGE: preprocessing(fields[IMAGE])})
 
-        # torch.export names the inputs by the signature.
+        # torch.export takes the input names from the signature.
         parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
         forward.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         self.forward = forward
@@ -120,8 +122,8 @@ def call(network: nn.Module, fields: dict[str, Tensor]) -> Tensor:
 class Job:
     trained: Trained
     to: str  # a name in FORMATS
-    inside: bool  # whether the graph normalises
-    size: int  # side of the images, pixels
+    inside: bool  # whether the graph normalizes
+    size: int  # image size in pixels
 
     @property
     def format(self) -> ImageFormat:
@@ -137,7 +139,7 @@ class Job:
 
     @property
     def names(self) -> list[str]:
-        """The names of the inputs of a graph."""
+        """The graph's input names."""
         return ["images"] if len(self.fields) == 1 else [*self.fields]
 
     @property
@@ -148,25 +150,25 @@ class Job:
     @property
     def transforms(self) -> list[Any]:
         """The entries of augment.val, each with all parameters."""
-        return [explicit(entry) for entry in self.trained.config.augment.val]
+        return [with_all_parameters(entry) for entry in self.trained.config.augment.val]
 
     def input(self, batch: Tensor) -> Tensor:
-        """Return the input of the exported file for images, uint8 [B, S, S, C]."""
-        return batch if self.inside else self.format.normalised(batch)
+        """Convert uint8 images [B, S, S, C] to the exported model's input."""
+        return batch if self.inside else self.format.normalize(batch)
 
     def example(self) -> Tensor:
-        """Return an input of the exported file, a batch of two black images."""
+        """Return an example input of the exported model, a batch of two black images."""
         return self.input(torch.zeros(2, *self.pixels, dtype=torch.uint8))
 
-    def texts(self) -> dict[str, str]:
-        """Return what the file states about itself; all values are JSON."""
+    def metadata(self) -> dict[str, str]:
+        """Return the metadata stored in the file; all values are JSON."""
         trained = self.trained
         config = trained.config
         example = self.example()
         channels = self.pixels[-1]
-        others = describe_fields(self.fields)
-        del others[IMAGE]
-        stated_input = {
+        other_fields = describe_fields(self.fields)
+        del other_fields[IMAGE]
+        image_input = {
             "name": self.names[0],
             "dtype": str(example.dtype).removeprefix("torch."),
             "shape": ["batch", *example.shape[1:]],
@@ -179,8 +181,8 @@ class Job:
             "std": list(config.data.std),
             "highest": self.format.highest,
             "inside": self.inside,
-            "input": stated_input,
-            **({"fields": others} if others else {}),
+            "input": image_input,
+            **({"fields": other_fields} if other_fields else {}),
         }
         model = {
             "name": config.model.name,
@@ -198,8 +200,8 @@ class Job:
         }
 
 
-def explicit(entry: Any) -> Any:
-    """Return an entry of augment.val with the side or sides and the interpolation of a resize."""
+def with_all_parameters(entry: Any) -> Any:
+    """Return an augment.val entry in which a resize states its size or sizes and interpolation."""
     if not isinstance(entry, dict) or "resize" not in entry:
         return entry
     parameters = {"interpolation": "bilinear", **entry["resize"]}
@@ -209,13 +211,13 @@ def explicit(entry: Any) -> Any:
 
 
 def write_weights(job: Job, model: nn.Module, path: Path) -> None:
-    # Each with its own memory: CoaT has the same parameter under several names.
+    # Clone, because safetensors rejects shared memory and CoaT shares parameters between names.
     weights = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
-    path.write_bytes(safetensors.torch.save(weights, job.texts()))
+    path.write_bytes(safetensors.torch.save(weights, job.metadata()))
 
 
 def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
-    """Write the weights and the config of a model as timm does, and a model card."""
+    """Write a model's weights and config in timm's format, and a model card."""
     from timm.models import save_for_hf
 
     trained = job.trained
@@ -224,26 +226,26 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
         case [{"resize": {"size": int(short_side), "interpolation": kernel}}, {"center_crop": _}]:
             pass
         case transforms:
-            wrong = f"states a resize of the short side and a center_crop, not {transforms}"
-            raise UserError("--to hub", wrong, "give safetensors, which states all transforms")
-    stated = {
+            wrong = f"supports a resize of the short side and a center_crop, not {transforms}"
+            raise UserError("--to hub", wrong, "choose safetensors, which stores all transforms")
+    pretrained_cfg = {
         "input_size": job.example().shape[1:],
         "mean": list(data.mean),
         "std": list(data.std),
         "interpolation": kernel,
         "crop_mode": "center",
-        # timm rounds the short side, size / crop_pct, down.
+        # Round crop_pct down, because timm rounds the short side, size / crop_pct, down.
         "crop_pct": math.floor(1e6 * job.size / short_side) / 1e6,
         "fixed_input_size": False,
-        "tag": None,  # this and what follows would be those of timm's own weights
+        "tag": None,  # this and the next keys would describe timm's weights
         "license": None,
         "test_input_size": None,
         "test_crop_pct": None,
     }
     save_for_hf(model, str(folder), {"label_names": [*trained.classes]})
-    config = folder / "config.json"  # in which timm has described its own weights
+    config = folder / "config.json"  # timm has described its own weights in it
     content = json.loads(config.read_text("utf-8"))
-    content["pretrained_cfg"] |= stated
+    content["pretrained_cfg"] |= pretrained_cfg
     config.write_text(json.dumps(content, indent=2), "utf-8")
     (folder / "pytorch_model.bin").unlink()
     write_weights(job, model, folder / "model.safetensors")
@@ -266,12 +268,12 @@ def training_command(trained: Trained) -> str:
 
 
 def accuracy(trained: Trained) -> str:
-    """State the top-1 of a checkpoint's validation."""
+    """Return a checkpoint's validation top-1 as text; "not known" if it has none of its step."""
     stored = trained.stored
     row = stored.get("validation", {})
     if "top1" not in row or row["step"] != stored["step"]:
         return "not known"
-    images, _, _ = stored["identity"]["data.val"].partition(", SHA")  # of the fingerprint
+    images, _, _ = stored["identity"]["data.val"].partition(", SHA")  # part of the fingerprint
     return f"{row['top1']:.2f} % top-1 of {images}"
 
 
@@ -286,8 +288,8 @@ def write_graph(job: Job, model: nn.Module, path: Path) -> None:
     shapes = ({0: torch.export.Dim("batch")},) * len(inputs)
     if job.to == "pt2":
         program = torch.export.export(graph, inputs, dynamic_shapes=shapes)
-        buffer = io.BytesIO()  # with a path, torch aborts the process if the disk is full
-        torch.export.save(program, buffer, extra_files=dict(job.texts()))
+        buffer = io.BytesIO()  # given a path, torch aborts the process if the disk is full
+        torch.export.save(program, buffer, extra_files=dict(job.metadata()))
         path.write_bytes(buffer.getbuffer())
         return
     exported = torch.onnx.export(
@@ -300,13 +302,13 @@ def write_graph(job: Job, model: nn.Module, path: Path) -> None:
         verbose=False,
     )
     assert exported is not None
-    exported.model.metadata_props.update(job.texts())
+    exported.model.metadata_props.update(job.metadata())
     exported.save(path, external_data=False)
 
 
 @torch.no_grad()
 def save(job: Job, model: nn.Module, path: Path) -> None:
-    """Write the file. `model` is the plain model, in eval mode on the CPU."""
+    """Write the file. `model` is the unexported model, in eval mode on the CPU."""
     if job.to == "hub":
         write_folder(job, model, path)
     elif job.to == "safetensors":
@@ -316,31 +318,31 @@ def save(job: Job, model: nn.Module, path: Path) -> None:
 
 
 def open_exported(job: Job, path: Path) -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    """Open an exported file as another program would; return the model and the texts, parsed."""
+    """Load an exported file independently of this project; return the model and parsed metadata."""
     predict: Callable[..., Tensor]
     if job.to == "onnx":
         import onnxruntime
 
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        texts = session.get_modelmeta().custom_metadata_map
+        metadata = session.get_modelmeta().custom_metadata_map
 
         def predict(*inputs: Tensor) -> Tensor:
             named = dict(zip(job.names, map(Tensor.numpy, inputs), strict=True))
             return torch.from_numpy(session.run(["logits"], named)[0])
 
     elif job.to == "pt2":
-        texts = dict.fromkeys(job.texts(), "")
-        predict = torch.export.load(path, extra_files=texts).module()  # fills the texts in
+        metadata = dict.fromkeys(job.metadata(), "")
+        predict = torch.export.load(path, extra_files=metadata).module()  # fills in the metadata
     elif job.to == "hub":
         import timm
 
-        texts = safetensors_metadata(path / "model.safetensors")
+        metadata = safetensors_metadata(path / "model.safetensors")
         model = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
         predict = partial(call_with, job, model)
     else:
-        texts = safetensors_metadata(path)
+        metadata = safetensors_metadata(path)
         predict = partial(call_with, job, open_trained(path).build(CPU))
-    return predict, {name: json.loads(texts[name]) for name in job.texts()}
+    return predict, {name: json.loads(metadata[name]) for name in job.metadata()}
 
 
 def call_with(job: Job, network: nn.Module, *inputs: Tensor) -> Tensor:
@@ -355,42 +357,46 @@ def in_batches(fields: Mapping[str, Tensor]) -> Iterable[tuple[Tensor, ...]]:
 
 @torch.no_grad()
 def compare(job: Job, predict: Callable[..., Tensor], model: nn.Module) -> str:
-    """Return the largest difference from eager mode on random samples; RunError above BOUND."""
+    """Report the largest difference from eager mode on random samples.
+
+    Raises RunError if it is larger than BOUND.
+    """
     rng = np.random.default_rng(0)
     levels = rng.random((sum(BATCHES), *job.pixels))
     levels *= job.format.highest
     images = torch.from_numpy(levels.astype(job.trained.image_dtype))
     samples = Batch.zeros(job.fields, CPU, len(images)).fields
-    for value in samples.values():  # integers are 0 and 1, because larger ones may be bad indices
+    for value in samples.values():  # integers: 0 and 1, as larger ones may be invalid indices
         value.copy_(torch.from_numpy(2 * rng.random(value.shape)))
-    plain = in_batches(samples | {IMAGE: job.format.normalised(images)})
+    plain = in_batches(samples | {IMAGE: job.format.normalize(images)})
     eager = torch.cat([call_with(job, model, *batch) for batch in plain])
     inputs = in_batches(samples | {IMAGE: job.input(images)})
     exported = torch.cat([predict(*batch) for batch in inputs])
-    difference = (exported - eager).abs().amax()  # NaN if there is one
+    difference = (exported - eager).abs().amax()  # NaN if any difference is NaN
     bound = BOUND * eager.abs().amax()
     result = f"largest difference {difference:.2g}, bound {bound:.2g}"
-    if not difference <= bound:  # also if it is NaN
-        raise RunError(f"--to {job.to}: differs from eager mode: {result}; nothing is written")
+    if not difference <= bound:  # true for NaN
+        raise RunError(f"--to {job.to}: differs from eager mode: {result}; no file was written")
     return f"compared with eager mode: {result}"
 
 
 def export(job: Job, out: Path) -> None:
     """Write, check and only then rename the file; print the difference.
 
-    Raises UserError if the weights do not fit the model, RunError if an export or a check fails.
+    Raises UserError if the weights do not match the model, RunError if the export or the check
+    fails.
     """
     model = job.trained.build(CPU)
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".export-") as folder:
         temporary = Path(folder) / out.name
         try:
-            with warnings.catch_warnings(action="ignore"):  # of exporters, about their own code
+            with warnings.catch_warnings(action="ignore"):  # exporters warn about their own code
                 save(job, model, temporary)
                 predict, _ = open_exported(job, temporary)
             result = compare(job, predict, model)
         except (OSError, UserError, RunError):
             raise
-        except Exception as error:  # the exporters, their graphs and onnxruntime raise many types
+        except Exception as error:  # exporters, their graphs and onnxruntime raise many types
             name = job.trained.config.model.name
             reason = " ".join(describe(error).split())[:300]
             text = f"--to {job.to}: model.name={name} cannot be exported ({reason})"
@@ -400,33 +406,36 @@ def export(job: Job, out: Path) -> None:
 
 
 def output_path(options: argparse.Namespace, trained: Trained) -> Path:
-    """Return --out, or a path in the current folder. Raises UserError if it is there already."""
+    """Return --out, or a path in the current directory. Raises UserError if it already exists.
+
+    A file that is not the checkpoint is replaced.
+    """
     name = trained.name.removesuffix(trained.path.suffix)
     if options.preprocessing:
         name += "-preprocessing"
     name = name.replace(",", "-")
     out = options.out or Path(f"{name}.{options.to}")
     if out.exists() and (options.to == "hub" or out.is_dir() or out.samefile(trained.path)):
-        raise UserError(f"--out {out}", "is there already", "give another name")
+        raise UserError(f"--out {out}", "already exists", "choose a different name")
     return out
 
 
 def export_model(options: argparse.Namespace) -> int:
-    """Find all mistakes in the arguments; then export."""
-    for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir"):  # describe their passes
+    """Check all arguments, then export."""
+    for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir"):  # log their passes
         logging.getLogger(name).setLevel(logging.ERROR)
     overrides = [*options.overrides, "model.channels_last=false"]
     trained = open_trained(options.checkpoint, overrides, classes=options.classes)
     if not trained.classes:
-        logging.warning("the names of the classes are unknown; give --classes FILE")
+        logging.warning("the class names are unknown; pass --classes FILE")
     out = output_path(options, trained)
     name = trained.config.model.name
     if options.to == "hub" and not name.startswith("timm/"):
-        raise UserError("--to hub", f"is for models timm/NAME, not {name}", "give safetensors")
+        raise UserError("--to hub", f"needs a model timm/NAME, not {name}", "choose safetensors")
     size = build_image_transforms(trained.config.augment.val, "augment.val").image_size
     trained.check(trained.fields_at(size))
     if options.preprocessing and trained.image_dtype != np.uint8:
-        wrong = f"takes uint8, the model was trained on {trained.image_dtype}"
+        wrong = f"needs uint8 images, but the model was trained on {trained.image_dtype}"
         raise UserError("--preprocessing", wrong, "omit it")
     print(f"exporting {trained.name}", flush=True)
     export(Job(trained, options.to, options.preprocessing, size), out)

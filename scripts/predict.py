@@ -1,15 +1,15 @@
-"""Predict the classes of images, or what train.predictions says, with a trained model.
+"""Predict image classes, or the values of train.predictions, with a trained model.
 
     python scripts/predict.py runs/NAME photo.jpg photos/
     find photos -name '*.jpg' | python scripts/predict.py runs/NAME - --format csv > classes.csv
 
-PATH is an image, a folder (its images, also those in folders below it, sorted), or - for a list on
-standard input, one path per line. loader.workers is the number of threads that decode them.
-If forward() in train.py reads numbers besides the image, PATH is a CSV file: its first row is
-path,NAME,... and each other row has the path of an image and a number for each NAME.
+PATH is an image, a folder (its images including subfolders, sorted), or - to read paths from
+standard input, one per line. loader.workers is the number of threads that decode images.
+If forward() in train.py reads numbers besides the image, PATH is a CSV file: the first row is
+path,NAME,... and every other row has the path of an image and a number for each NAME.
 
-Prints what predictions() in train.py returns for each image, in the order of the paths. A file that
-cannot be read is reported on stderr with the reason; then the exit status is 1.
+Prints the result of predictions() in train.py for each image, in the order of the paths. Unreadable
+files are reported on stderr with the reason; the exit status is then 1.
 """
 
 import argparse
@@ -28,18 +28,19 @@ FORMATS = ("table", "jsonl", "csv")
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line: the options, `checkpoint`, `paths` and `overrides`."""
+    """Parse the command line: the options, `checkpoint`, `paths` and `overrides`."""
     parser = Parser(__doc__, "PATH... [options] [key=value ...]")
     add = parser.add_argument
-    usual = "table" if sys.stdout.isatty() else "jsonl"
-    add("--format", choices=FORMATS, default=usual, help="output (table on a terminal, else jsonl)")
+    default = "table" if sys.stdout.isatty() else "jsonl"
+    text = "output format (table on a terminal, otherwise jsonl)"
+    add("--format", choices=FORMATS, default=default, help=text)
     add("--top", type=int, default=5, metavar="K", help="classes per image, at most all (5)")
-    add("--features", action="store_true", help="add the input of the last layer")
+    add("--features", action="store_true", help="add the last layer's input")
     options = parse_paths(parser, words, several=True)
     if not options.paths:
-        parser.error("PATH: give images, too: python scripts/predict.py runs/NAME PHOTO.jpg")
+        parser.error("PATH: missing; run `python scripts/predict.py runs/NAME PHOTO.jpg`")
     if options.top < 1:
-        parser.error(f"--top {options.top}: give 1 or more")
+        parser.error(f"--top {options.top}: invalid value; expected an integer >= 1")
     return options
 
 
@@ -71,24 +72,25 @@ from pipeline.data.class_names import readable
 from pipeline.data.dataset import FolderDataset
 from pipeline.data.field import IMAGE, Field
 from pipeline.data.index import ImageFolder
-from pipeline.data.listing import LeftOut, contents_of, describe_left_out
+from pipeline.data.listing import Ignored, contents_of, describe_ignored
 from pipeline.feed.batch import Batch, ImageFormat
 from scripts.lib.progress import in_threads, num_cores
 from scripts.lib.trained import Trained, open_trained, run_main
 
-# Images. Larger batches are slower: their memory is mapped anew (120 of ResNet-50: 8.2 s, 32: 9.4).
+# Images. Larger batches are slower, because their memory is mapped again each time (120 images with
+# ResNet-50: 8.2 s, and 9.4 s with batches of 32).
 CPU_BATCH = 8
-BATCHES_AHEAD = 2  # that are being decoded, behind the batch that the model gets next
+BATCHES_AHEAD = 2  # batches decoded in advance, in addition to the model's next batch
 PRINTED_AS = {"probability": "predictions"}  # value of train.predictions -> name in the output
 
 
 @dataclass
 class Result:
-    """What is predicted for an image, or why nothing is."""
+    """The prediction for an image, or the reason why there is none."""
 
     path: str
     # Name -> a number, a list of numbers, or a mapping of output names to numbers; `predictions` ->
-    # classes as in a JSON line. Before the model, IMAGE -> [S, S, C].
+    # classes in the format of a JSON line. Before the model runs, IMAGE -> [S, S, C].
     values: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
 
@@ -97,21 +99,21 @@ class Listed(NamedTuple):
     """An image to predict."""
 
     path: str
-    row: Mapping[str, str] = {}  # of a CSV file
+    row: Mapping[str, str] = {}  # row of a CSV file
 
 
 def find_files(paths: Iterable[str]) -> Iterator[Listed]:
-    """Yield the images at all paths; those in a folder as in training, and say what is not read."""
+    """Yield the images at all paths; list folders as training does and report skipped files."""
     for path in paths:
         if path == "-":
             for line in sys.stdin.buffer:
                 yield from find_files([os.fsdecode(line.rstrip(b"\r\n"))])
         elif os.path.isdir(path):
-            others: LeftOut = {}
-            images, _ = contents_of(os.fsencode(path), others)
+            skipped: Ignored = {}
+            images, _ = contents_of(os.fsencode(path), skipped)
             yield from map(Listed, map(os.fsdecode, images))
-            if others:
-                cli.complain(f"{path}: {describe_left_out(others)}")
+            if skipped:
+                cli.complain(f"{path}: {describe_ignored(skipped)}")
         elif path.endswith(".csv"):
             yield from read_table(path)
         else:
@@ -119,7 +121,10 @@ def find_files(paths: Iterable[str]) -> Iterator[Listed]:
 
 
 def read_table(path: str) -> Iterator[Listed]:
-    """Yield the images of a CSV file, whose paths may be relative to its folder."""
+    """Yield the images listed in a CSV file, with paths absolute or relative to its folder.
+
+    Raises UserError if there is no column `path`.
+    """
     with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
         names = next(csv.reader(file), [])
         if "path" not in names:
@@ -129,15 +134,15 @@ def read_table(path: str) -> Iterator[Listed]:
 
 
 def parse_number(text: str, field: Field) -> np.generic:
-    """Return a number in the dtype of a field. Raises ValueError if the field has other values."""
+    """Parse a number in a field's dtype. Raises ValueError if the field cannot hold it."""
     number: np.generic = np.dtype(field.dtype).type(float(text))
     if field.shape or not np.isclose(number, float(text)):
-        raise ValueError(f"{text} is no {np.dtype(field.dtype)} {[*field.shape]}")
+        raise ValueError(f"{text} is not a valid {np.dtype(field.dtype)} {[*field.shape]}")
     return number
 
 
 class Files:
-    """Stands for the sample table of a dataset: the number of an image is its path."""
+    """Replace a dataset's index; the row of an image is its path."""
 
     def read(self, path: str) -> bytes:
         try:
@@ -147,19 +152,19 @@ class Files:
 
 
 def dataset_class(source: str) -> Any:
-    """Return the class that opens the images: of `partial(folder, dataset=CLASS)`, or usual files.
+    """Return the dataset class: CLASS of `partial(folder, dataset=CLASS)`, or FolderDataset.
 
-    `source`: data.source of the run. Raises UserError if the code that it names is not there.
+    `source`: the run's data.source. Raises UserError if the function that it names is not found.
     """
     split_function = DATASETS.get(source) or import_object(source, "data.source")
     return getattr(split_function, "keywords", {}).get("dataset", FolderDataset)
 
 
 class Predictor:
-    """Decodes images on all cores and computes `train.predictions` for them on a device.
+    """Decode images on all cores and compute `train.predictions` for them on a device.
 
-    `top`: classes of each image, at most all. `features`: also return the input of the last layer.
-    Raises UserError if a transform, the decoder or the size of the images is wrong.
+    `top`: classes per image, at most all. `features`: also return the last layer's input.
+    Raises UserError if a transform, the decoder or the image size is invalid.
     """
 
     def __init__(
@@ -180,12 +185,12 @@ class Predictor:
         )
         channels, expected = self.dataset.fields[IMAGE].shape[-1], trained.image_shape[-3]
         if channels != expected:
-            wrong = f"expects images of {expected} channels, image files have {channels}"
+            wrong = f"expects images with {expected} channels, but image files have {channels}"
             raise UserError(str(trained.path), wrong, "train on RGB images to predict files")
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
         self.precision = choose_precision(config.train.precision, device)
-        # Not set_up_kernels: choosing deterministic algorithms imports torch._inductor, which takes
-        # 1 s, and batches of several sizes are not worth measuring.
+        # Do not call set_up_kernels: its deterministic mode imports torch._inductor, which takes
+        # 1 s, and benchmarking kernels is not worthwhile for several batch sizes.
         set_float32_precision(self.precision)
         self.model = trained.build(device)
         with autocast(device.type, self.precision):
@@ -210,15 +215,15 @@ class Predictor:
             self.threads = num_cores()
 
     def predict_files(self, files: Iterable[Listed]) -> Iterator[list[Result]]:
-        """Yield the results in the order of the files, a batch at a time.
+        """Yield the results in the order of the files, one batch at a time.
 
-        At most BATCHES_AHEAD + 1 batches of images are in memory. Unreadable files stay in their
-        places. Raises UserError if `train.predictions` does not fit the model, or a field that the
-        network reads is missing.
+        At most BATCHES_AHEAD + 1 batches of images are in memory. Unreadable files keep their
+        positions. Raises UserError if `train.predictions` does not match the model, or if a field
+        that the network reads is missing.
         """
         ahead = BATCHES_AHEAD * self.batch_size
         loaded = in_threads(max(1, self.threads), self.load, enumerate(files), ahead)
-        batches = iter(lambda: list(islice(loaded, self.batch_size)), [])  # until none is left
+        batches = iter(lambda: list(islice(loaded, self.batch_size)), [])  # stops at an empty batch
         for batch in batches:
             good = [result for result in batch if not result.reason]
             if good:
@@ -226,18 +231,18 @@ class Predictor:
             yield batch
 
     def load(self, numbered: tuple[int, Listed]) -> Result:
-        """Read, decode and transform an image; its number seeds random transforms."""
+        """Read, decode and transform an image; its index seeds random transforms."""
         number, (path, row) = numbered
         missing = ", ".join(name for name in self.fields if name not in row)
         if missing:
             wrong = f"the network also reads {missing}, which image files do not have"
-            cure = f"pass a CSV file with the columns {','.join(['path', *self.fields])}"
-            raise UserError(wrong, cure=cure)
+            fix = f"pass a CSV file with the columns {','.join(['path', *self.fields])}"
+            raise UserError(f"{wrong}; {fix}")
         try:
             rng = sample_rng(self.config.train.seed, 0, number)
             pixels = self.transform(self.dataset.open(path), rng).pixels()
             numbers = {name: parse_number(row[name], field) for name, field in self.fields.items()}
-            # A crop would keep the memory of the whole image.
+            # Copy, because a crop would keep the memory of the whole image.
             return Result(path, {IMAGE: np.ascontiguousarray(pixels), **numbers})
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
         except Exception as error:
@@ -245,12 +250,12 @@ class Predictor:
 
     @torch.no_grad()
     def predict(self, results: Sequence[Result]) -> None:
-        """Replace the image of each result, [S, S, C], by what is predicted for it."""
+        """Replace the image in each result, [S, S, C], with its predictions."""
         fields = {}
         for name in (IMAGE, *self.fields):
             stacked = np.stack([result.values[name] for result in results])  # images: [B, S, S, C]
             fields[name] = torch.from_numpy(stacked).to(self.device)
-        inputs = self.format.normalised(fields[IMAGE])  # float32 [B, C, S, S]
+        inputs = self.format.normalize(fields[IMAGE])  # float32 [B, C, S, S]
         inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
         batch = Batch(fields | {IMAGE: inputs}, torch.zeros(len(results), 2), step=0)
         with autocast(self.device.type, self.precision):
@@ -266,11 +271,11 @@ class Predictor:
             result.values = dict(zip(names, row, strict=True))
 
     def column(self, name: str, value: Tensor) -> list[Any]:
-        """Return a value of `train.predictions`, [B, ...], for each image."""
+        """Split a value of `train.predictions`, [B, ...], into one value per image."""
         if name == "probability":
             return self.most_probable(value)
         rows: list[Any] = value.tolist()
-        if value.is_floating_point():  # with the digits that float32 has
+        if value.is_floating_point():  # round to the digits of float32
             texts = np.char.mod("%.7g", value.float().cpu().numpy())
             rows = texts.astype(float).tolist()
         if value.shape[1:] != (len(self.names),):
@@ -278,7 +283,7 @@ class Predictor:
         return [dict(zip(self.names, row, strict=True)) for row in rows]
 
     def most_probable(self, probabilities: Tensor) -> list[list[dict[str, Any]]]:
-        """Return the classes of the largest probabilities, [B, classes], for each image."""
+        """Return each image's most probable classes. `probabilities`: [B, classes]."""
         best = probabilities.topk(min(self.top, len(self.names)))
         rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
         return [list(map(self.entry, *row)) for row in rows]
@@ -294,9 +299,10 @@ class Predictor:
 
 
 def watch_head(model: nn.Module) -> list[Tensor]:
-    """Return a list that holds, after each forward pass, the input of the last layer.
+    """Return a list that contains the last layer's input after each forward pass.
 
-    It is float [B, C]: the mean over positions, [B, C, H, W] or, of a linear layer, [B, N, C].
+    It is float [B, C], averaged over positions: inputs are [B, C, H, W], or [B, N, C] for a linear
+    layer.
     """
     kept: list[Tensor] = []
 
@@ -314,17 +320,17 @@ def watch_head(model: nn.Module) -> list[Tensor]:
 
 
 def short_name(name: str) -> str:
-    """Return the name of a class for a table."""
+    """Return a class name of at most 24 characters for a table."""
     return readable(name)[:24]
 
 
 class Output:
-    """Writes results as a table, JSON lines or CSV to a file."""
+    """Write results to a file as a table, JSON lines or CSV."""
 
     def __init__(self, form: str, file: TextIO, names: Sequence[str]) -> None:
         self.form, self.file = form, file
         self.name_width = max(map(len, map(short_name, names)))
-        self.width = 0  # of the first column of a table: the longest path so far
+        self.width = 0  # width of a table's first column: the longest path so far
         self.has_head = False
 
     def write(self, results: list[Result]) -> None:
@@ -342,7 +348,7 @@ class Output:
         self.file.flush()
 
     def write_cells(self, path: str, values: Mapping[str, Any]) -> None:
-        """Write a row of a CSV file, and before the first row the names of the columns."""
+        """Write a row of a CSV file; write the column names before the first row."""
         cells = {"path": path}
         for name, value in values.items():
             cells |= cells_of(name, value)
@@ -353,7 +359,7 @@ class Output:
         self.has_head = True
 
     def text(self, name: str, value: Any) -> str:
-        """Return a value as the text of a table; classes are columns of equal width."""
+        """Format a value for a table, with classes in columns of equal width."""
         if name != "predictions":
             return f"{name} {json_text(value)}"
         return "  ".join(map(self.class_text, value))
@@ -364,7 +370,7 @@ class Output:
 
 
 def cells_of(name: str, value: Any) -> dict[str, Any]:
-    """Return the cells of a value in a CSV file, by the names of their columns."""
+    """Return a value's cells in a CSV file: column name -> value."""
     if name == "predictions":
         classes, names = {}, {}
         for rank, entry in enumerate(value, 1):
@@ -380,11 +386,11 @@ def cells_of(name: str, value: Any) -> dict[str, Any]:
 
 
 def predict_all(options: argparse.Namespace) -> int:
-    """Write results as they come and report unreadable files; return the exit status."""
+    """Write results as they arrive and report unreadable files; return the exit status."""
     trained = open_trained(options.checkpoint, options.overrides, classes=options.classes)
     device = resolve_device(trained.config.train.device)
     predictor = Predictor(trained, device, top=options.top, features=options.features)
-    # Any path can be written.
+    # Make any path printable.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     output = Output(options.format, sys.stdout, predictor.names)
     total = num_unreadable = 0
@@ -400,9 +406,9 @@ def predict_all(options: argparse.Namespace) -> int:
         num_unreadable += len(batch) - len(good)
     source = trained.config.data.source
     if returns_torch_datasets(source):
-        cli.complain(f"augment.val is applied, but no transform inside data.source={source}")
+        cli.complain(f"augment.val is applied, but not the transforms inside data.source={source}")
     if total == 0:
-        cli.complain("there are no images at these paths, and none in the list")
+        cli.complain("no images found at these paths or in the list")
         return 1
     if num_unreadable:
         cli.complain(f"{num_unreadable:,} of {total:,} files could not be read")

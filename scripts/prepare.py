@@ -1,33 +1,33 @@
-"""Convert a dataset for training: to folders train/<class>/ and val/<class>/, or tar files.
+"""Convert a dataset to training's format: folders train/<class>/ and val/<class>/, or tar files.
 
     python scripts/prepare.py /downloads --to /imagenet
     python scripts/prepare.py /downloads --to /imagenet --format tar
     python scripts/prepare.py /imagenet --to /imagenet352 --side 352
 
-SOURCE is recognised by its files:
+SOURCE is recognized by its files:
   ImageNet's official tar files: ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
       ILSVRC2012_devkit_t12.tar.gz, in one folder
   Kaggle's ImageNet, unpacked: a folder with .../CLS-LOC/train and val, and LOC_val_solution.csv
   Tiny ImageNet: the folder tiny-imagenet-200
-  CIFAR-10 and CIFAR-100: the Python version, its folder or the .tar.gz file
-  Parquet files, as Hugging Face stores datasets (needs pip install pyarrow)
+  CIFAR-10 and CIFAR-100: the Python version, as a folder or .tar.gz file
+  Parquet files in Hugging Face's format (needs pip install pyarrow)
   WebDataset shards: tar files with key.jpg and key.cls or key.json
   a folder or tar file with train/<class>/ and val/<class>/, or only <class>/; train.tar and val.tar
 
-A test split is only used if there is no validation split. Unpack zip files first.
+A test split is used only if there is no validation split. Unpack zip files first.
 
-In folders, images that are files of SOURCE are hard links if both folders are on the same file
-system. Otherwise, images are copied byte for byte; those of CIFAR become PPM files. --format tar
-writes train.tar and val.tar, with the members <class>/<name>, and lists of them for object storage.
+With --format folder, images that are separate files in SOURCE become hard links if both are on the
+same file system. Other images are copied unchanged; CIFAR images become PPM files. --format tar
+writes train.tar and val.tar with members <class>/<name>, and lists of them for object storage.
 
---side N: files named .jpg, .jpeg, .jpe or .jfif whose short side is longer than N pixels, or which
-are no baseline JPEGs in RGB or grey, become baseline RGB JPEGs of quality 90, 4:2:0, with the EXIF
+--side N: files named .jpg, .jpeg, .jpe or .jfif whose short side exceeds N pixels, or which are not
+baseline JPEGs in RGB or gray, become baseline RGB JPEGs with quality 90, 4:2:0, and the EXIF
 orientation. Other files are kept. docs/performance.md compares sizes.
 
-Every image is decoded. unreadable.txt lists damaged ones, which are left out; then the exit status
-is 1. The same command resumes, while the source has the same images; those of newer files are
-converted again. --format tar begins again: with --side, convert to a folder first, then that to tar
-files. prepare.json has the settings and the totals.
+Every image is decoded. Damaged images are skipped and listed in unreadable.txt; the exit status is
+then 1. The same command resumes if the source still has the same images; images from newer files
+are converted again. --format tar restarts instead; with --side, convert to a folder first, and then
+convert that folder to tar files. prepare.json contains the settings and the totals.
 """
 
 import argparse
@@ -46,14 +46,16 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a folder or a file")
-    add("--to", *OUT, type=Path, required=True, help="output folder: new, empty, or begun before")
+    text = "output folder: new, empty, or from an interrupted run"
+    add("--to", *OUT, type=Path, required=True, help=text)
     add("--format", default="folder", choices=("folder", "tar"), help="folder or tar")
-    add("--side", type=int, help="longest short side in pixels (any)")
+    add("--side", type=int, help="maximum length of the short side in pixels (any)")
     options = parser.parse_args(words)
     if options.side is not None and not 8 <= options.side <= 8192:
-        parser.error(f"--side {options.side}: give 8 to 8192")
+        parser.error(f"--side {options.side}: invalid value; expected 8 to 8192")
     if ":/" in str(options.to):
-        parser.error(f"--to {options.to}: give a folder, and copy it, as by `aws s3 sync`")
+        fix = "pass a folder and upload it, for example with `aws s3 sync`"
+        parser.error(f"--to {options.to}: not a folder; {fix}")
     return options
 
 
@@ -79,31 +81,31 @@ from pipeline.data.listing import tar_members
 from pipeline.feed import machine
 from scripts.lib.progress import in_threads, with_progress
 from scripts.lib.sources.files import WHOLE, Place, Sample
-from scripts.lib.sources.layouts import read, recognise
+from scripts.lib.sources.layouts import list_source, read
 
 MARKER, UNREADABLE = "prepare.json", "unreadable.txt"
 JPEG_ENDINGS = (".jpg", ".jpeg", ".jpe", ".jfif")
-THREADS = 16  # hide the latency of a network file system; decoders release the GIL
+THREADS = 16  # enough to hide a network file system's latency; decoders release the GIL
 OUTCOMES = ("linked", "copied", "encoded", "done_earlier", "unreadable")
 decoder = partial(decode.resolve, "auto")
 
 
 class Result(NamedTuple):
-    """What became of an image."""
+    """The result of converting an image."""
 
     outcome: str  # one of OUTCOMES
-    data: bytes = b""  # what is to be added to a tar file
-    size: int = 0  # bytes that were written
-    problem: str = ""  # why it is unreadable
+    data: bytes = b""  # file contents to add to a tar file
+    size: int = 0  # bytes written
+    problem: str = ""  # reason why the image is unreadable
 
 
-def reencoded(data: bytes, name: str, side: int) -> bytes:
-    """Return a file whose image has a short side of at most `side` pixels: see --side.
+def reencode(data: bytes, name: str, side: int) -> bytes:
+    """Return the file with a short side of at most `side` pixels; see --side.
 
-    Raises Exception if it cannot be decoded; Pillow's plugins raise many types.
+    Raises Exception if it cannot be decoded, because Pillow's plugins raise many types.
     """
     image = decode.open_image(data)
-    # MPO is a camera's JPEG followed by a preview.
+    # MPO is a camera's JPEG with a preview appended.
     baseline = image.format in ("JPEG", "MPO") and not image.info.get("progressive")
     picture = decode.open_picture(data, decoder())
     short = min(picture.size)
@@ -120,45 +122,45 @@ def reencoded(data: bytes, name: str, side: int) -> bytes:
     orientation = decode.orientation_of(image)
     if orientation > 1:
         tags = Image.Exif()
-        tags[decode.ORIENTATION] = orientation  # the pixels stay as they are stored
+        tags[decode.ORIENTATION] = orientation  # the stored pixels are not rotated
         exif = tags.tobytes()
     buffer = io.BytesIO()
-    # optimize=True would save 3 % of the bytes for 25 % more time
+    # optimize=True would save 3 % of the bytes but take 25 % more time.
     encoding: dict[str, Any] = {"quality": 90, "subsampling": "4:2:0", "exif": exif}
     Image.fromarray(picture.pixels()).save(buffer, "JPEG", **encoding)
     return buffer.getvalue()
 
 
 def read_checked(sample: Sample, side: int | None) -> tuple[bytes, str]:
-    """Return the file to write for an image, and its outcome, copied or encoded.
+    """Return an image's output file and its outcome, copied or encoded.
 
-    Raises Exception if it is damaged or cannot be read.
+    Raises Exception if the image is damaged or unreadable.
     """
     data = read(sample.place)
     if side is None:
         decode_small(decode.open_picture(data, decoder()))
         return data, "copied"
-    output = reencoded(data, sample.name, side)
+    output = reencode(data, sample.name, side)
     outcome = "copied" if output is data else "encoded"
     return output, outcome
 
 
 def decode_small(picture: decode.Picture) -> None:
-    """Find damage now, not during training; at 1/8 of its size, a JPEG takes half the time."""
+    """Decode to find damage before training; decoding a JPEG at 1/8 size takes half the time."""
     width, height = picture.size
     picture.resized((-(-width // 8), -(-height // 8)), quick=True).pixels()
 
 
 def convert(options: argparse.Namespace, sample: Sample) -> Result:
-    """Read and check one image, and write it if the output is folders; runs in a thread.
+    """Read and check one image, and write it unless the output is a tar file. Runs in a thread.
 
     Raises OSError if it cannot be written.
     """
     target = options.to / sample.path
-    if target.exists():  # only if the output is folders
-        changed = os.path.getmtime(getattr(sample.place, "file", target))  # CIFAR has arrays
-        # A power failure can leave a file of 0 bytes.
-        if os.path.getsize(target) > 0 and os.path.getmtime(target) >= changed:
+    if target.exists():  # never true for tar files
+        modified = os.path.getmtime(getattr(sample.place, "file", target))  # CIFAR has arrays
+        # A power failure can leave an empty file.
+        if os.path.getsize(target) > 0 and os.path.getmtime(target) >= modified:
             return Result("done_earlier")
         target.unlink()
     try:
@@ -168,7 +170,7 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
     if options.format == "tar":
         return Result(outcome, output, len(output))
     target.parent.mkdir(parents=True, exist_ok=True)
-    if outcome == "copied" and linked(target, sample):
+    if outcome == "copied" and make_link(target, sample):
         return Result("linked")
     temporary = Path(f"{target}.tmp")
     temporary.write_bytes(output)
@@ -176,8 +178,8 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
     return Result(outcome, size=len(output))
 
 
-def linked(target: Path, sample: Sample) -> bool:
-    """Make a hard link to an image; False if it is no whole file of this file system."""
+def make_link(target: Path, sample: Sample) -> bool:
+    """Make a hard link to an image; return False unless it is a file on the same file system."""
     place = sample.place
     if not isinstance(place, Place) or place.size != WHOLE:
         return False
@@ -189,7 +191,7 @@ def linked(target: Path, sample: Sample) -> bool:
 
 
 def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counter[str], list[str]]:
-    """Write all images; return the number of each outcome, and the lines of unreadable.txt."""
+    """Write all images; return the count of each outcome and the lines of unreadable.txt."""
     counts = Counter(dict.fromkeys((*OUTCOMES, "bytes"), 0))
     unreadable: list[str] = []
     archives: dict[str, tarfile.TarFile] = {}
@@ -198,8 +200,9 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
             for split in {sample.split for sample in samples}:
                 file = stack.enter_context(replacing(options.to / f"{split}.tar"))
                 archives[split] = stack.enter_context(tarfile.open(file, "w"))
-        decoder()  # before the threads: it may warn
-        threads = max(THREADS, machine.cores())  # few results wait: for a tar file, they are images
+        decoder()  # before the threads start, because it may warn
+        threads = max(THREADS, machine.cores())
+        # Keep few results in memory, because they contain the images for a tar file.
         done = in_threads(threads, partial(convert, options), samples, ahead=2 * threads)
         done = with_progress(done, len(samples), "images")
         for sample, result in zip(samples, done, strict=True):
@@ -217,50 +220,52 @@ def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Count
 
 
 def add_member(archive: tarfile.TarFile, name: str, data: bytes) -> None:
-    """Add a file, without owner and time, so that equal images give equal tar files."""
+    """Add a file without owner and time, so that equal images make equal tar files."""
     member = tarfile.TarInfo(name)
     member.size = len(data)
     archive.addfile(member, io.BytesIO(data))
-    archive.members.clear()  # type: ignore[attr-defined]  # 1 kB each
+    archive.members.clear()  # type: ignore[attr-defined]  # frees 1 kB per member
 
 
 def list_members(tar: Path) -> None:
-    """List the members of a tar file beside it, for object storage: offset and length in bytes."""
+    """Write offset and length of a tar file's members in bytes to TAR.json, for object storage."""
     places = {os.fsdecode(name): at for name, at in tar_members(str(tar), str(tar)).items()}
     content = {"size": tar.stat().st_size, "members": places}
     replace_file(Path(f"{tar}.json"), json.dumps(content))
 
 
-def start(to: Path, settings: dict[str, Any]) -> None:
-    """Create the output folder, or check that the same settings started it.
+def check_output(to: Path, settings: dict[str, Any]) -> None:
+    """Create the output folder, or check that it was created with the same settings.
 
-    Raises UserError for other files or settings in it, and OSError if it cannot be written.
+    Raises UserError if it has other files or settings, and OSError if it cannot be written.
     """
     to.mkdir(parents=True, exist_ok=True)
     marker = to / MARKER
     if not marker.exists():
-        others = sorted(set(os.listdir(to)) - {"lost+found"})
-        if others:
-            raise UserError(f"--to {to}", f"holds {others[0]}", "give a new or an empty folder")
+        files = sorted(set(os.listdir(to)) - {"lost+found"})
+        if files:
+            raise UserError(f"--to {to}", f"contains {files[0]}", "choose a new or empty folder")
         write_json(marker, {"settings": settings})
     stored = json.loads(marker.read_bytes())["settings"]
     for name, value in settings.items():
         if stored.get(name) != value:
             wrong = f"has {name} {stored.get(name)}, not {value}"
-            raise UserError(f"--to {to}", wrong, "give the same or another folder")
+            fix = "use the same source and options, or choose a different folder"
+            raise UserError(f"--to {to}", wrong, fix)
 
 
 def prepare_images(options: argparse.Namespace) -> int:
     """Write the dataset and the report, and print the summary; return the exit status.
 
-    Raises UserError if the source or the destination cannot be used, and nothing was created,
-    and OSError if a file cannot be read or written.
+    Raises UserError before creating anything if the source or the destination is invalid, and
+    OSError if a file cannot be read or written.
     """
     outer = os.path.realpath(options.source)
     inner = os.path.realpath(options.to)
     if os.path.commonpath([outer, inner]) in (outer, inner):
-        raise UserError(f"--to {inner} and {outer} contain each other", cure="give another folder")
-    samples, notes = recognise(options.source)
+        wrong = f"must be neither inside nor above SOURCE {outer}"
+        raise UserError(f"--to {inner}", wrong, "choose a different folder")
+    samples, notes = list_source(options.source)
     images = Counter(sample.split for sample in samples)
     names = "\0".join(sorted(sample.path for sample in samples))
     settings = {
@@ -270,7 +275,7 @@ def prepare_images(options: argparse.Namespace) -> int:
         "images": dict(sorted(images.items())),
         "list of images, CRC-32": zlib.crc32(os.fsencode(names)),
     }
-    start(options.to, settings)
+    check_output(options.to, settings)
     counts, unreadable = write_all(options, samples)
     classes = len({sample.label for sample in samples})
     report = {"settings": settings, "classes": classes, "images": len(samples), **counts}
@@ -288,7 +293,7 @@ def prepare_images(options: argparse.Namespace) -> int:
 
 
 def list_unreadable(listed: Path, unreadable: list[str]) -> int:
-    """Write the list of unreadable images, if there are any; return the exit status."""
+    """Write the list of unreadable images if there are any; return the exit status."""
     listed.unlink(missing_ok=True)
     if not unreadable:
         return 0

@@ -1,19 +1,19 @@
-"""Measure frozen features: by nearest neighbours, and by a linear classifier.
+"""Evaluate frozen features with nearest neighbors and with a linear classifier.
 
     python scripts/predict.py runs/NAME data/train --features > train.jsonl
     python scripts/predict.py runs/NAME data/val --features > val.jsonl
     python scripts/probe.py train.jsonl val.jsonl
 
-The class of an image is the name of its folder. Both ways learn from the images in TRAIN alone;
-their top-1 is that of the images in VAL:
+An image's class is the name of its folder. Both methods learn only from the images in TRAIN and
+report top-1 on the images in VAL:
 
-knn      The 20 images in TRAIN with the largest cosine similarity vote, with the weight
-         exp(similarity / 0.07): arXiv 1805.01978, and 2104.14294 (DINO) for the 20.
-linear   Logistic regression on the features as they are, with up to 1,000 iterations of L-BFGS:
-         arXiv 2103.00020 (CLIP). The penalty of the squared weights, of 1e-6, 1e-5, ... 1e6, is the
-         best one on a tenth of TRAIN, after training on the rest; then all of TRAIN is used.
+knn      The 20 images in TRAIN with the largest cosine similarity vote with the weight
+         exp(similarity / 0.07), after arXiv 1805.01978; 20 is from 2104.14294 (DINO).
+linear   Logistic regression on the unscaled features, with up to 1,000 iterations of L-BFGS, after
+         arXiv 2103.00020 (CLIP). The penalty on the squared weights is the best of 1e-6, 1e-5, ...
+         1e6 on a tenth of TRAIN after training on the rest; then all of TRAIN is used.
 
-Both are scikit-learn's (pip install scikit-learn), on the CPU.
+Both use scikit-learn (pip install scikit-learn) on the CPU.
 """
 
 import sys
@@ -25,7 +25,7 @@ from scripts.lib.options import Parser
 
 if __name__ == "__main__":
     parser = Parser(__doc__)
-    parser.add_argument("TRAIN", type=Path, help="JSON lines of predict.py --features")
+    parser.add_argument("TRAIN", type=Path, help="JSON lines from predict.py --features")
     parser.add_argument("VAL", type=Path, help="the same for the validation images")
     OPTIONS = parser.parse_args()
 
@@ -39,17 +39,17 @@ import numpy as np
 from conf import cli
 from conf.errors import UserError, describe
 
-NEIGHBOURS = 20
+NEIGHBORS = 20
 TEMPERATURE = 0.07
 
 
 class Features(NamedTuple):
     values: np.ndarray  # float32 [N, C]
-    folders: np.ndarray  # names, [N]
+    folders: np.ndarray  # folder names, [N]
 
 
 def read_features(path: Path) -> Features:
-    """Read the JSON lines of predict.py --features. Raises UserError."""
+    """Read JSON lines from predict.py --features. Raises UserError if they are invalid."""
     features = []
     folders = []
     try:
@@ -59,12 +59,12 @@ def read_features(path: Path) -> Features:
                 folders.append(Path(row["path"]).parent.name)
         return Features(np.stack(features), np.array(folders))
     except (OSError, ValueError, LookupError, TypeError) as error:
-        cure = "give the FILE of `python scripts/predict.py runs/NAME FOLDER --features > FILE`"
-        raise UserError(str(path), describe(error), cure) from None
+        fix = "pass the FILE from `python scripts/predict.py runs/NAME FOLDER --features > FILE`"
+        raise UserError(str(path), describe(error), fix) from None
 
 
 def vote_weights(distances: np.ndarray) -> np.ndarray:
-    """Return the weights of neighbours from their cosine distances, 1 - similarity."""
+    """Return the neighbors' weights for their cosine distances, 1 - similarity."""
     return np.exp((1 - distances) / TEMPERATURE)
 
 
@@ -75,26 +75,26 @@ def probe_features(train: Path, val: Path) -> int:
         from sklearn.model_selection import GridSearchCV, ShuffleSplit
         from sklearn.neighbors import KNeighborsClassifier
     except ImportError:
-        raise UserError("needs scikit-learn", cure="run `pip install scikit-learn`") from None
+        raise UserError("scikit-learn", "not found", "run `pip install scikit-learn`") from None
     bank = read_features(train)
     queries = read_features(val)
     classes = set(bank.folders)
     unknown = sorted(set(queries.folders) - classes)
     if unknown:
-        wrong = f"has images in the folder {unknown[0]}, and {train} has none there"
-        raise UserError(str(val), wrong, "give images of the same classes")
-    number = min(NEIGHBOURS, len(bank.folders))
+        wrong = f"has images in the folder {unknown[0]}, but {train} has no such folder"
+        raise UserError(str(val), wrong, "use images of the same classes")
+    number = min(NEIGHBORS, len(bank.folders))
     knn = KNeighborsClassifier(number, metric="cosine", weights=vote_weights)
-    choices = {"C": 10.0 ** np.arange(-6, 7)}  # of equally good ones, the smallest
+    choices = {"C": 10.0 ** np.arange(-6, 7)}  # the search takes the smallest of equally good ones
     tenth = ShuffleSplit(1, test_size=0.1, random_state=0)
     linear = GridSearchCV(LogisticRegression(max_iter=1000), choices, cv=tenth)
-    warnings.simplefilter("ignore", ConvergenceWarning)  # the module states the iterations
+    warnings.simplefilter("ignore", ConvergenceWarning)  # the docstring states the limit
     try:
         knn.fit(*bank)
         linear.fit(*bank)
         knn_top1 = 100 * knn.score(*queries)
         linear_top1 = 100 * linear.score(*queries)
-    except ValueError as error:  # scikit-learn: one class only, NaN, features of two models
+    except ValueError as error:  # scikit-learn: a single class, NaN, features of two models
         raise UserError(f"{train}, {val}", str(error).strip().partition("\n")[0]) from None
     images = f"{len(bank.folders):,} training, {len(queries.folders):,} validation images"
     print(f"{images}, {len(classes):,} classes")

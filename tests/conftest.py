@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a small dataset of real JPEG files, and a separate cache folder."""
+"""Fixtures for all tests, including a small dataset of real JPEG files and a separate cache."""
 
 import gc
 import itertools
@@ -23,35 +23,36 @@ from tests.helpers.ranks import Ranks
 
 CLASSES = ("checks", "dots", "stripes")
 TRAIN_IMAGES, VAL_IMAGES = 12, 5  # per class
-SLOW_SECONDS = 1800  # of a test that is marked `slow`; pyproject.toml limits the others
-# In all processes, and before another conftest.py imports torch: the number of its threads changes
-# the bits. On a busy machine, threads also wait for each other. With a load of 6 on 2 cores,
+SLOW_SECONDS = 1800  # limit of `slow` tests; pyproject.toml limits all others
+# Set for all processes before any other conftest.py imports torch, because the number of threads
+# changes the bits. On a busy machine, threads also wait for each other. At a load of 6 on 2 cores,
 # tests/extras/kernels/test_layers.py takes 114 s with two threads and 27 s with one.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One process more than there are cores: tests wait for other processes much of the time."""
+    """Use one process more than there are cores, because tests often wait for other processes."""
     return (os.cpu_count() or 1) + 1
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     leave_nothing()
     if hasattr(session.config, "workerinput"):
-        # pytest-timeout prints stacks to stdout, which is /dev/null in the processes of xdist.
+        # pytest-timeout prints stacks to stdout, which is /dev/null in xdist processes.
         stderr = create_terminal_writer(session.config, sys.stderr)
         session.config.get_terminal_writer = lambda: stderr
-    # nohup ignores SIGHUP, and a script's `&` the others. Processes inherit that, but no handler.
+    # nohup ignores SIGHUP, `&` in a script ignores the rest. Processes inherit this, but no
+    # handler.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    import torch  # takes seconds; the process of xdist that starts the others does not need it
+    import torch  # takes seconds; the xdist process that starts the workers does not need it
 
-    # Then one process starts all ranks, instead of each its own `Ranks`, which imports torch.
+    # One process then starts all ranks. Otherwise, each has its own `Ranks`, which imports torch.
     items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -62,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train/ and val/ of 12 and 5 JPEG files of 128-320 px for each class; copy it to change it."""
+    """Draw train/ and val/: 12 and 5 JPEG files of 128-320 px per class. Only change copies."""
     root = tmp_path_factory.mktemp("images")
     for (split, count), (label, name) in itertools.product(
         (("train", TRAIN_IMAGES), ("val", VAL_IMAGES)), enumerate(CLASSES)
@@ -77,26 +78,26 @@ def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def changeable(image_root: Path, tmp_path: Path) -> Path:
-    """A copy of the training split that a test may damage."""
+    """Copy the training split for tests that damage files."""
     return shutil.copytree(image_root / "train", tmp_path / "train")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep index caches out of the user's cache folder. Child processes inherit the variable."""
+    """Keep index caches out of the user's cache directory. Child processes inherit the variable."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "cache")
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder for the cache of a test."""
+    """Use an empty cache directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return default_cache_dir()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _event_files_in_order() -> None:
-    """Keep event files in order: TensorBoard sorts them by name, so the tenth before the ninth."""
+    """Keep event files in order, because TensorBoard sorts names: the tenth before the ninth."""
     from tensorboard.summary.writer import event_file_writer
 
     event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
@@ -104,7 +105,7 @@ def _event_files_in_order() -> None:
 
 @pytest.fixture(scope="module")
 def whole_runs() -> Iterator[None]:
-    """For tests that call train(), which collects garbage: not the objects of pytest and torch."""
+    """Exclude objects of pytest and torch from the garbage collection in train()."""
     gc.freeze()
     unfreeze = gc.unfreeze
     with pytest.MonkeyPatch.context() as patch:
@@ -115,7 +116,7 @@ def whole_runs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def toy_runs(whole_runs: None) -> Iterator[None]:
-    """For tests that call train(), except those of the task: a fork's task does not change them."""
+    """Replace train.py's task in tests of train(), so that a fork's task has no effect."""
     import train
     from tests.helpers import toy
 
@@ -143,7 +144,7 @@ def own_logging() -> Iterator[None]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Replaces time.perf_counter and time.monotonic; `now` is their value."""
+    """Replace time.perf_counter and time.monotonic with a clock whose value is `now`."""
     clock = SimpleNamespace(now=100.0)
     for name in ("perf_counter", "monotonic"):
         monkeypatch.setattr(time, name, lambda: clock.now)

@@ -1,4 +1,4 @@
-"""The core without the extras: after `rm -r extras tests/extras`, conf/config.yaml is edited."""
+"""The core without extras: after `rm -r extras tests/extras` and editing conf/config.yaml."""
 
 import re
 import shutil
@@ -13,21 +13,21 @@ LEFT_OUT = shutil.ignore_patterns("extras", ".[!c]*", "runs", "__pycache__")
 
 
 def left_out(folder: str, names: list[str]) -> set[str]:
-    """Return what is not copied: images are in ROOT / "data", and code in other folders `data`."""
+    """Return the names to skip; only in ROOT does `data` contain images, elsewhere it is code."""
     images = {"data"} if Path(folder) == ROOT else set()
     return LEFT_OUT(folder, names) | images
 
 
 @pytest.fixture
 def core(tmp_path: Path) -> Path:
-    """A copy of the checkout without extras, tests/extras and the names of conf/config.yaml."""
+    """Copy the checkout without extras, tests/extras and their names in conf/config.yaml."""
     copy = Path(shutil.copytree(ROOT, tmp_path / "core", ignore=left_out))
     config = copy / "conf" / "config.yaml"
     config.write_text(re.sub(r"extras\.[\w.]+:\w+,? ?", "", config.read_text()))
     return copy
 
 
-def test_it_trains_and_refuses_what_names_an_extra(core, image_root):
+def test_core_trains_and_rejects_extras(core, image_root):
     small = [*SMALL_RUN, f"data.root={image_root}", "loader.workers=0", "train.max_steps=2"]
     trained = run_python("train.py", *small, "run.dir=run", cwd=core)
     assert trained.returncode == 0, trained
@@ -40,7 +40,7 @@ def test_it_trains_and_refuses_what_names_an_extra(core, image_root):
 
 
 def refused(core: Path, *words: str) -> str:
-    """The message of a command that must be refused, and create no run."""
+    """Return the error message of an invalid command, which must not create a run."""
     done = run_python("train.py", *words, "run.dir=run", cwd=core)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done
     assert not (core / "run").exists()
@@ -48,7 +48,7 @@ def refused(core: Path, *words: str) -> str:
 
 
 @pytest.mark.slow
-def test_its_tests_pass(core):
+def test_core_tests_pass(core):
     options = ("-q", "-x", "-n", "2", "-p", "no:cacheprovider", "--ignore=tests/test_core_alone.py")
     done = run_python("-m", "pytest", *options, cwd=core, seconds=40 * HANGS_SECONDS)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -1,8 +1,8 @@
-"""The losses of a short training on a CPU, compared with the losses stored in golden-loss.json.
+"""Losses of a short training on a CPU, compared with the losses stored in golden-loss.json.
 
-A refactoring does not change them; another order of samples, learning rate or weight decay does.
+A refactoring does not change them; a different sample order, learning rate or weight decay does.
 After an intended change, delete golden-loss.json, run this test twice (the first run writes the
-file), and commit the file with an entry in CHANGELOG.md that says what changed.
+file), and commit the file with an entry in CHANGELOG.md that describes the change.
 """
 
 import json
@@ -17,7 +17,7 @@ from models.vit import PatchEmbed, VisionTransformer
 from tests.helpers.results import column
 
 GOLDEN = Path(__file__).with_name("golden-loss.json")
-# Relative, for each loss. Other CPUs and versions of torch round differently: a relative change of
+# Relative, for each loss. Other CPUs and torch versions round differently. A relative change of
 # 1e-5 in the learning rate changes a loss by 9e-6, 10 % less weight decay by 2e-3. The model has no
 # batch norm and no ReLU, which amplify rounding to 1e-2 within 20 steps at this batch size.
 TOLERANCE = 5e-4
@@ -42,9 +42,9 @@ def golden_model(num_classes: int, image_size: int) -> nn.Module:
 
 
 @pytest.mark.usefixtures("own_logging")
-def test_losses_are_the_stored_ones(image_root, tmp_path, monkeypatch):
-    """Every training and validation loss in metrics.jsonl of 20 steps."""
-    # It draws other numbers in other versions of torch.
+def test_losses_equal_stored(image_root, tmp_path, monkeypatch):
+    """All training and validation losses in metrics.jsonl for 20 steps."""
+    # Its random numbers depend on the torch version.
     monkeypatch.setattr(nn.init, "trunc_normal_", lambda w, std, a, b: nn.init.normal_(w, std=std))
     config = from_overrides([*RECIPE, f"data.root={image_root}", f"run.dir={tmp_path}"])
     assert train.main(config) == 0
@@ -55,9 +55,9 @@ def test_losses_are_the_stored_ones(image_root, tmp_path, monkeypatch):
     }
     if not GOLDEN.exists():
         GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
-        pytest.fail(f"{GOLDEN.name} did not exist and has been written; run the test again")
+        pytest.fail(f"{GOLDEN.name} did not exist and was created; run the test again")
     for name, expected in json.loads(GOLDEN.read_text()).items():
         assert found[name] == pytest.approx(expected, rel=TOLERANCE), (
-            f"the training has changed: {found[name]} instead of {expected} ({name}); if this is "
-            f"intended, write {GOLDEN.name} again (see the docstring of this file)"
+            f"the losses changed: got {found[name]}, expected {expected} ({name}); if this is "
+            f"intended, rewrite {GOLDEN.name} (see this file's docstring)"
         )

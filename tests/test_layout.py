@@ -1,4 +1,4 @@
-"""The structure of the program: directions of imports, core and extras, and banned calls."""
+"""Program structure: import directions, core and extras, and banned calls."""
 
 import ast
 from collections.abc import Iterator
@@ -7,9 +7,8 @@ from pathlib import Path
 
 from tests.helpers.processes import ROOT, run_python
 
-# Part -> what it may import, in addition to itself.
+# Part -> parts that it may import, in addition to itself.
 LOW = (
-    "conf.constraints",
     "conf.errors",
     "conf.schema",
     "conf.named",
@@ -43,7 +42,7 @@ def nodes(path: Path) -> list[ast.AST]:
 
 @cache
 def imports(path: Path) -> list[str]:
-    """Dotted names that a file imports; `from a import b` gives a.b, because b may be a module."""
+    """Return dotted names that a file imports; for `from a import b`, a.b, as b may be a module."""
     found = []
     for node in nodes(path):
         if isinstance(node, ast.Import):
@@ -63,8 +62,8 @@ def within(name: str, parts: tuple[str, ...] | list[str]) -> bool:
 
 
 def test_imports_have_one_direction():
-    """Also, pipeline.data never imports pipeline.feed; of the engine only tune.py imports
-    engine.log; and no extra imports another one.
+    """Also, pipeline.data never imports pipeline.feed; in the engine only tune.py imports
+    engine.log; and no extra imports a different extra.
     """
     for name, path in SOURCES.items():
         part = "tests.extras" if name.startswith("tests.extras.") else name.split(".")[0]
@@ -78,11 +77,11 @@ def test_imports_have_one_direction():
                 assert within(name, ["engine.log", "engine.tune"]), f"{name} imports {imported}"
 
 
-def test_slow_packages_are_imported_when_used():
-    """They take seconds. tests/conf/test_cli.py has what --help imports."""
+def test_slow_packages_are_imported_lazily():
+    """They take seconds to import. tests/conf/test_cli.py tests the imports of --help."""
     slow = {"torchvision", "tensorboard", "timm", "onnx", "matplotlib"}
     code = "import sys\nbefore = set()"
-    for module in ("torch", "pipeline.feed.loader", "train"):  # torch for CUDA imports pynvml
+    for module in ("torch", "pipeline.feed.loader", "train"):  # torch with CUDA imports pynvml
         code += f"\nimport {module}\nnow = {{name.split('.')[0] for name in sys.modules}}"
         code += "\nprint('>', *(now - before))\nbefore = now"
     printed = run_python("-c", code).stdout
@@ -94,16 +93,16 @@ def test_slow_packages_are_imported_when_used():
     assert worker.isdisjoint({"models", "engine", "hydra"})
 
 
-# conf.named is the door to code of this checkout: see tests/mistakes.csv. The unpickler of cifar.py
-# makes nothing but arrays: see tests/scripts/test_prepare.py. shared.py unpickles what the training
-# process has pickled in memory for its own workers.
+# Only conf.named may load code from this checkout; see tests/mistakes.csv. The unpickler in
+# cifar.py creates only arrays; see tests/scripts/test_prepare.py. shared.py unpickles data that the
+# training process has pickled in memory for its own workers.
 EXECUTING = ["pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "runpy"]
 BANNED = {"eval", "exec", "compile", "__import__", "importlib.import_module", "os.system"}
 REQUIRED = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False"}
 REQUIRED |= {"numpy.load": "allow_pickle=False"}
 
 
-def test_no_code_from_a_config_or_a_file_is_executed():
+def test_program_does_not_execute_loaded_code():
     found = set()
     for name in PROGRAM.keys() - {"conf.named"}:
         for imported in imports(PROGRAM[name]):

@@ -1,4 +1,4 @@
-"""Datasets of PyTorch as data.source: training, resuming to equal weights, and all scripts."""
+"""PyTorch datasets as data.source: training, resuming with equal weights, and all scripts."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.helpers.results import logged_steps
 
 
 def write_cifar(root: Path) -> Path:
-    """Write the files of torchvision's CIFAR10: 36 and 15 images."""
+    """Write the files of torchvision's CIFAR10 with 36 and 15 images."""
     folder = root / "cifar-10-batches-py"
     folder.mkdir()
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": own_data.CLASSES}))
@@ -76,7 +76,7 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("fake", "flowers
 
 @pytest.mark.parametrize("kind", [*KINDS, *SLOW])
 def test_torch_datasets_train_and_resume(kind, root_of, tmp_path, toy_runs):
-    """A run that stops after 4 steps and continues with another number of workers."""
+    """A run stops after 4 steps and continues with a different number of workers."""
     root = root_of(kind)
     words = words_of(kind)
     whole = small_run.run(root, tmp_path / "whole", *words)
@@ -87,8 +87,8 @@ def test_torch_datasets_train_and_resume(kind, root_of, tmp_path, toy_runs):
     assert whole["params_sha256"] == resumed["params_sha256"]
 
 
-def test_torch_dataset_resumes_after_a_kill(image_root, tmp_path, whole_runs):
-    """In a process that hashes strings differently."""
+def test_torch_dataset_resumes_after_kill(image_root, tmp_path, whole_runs):
+    """The resuming process hashes strings differently."""
     folder = tmp_path / "run"
     words = [*words_of("noisy"), "loader.workers=2", "checkpoint.every_steps=2", "train.epochs=50"]
     start = small_run.overrides_of(image_root, folder, *words)
@@ -103,7 +103,7 @@ def test_torch_dataset_resumes_after_a_kill(image_root, tmp_path, whole_runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["squares", "noisy"])
-def test_scripts_take_runs_of_torch_datasets(kind, image_root, tmp_path, whole_runs):
+def test_scripts_with_torch_dataset_runs(kind, image_root, tmp_path, whole_runs):
     folder = tmp_path / "run"
     summary = small_run.run(image_root, folder, *words_of(kind))
     photo = image_root / "val" / "dots" / "00.jpg"
@@ -119,7 +119,7 @@ def test_scripts_take_runs_of_torch_datasets(kind, image_root, tmp_path, whole_r
         assert done.returncode == 0, done.stderr
 
 
-def test_images_of_one_channel_are_not_predicted_from_files(image_root, tmp_path, whole_runs):
+def test_predictor_rejects_one_channel_run(image_root, tmp_path, whole_runs):
     words = [*words_of("grey"), "data.mean=[0.5]", "data.std=[0.25]"]
     small_run.run(image_root, tmp_path / "run", *words, "train.max_steps=1")
     with pytest.raises(UserError, match="expects images of 1 channels, image files have 3; train"):

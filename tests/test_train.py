@@ -1,4 +1,4 @@
-"""train() and its command line, end to end on small JPEG files, with faults from outside."""
+"""train() and its command line, end to end on small JPEG files, with external faults."""
 
 import gc
 import json
@@ -36,14 +36,14 @@ WORSE = ["optim.lr=3", "schedule.name=constant", ACCEPT]
 
 @pytest.fixture(scope="module")
 def nine_steps(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A run of 9 steps and its summary."""
+    """Train 9 steps; return the run directory and the summary."""
     folder = tmp_path_factory.mktemp("nine_steps") / "run"
     return folder, run(image_root, folder, BOARD)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The run directory of `train_run`."""
+    """Return the run directory of `train_run`."""
     return tmp_path / "run"
 
 
@@ -57,7 +57,7 @@ def train_run(image_root: Path, folder: Path) -> Callable[..., dict[str, Any]]:
 def call_main(
     image_root: Path, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """Return a function that runs train.py's main; it returns the exit status and what is said."""
+    """Return a function that runs train.py's main; it returns exit status, stdout and stderr."""
 
     def main(*overrides: str, root: Path = image_root) -> tuple[int, str, str]:
         capfd.readouterr()
@@ -66,7 +66,7 @@ def call_main(
     return main
 
 
-def test_run_directory(nine_steps):
+def test_train_writes_run_directory(nine_steps):
     folder, summary = nine_steps
     written = {"config.yaml", "overrides.yaml", "metrics.jsonl", "summary.json", "checkpoints"}
     assert written <= {*os.listdir(folder)}
@@ -91,11 +91,11 @@ def test_run_directory(nine_steps):
 
 
 def square_loss(network, batch, criterion=None):
-    """A loss of another task, without the criterion."""
+    """A loss for a different task, without the criterion."""
     return network(batch["image"]).square().mean(), {}
 
 
-def test_a_loss_that_fails_leaves_no_directory(call_main, folder, monkeypatch):
+def test_train_failing_loss_leaves_no_run(call_main, folder, monkeypatch):
     def failing(network, batch, criterion):
         assert criterion(network(batch["image"]), batch["target"]).ndim == 1
 
@@ -105,11 +105,11 @@ def test_a_loss_that_fails_leaves_no_directory(call_main, folder, monkeypatch):
     assert not folder.exists()
 
 
-def test_a_loss_that_lacks_a_parameter_is_refused(call_main, folder, monkeypatch):
+def test_train_rejects_loss_signature(call_main, folder, monkeypatch):
     monkeypatch.setitem(LOSSES, "mine", lambda logits, targets, *, missing: logits.mean())
     status, _, error = call_main("train.loss=mine", "train.label_smoothing=0")
     assert (status, error.count("\n")) == (2, 1)
-    assert "train.loss=mine: cannot be called with (Tensor, Tensor): missing a required" in error
+    assert "train.loss=mine: cannot be called: missing a required" in error
     assert not folder.exists()
 
 
@@ -125,7 +125,7 @@ def test_a_loss_that_lacks_a_parameter_is_refused(call_main, folder, monkeypatch
         ),
     ],
 )
-def test_values_that_are_no_means_are_refused(returned, message, call_main, folder, monkeypatch):
+def test_training_loss_rejects_invalid_values(returned, message, call_main, folder, monkeypatch):
     def loss(network, batch, criterion):
         return returned(network(batch["image"]))
 
@@ -136,26 +136,26 @@ def test_values_that_are_no_means_are_refused(returned, message, call_main, fold
     assert not folder.exists()
 
 
-def test_keys_of_a_loss_that_is_not_used_are_refused(call_main, train_run, folder, monkeypatch):
-    """Those of a recipe are ignored."""
+def test_train_rejects_keys_of_unused_loss(call_main, train_run, folder, monkeypatch):
+    """Keys set by a recipe are ignored."""
     monkeypatch.setattr(train, "training_loss", square_loss)
     for typed in ("train.label_smoothing=0.2", "train.class_weights=balanced"):
         status, _, error = call_main("train.max_steps=1", typed)
         key = typed.partition("=")[0]
         assert status == 2
-        assert error.endswith(f": {key}: training_loss does not use it; leave it out\n")
+        assert error.endswith(f": {key}: not used by training_loss in train.py; remove the key\n")
         assert not folder.exists()
     assert train_run("recipe=imagenet_rn50_modern", "model=resnet_tiny", *OWN_DATA)["step"] == 1
 
 
-def test_what_is_tried_changes_no_buffer(image_root, folder):
+def test_build_parts_keeps_buffers(image_root, folder):
     parts = train.build_parts(compose(image_root, folder), ALONE, {})
     assert parts.state.model.bn1.num_batches_tracked == 0
     assert parts.state.model.training
 
 
-def test_validation_does_not_count_as_training(train_run, folder, monkeypatch, jump):
-    """A validation that an earlier start missed adds no training time, either."""
+def test_train_time_excludes_validation(train_run, folder, monkeypatch, jump):
+    """A validation missed by an earlier start adds no training time either."""
     batches = train.validation_batches
 
     def slow(*given):
@@ -174,15 +174,15 @@ def test_validation_does_not_count_as_training(train_run, folder, monkeypatch, j
     check_not_trained(folder)
 
 
-def test_best_follows_top1(train_run, folder):
-    """The checkpoint with the highest top1 is the best; a resumed run that is worse keeps it."""
+def test_train_best_checkpoint_follows_top1(train_run, folder):
+    """The checkpoint with the highest top1 is the best; a worse resumed run keeps it."""
     first = train_run("train.epochs=8", "checkpoint.keep=1")
-    best = max(rows(folder, "val"), key=lambda row: row["top1"])  # the first of equal ones
+    best = max(rows(folder, "val"), key=lambda row: row["top1"])  # the first of equals
     path = checkpoint.find_checkpoint(folder)
     assert first["best_checkpoint"] == checkpoint.file_name(best["step"])
     assert path.samefile(folder / "checkpoints" / first["best_checkpoint"])
     assert first["best_top1"] == pytest.approx(best["top1"])
-    assert best["top1"] > 100 / 3 + 1, "the model has not learned, so the test shows nothing"
+    assert best["top1"] > 100 / 3 + 1, "the model did not learn, so the test proves nothing"
     weights = checkpoint.load(path)
     second = train_run("train.epochs=10", "checkpoint.keep=1", *WORSE)
     assert column(folder, "val", "top1")[-1] < best["top1"]
@@ -207,13 +207,13 @@ PARTS += ["model.freeze=[conv1,bn1,layer1]", "train.ema_decay=0.9"]
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(SAMPLED, id="NAdam, classes drawn alike"),
+        pytest.param(SAMPLED, id="NAdam, balanced sampling"),
         pytest.param(FP16, id="fp16", marks=pytest.mark.slow),
-        pytest.param(MIXED, id="dropout, AdamW, average, mixup, cutmix", marks=pytest.mark.slow),
+        pytest.param(MIXED, id="dropout, AdamW, EMA, mixup, cutmix", marks=pytest.mark.slow),
         pytest.param(PARTS, id="repeated augmentation, micro-batches, AdamW, frozen layers"),
     ],
 )
-def test_resume_after_max_steps(overrides, train_run, folder, image_root, tmp_path):
+def test_train_resumes_after_max_steps(overrides, train_run, folder, image_root, tmp_path):
     overrides = [*overrides, "schedule.warmup_epochs=0.25"]  # ends within these 9 steps
     whole = run(image_root, tmp_path / "whole", *overrides)
     part = train_run(*overrides, "train.max_steps=3")
@@ -225,8 +225,8 @@ def test_resume_after_max_steps(overrides, train_run, folder, image_root, tmp_pa
     assert column(folder, "train", "loss") == column(tmp_path / "whole", "train", "loss")
 
 
-def test_signal_while_validating(train_run, folder, nine_steps, monkeypatch, capsys):
-    """An interrupted validation is not recorded; the next start repeats it, also at the end."""
+def test_train_signal_during_validation(train_run, folder, nine_steps, monkeypatch, capsys):
+    """An interrupted validation is not recorded; the next start repeats it, even at the end."""
     batches = train.validation_batches
 
     def interrupted(*arguments):
@@ -246,15 +246,15 @@ def test_signal_while_validating(train_run, folder, nine_steps, monkeypatch, cap
     assert column(folder, "val", "step") == [5, 8]
     interrupted_at(9, "train.validate_every_epochs=5")
     interrupted_at(9, "train.validate_every_epochs=5")
-    assert " at step 8; best top1 " in capsys.readouterr().out  # what was validated
+    assert " at step 8; best top1 " in capsys.readouterr().out  # last validation
     last = train_run("train.validate_every_epochs=5")
     assert second["status"] == last["status"] == "finished"
     assert last["params_sha256"] == nine_steps[1]["params_sha256"]
     assert [rows(folder, "val")[0], *rows(folder, "val")[2:]] == rows(nine_steps[0], "val")
 
 
-def test_signal_while_saving(call_main, folder, nine_steps, monkeypatch):
-    """No further step, no second checkpoint, and no row of less than half its steps."""
+def test_train_signal_during_save(call_main, folder, nine_steps, monkeypatch):
+    """No further step, no second checkpoint, and no row with less than half its steps."""
     save, saved = Run.save, []
 
     def signalled(self, state, *arguments):
@@ -278,7 +278,7 @@ def test_signal_while_saving(call_main, folder, nine_steps, monkeypatch):
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], 2 * [signal.SIGINT]])
-def test_a_stop_before_the_first_step(numbers, call_main, train_run, nine_steps, monkeypatch):
+def test_train_stop_before_first_step(numbers, call_main, train_run, nine_steps, monkeypatch):
     """There is no result; the same command then trains from the beginning."""
     with monkeypatch.context() as patch:
         patch.setattr(train, "fit_to_machine", lambda *_: [*map(signal.raise_signal, numbers)])
@@ -288,8 +288,8 @@ def test_a_stop_before_the_first_step(numbers, call_main, train_run, nine_steps,
     assert train_run()["params_sha256"] == nine_steps[1]["params_sha256"]
 
 
-def test_resume_from_a_path(train_run, call_main, folder, nine_steps, monkeypatch):
-    """A run can start from the newest checkpoint of another run, which stays unchanged."""
+def test_train_resume_from_path(train_run, call_main, folder, nine_steps, monkeypatch):
+    """A run can start from the newest checkpoint of a different run, which does not change."""
     ignore = shutil.ignore_patterns("*9.pt", "best.pt")
     path = shutil.copytree(nine_steps[0], folder.parent / "other", ignore=ignore)
     before = tree(path)
@@ -304,7 +304,7 @@ def test_resume_from_a_path(train_run, call_main, folder, nine_steps, monkeypatc
     assert tree(path) == before
 
 
-def test_accepted_changes_are_reported_by_every_start(call_main, folder):
+def test_train_reports_accepted_changes(call_main, folder):
     assert call_main("train.max_steps=5")[0] == 0
     history = "accepted at step 5: optim.lr=0.2 (now 0.4)"
     number, out, _ = call_main("optim.lr=0.4", ACCEPT, "train.max_steps=7")
@@ -312,32 +312,32 @@ def test_accepted_changes_are_reported_by_every_start(call_main, folder):
     assert "resumed at step 5, epoch 1.11, from " in out
     assert ", with 2 steps left" in out
     assert f"history   {history}\n" in out
-    # The run has the new values from then on: only a command with them resumes.
-    for steps in (8, 8):  # also the start of a finished run
+    # The run has the new values from then on, so only a command with them resumes.
+    for steps in (8, 8):  # including a start of a finished run
         number, out, _ = call_main("optim.lr=0.4", f"train.max_steps={steps}")
         assert number == 0
         assert f"history   {history}\n" in out
     assert summary_of(folder)["history"] == [history]
-    (folder / "summary.json").unlink()  # as after a kill: the run has more steps than asked for now
+    (folder / "summary.json").unlink()  # like after a kill; the run has more steps than requested
     assert ".pt, with 0 steps left" in call_main("optim.lr=0.4", "train.max_steps=1")[1]
     assert call_main()[0] == 2
 
 
-def test_best_on_other_validation_images_is_dropped(train_run, folder):
+def test_train_drops_best_of_other_images(train_run, folder):
     train_run("train.max_steps=5")
     path = folder / "checkpoints" / "step-00000005.pt"
     content = checkpoint.load(path)
-    del content["format"]  # `save` adds it
-    content["state"]["best"]["top1"] = 100.0  # nothing later is better
+    del content["format"]  # added by `save`
+    content["state"]["best"]["top1"] = 100.0  # later values are lower
     checkpoint.save(path.parent, content, keep=2)
     train_run("optim.lr=0.1", ACCEPT, "train.max_steps=6")
-    assert stored(folder)["best"]["step"] == 5, "the same images: still the best"
+    assert stored(folder)["best"]["step"] == 5, "expected the same best on the same images"
     train_run("optim.lr=0.1", ACCEPT, "data.val_size=64", "train.max_steps=7")
     assert checkpoint.load(folder / "checkpoints" / "best.pt")["step"] == 7
     assert stored(folder)["best"]["step"] == 7
 
 
-def test_weights_are_identified_by_their_content(call_main, nine_steps, tmp_path):
+def test_train_identifies_weights_by_content(call_main, nine_steps, tmp_path):
     five, nine = checkpoint.files(nine_steps[0] / "checkpoints")
     first, other = tmp_path / "first.pt", tmp_path / "other.pt"
     shutil.copy(five, first)
@@ -350,8 +350,8 @@ def test_weights_are_identified_by_their_content(call_main, nine_steps, tmp_path
     assert "model.weights=SHA-256 " in error
 
 
-def test_corrupt_validation_image(call_main, image_root, folder, tmp_path):
-    """data.on_error=skip is for training images only."""
+def test_train_corrupt_validation_image(call_main, image_root, folder, tmp_path):
+    """data.on_error=skip applies only to training images."""
     broken = shutil.copytree(image_root, tmp_path / "images") / "val/checks/02.jpg"
     broken.write_bytes(broken.read_bytes()[:2000])
     number, _, error = call_main("data.on_error=skip", root=tmp_path / "images")
@@ -359,13 +359,13 @@ def test_corrupt_validation_image(call_main, image_root, folder, tmp_path):
     assert not (folder / "summary.json").exists()
 
 
-def test_unreadable_images_of_all_ranks(image_root, tmp_path, ranks):
-    """With data.on_error=skip, each counts once, also if both ranks have met it."""
+def test_train_unreadable_images_of_all_ranks(image_root, tmp_path, ranks):
+    """With data.on_error=skip, each counts once, even if both ranks have read it."""
     root, folder = shutil.copytree(image_root, tmp_path / "images"), tmp_path / "run"
     for name in ("checks/00.jpg", "checks/03.jpg", "stripes/03.jpg"):
         (root / "train" / name).write_bytes(b"")
     options = ["data.on_error=skip", "loader.workers=0"]
-    # Each rank meets two of them.
+    # Each rank reads two of them.
     done = ranks.run(command(root, folder, *options, "data.max_bad_fraction=0.06"), 2)
     assert done.stderr.count(" skipped ") == 2, done.stderr
     assert summary_of(folder)["unreadable_images"] == 3
@@ -379,8 +379,8 @@ def leave(config, world, folder):
     return config
 
 
-def test_a_node_that_does_not_see_the_run(image_root, tmp_path, ranks):
-    """All ranks end with a message, which does not call the checkpoint damaged."""
+def test_train_node_without_run_directory(image_root, tmp_path, ranks):
+    """All ranks end with a message that does not call the checkpoint damaged."""
     moves = f"train.prepare={{{__name__}:leave: {{folder: /}}}}"
     words = command(image_root, "run", "loader.workers=0", moves)
     ranks.run([*words, "train.max_steps=2"], 2, cwd=tmp_path)
@@ -389,7 +389,7 @@ def test_a_node_that_does_not_see_the_run(image_root, tmp_path, ranks):
     assert "Traceback" not in done.stderr
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run(train_run, call_main, folder, monkeypatch):
+def test_train_nan_loss_ends_run(train_run, call_main, folder, monkeypatch):
     """Step 7 of 18 diverges. Its log row ends the run before the save after step 8."""
     train_step, seen = train.train_step, set()
 
@@ -414,8 +414,8 @@ def test_a_loss_that_is_not_a_number_ends_the_run(train_run, call_main, folder, 
     assert train_run(*options)["status"] == "finished"
 
 
-def test_the_advice_after_a_divergence_is_healthy(call_main, train_run, folder, tmp_path):
-    """It names the best checkpoint: the newest one is finite, but of the explosion."""
+def test_train_divergence_advises_best_checkpoint(call_main, train_run, folder, tmp_path):
+    """It names the best checkpoint, because the newest one is finite, but has exploding weights."""
     options = ["train.epochs=4", "loader.workers=0", "checkpoint.keep=99"]
     options += ["checkpoint.every_steps=1"]
     train_run("optim.lr=0.01", "train.max_steps=6", *options)
@@ -431,7 +431,7 @@ def test_the_advice_after_a_divergence_is_healthy(call_main, train_run, folder, 
     assert column(tmp_path / "again", "train", "loss")[-1] < losses[0]
 
 
-def test_disk_full(train_run, call_main, folder, nine_steps):
+def test_train_with_full_disk(train_run, call_main, folder, nine_steps):
     """A failed checkpoint ends the run at the next one; the next start resumes before it."""
     train_run("train.max_steps=3")
     with file_size_limit(2**19):  # a checkpoint has 2.5 MB
@@ -445,8 +445,8 @@ def test_disk_full(train_run, call_main, folder, nine_steps):
     assert train_run()["params_sha256"] == nine_steps[1]["params_sha256"]
 
 
-def test_a_field_that_forward_lacks_leaves_no_run(train_run, folder, monkeypatch):
-    """Its call of the network is tried in tests/engine/test_compute.py."""
+def test_train_missing_field_leaves_no_run(train_run, folder, monkeypatch):
+    """tests/engine/test_compute.py tests its call of the network."""
     monkeypatch.setattr(train, "forward", lambda network, batch: network(batch["age"]))
     with pytest.raises(UserError, match=r'^batch\["age"\]: samples .*, only image, label; add it'):
         train_run()

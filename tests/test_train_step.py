@@ -1,4 +1,4 @@
-"""train_step compared with float64 NumPy, from the formulas of the papers and of torch.optim."""
+"""train_step compared with float64 NumPy, using formulas from papers and torch.optim."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ CLIP_NORM, MOMENTUM, WEIGHT_DECAY, SMOOTHING, EMA_DECAY = 1.0, 0.9, 0.05, 0.1, 0
 
 
 def drawn(step: int) -> Batch:
-    """Images [B, 3, 2, 2], and soft targets as from mixup, float32 [B, classes]."""
+    """Return images [B, 3, 2, 2], and soft targets like mixup's, float32 [B, classes]."""
     rng = torch.Generator().manual_seed(step)
     images = torch.randn(BATCH, 3, 2, 2, generator=rng)
     labels = torch.randint(0, CLASSES, (BATCH,), generator=rng)
@@ -48,7 +48,7 @@ def set_lr(state: TrainState, lr: float) -> None:
 
 
 class Reference:
-    """A linear layer, its momentum and its average, in vectors: the weights, then the biases."""
+    """A linear layer, its momentum and its EMA as vectors, with the weights before the biases."""
 
     def __init__(self, model: nn.Module) -> None:
         self.weights = self.average = vector(model)
@@ -56,7 +56,7 @@ class Reference:
         self.clipped: set[bool] = set()
 
     def step(self, step: int, batch: Batch, lr: float) -> dict[str, float]:
-        """Train on a batch; return the loss and the accuracy before."""
+        """Train on a batch; return the loss and the accuracy before the step."""
         x = batch["image"].double().numpy().reshape(BATCH, FEATURES)
         # Targets are mixed with the uniform distribution (arXiv 1512.00567, section 7).
         logits = x @ self.weights[:-CLASSES].reshape(CLASSES, FEATURES).T + self.weights[-CLASSES:]
@@ -66,12 +66,12 @@ class Reference:
         error = (np.exp(log_probabilities) - smooth) / BATCH
         gradient = np.concatenate([(error.T @ x).ravel(), error.sum(0)])
 
-        # Clipping by the norm of all gradients together (arXiv 1211.5063), before weight decay.
+        # Clip by the norm over all gradients (arXiv 1211.5063), before weight decay.
         norm = np.linalg.norm(gradient)
         self.clipped.add(bool(norm > CLIP_NORM))
         gradient = gradient * min(1, CLIP_NORM / norm) + WEIGHT_DECAY * self.weights
 
-        # torch.optim.SGD: the first step has no momentum.
+        # torch.optim.SGD has no momentum in the first step.
         self.momentum = MOMENTUM * self.momentum + gradient
         self.weights = self.weights - lr * (gradient + MOMENTUM * self.momentum)
         decay = min(EMA_DECAY, (1 + step) / (10 + step))  # warms up in the first two steps
@@ -80,8 +80,8 @@ class Reference:
         return {"loss": loss, "top1": 100 * hits}
 
 
-def test_five_steps_equal_numpy():
-    """Label smoothing, clipping, weight decay, Nesterov momentum and the average, in order."""
+def test_train_step_equals_numpy():
+    """Label smoothing, clipping, weight decay, Nesterov momentum and EMA, in this order."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
     options = OptimConfig(momentum=MOMENTUM, nesterov=True, weight_decay=WEIGHT_DECAY)
@@ -94,15 +94,15 @@ def test_five_steps_equal_numpy():
         expected = reference.step(step, drawn(step), lr)
         set_lr(state, lr)
         values = train.train_step(state, model, loss, drawn(step), clip_norm=CLIP_NORM)
-        # A fork may log further values.
+        # A fork may log additional values.
         assert {name: values[name].item() for name in expected} == pytest.approx(expected, rel=1e-5)
         np.testing.assert_allclose(vector(model), reference.weights, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(vector(average.module), reference.average, rtol=1e-4, atol=1e-6)
         assert {parameter.grad for parameter in model.parameters()} == {None}
-    assert reference.clipped == {True, False}, "clipping must act in some steps and not in others"
+    assert reference.clipped == {True, False}, "expected clipping in some steps, but not in all"
 
 
-def test_training_loss():
+def test_training_loss_formula():
     torch.manual_seed(0)
     network = nn.Linear(8, 7)
     images, labels = torch.randn(6, 8), torch.randint(0, 7, (6,))
@@ -114,7 +114,7 @@ def test_training_loss():
     # A tenth is distributed over all classes.
     smooth = 0.9 * targets + 0.1 / 7
     torch.testing.assert_close(loss, -(smooth * network(images).log_softmax(1)).sum(1).mean())
-    for name, k in (("top1", 1), ("top5", 5)):  # of the image's own label
+    for name, k in (("top1", 1), ("top5", 5)):  # the image's own label
         hits = (network(images).topk(k).indices == labels[:, None]).any(1)
         torch.testing.assert_close(values[name], 100 * hits.float().mean())
         assert not values[name].requires_grad
@@ -122,21 +122,21 @@ def test_training_loss():
     assert network.weight.grad.any()
 
 
-def test_loss_is_computed_in_float32():
+def test_training_loss_is_float32():
     batch = batch_of(image=torch.randn(6, 8).bfloat16(), label=torch.zeros(6).long())
     loss, values = train.training_loss(nn.Linear(8, 6).bfloat16(), batch)
     assert {loss.dtype, values["top1"].dtype, values["top5"].dtype} == {torch.float32}
 
 
 def classifier() -> nn.Module:
-    """Without BatchNorm."""
+    """Build a network without BatchNorm."""
     torch.manual_seed(0)
     layers = nn.Linear(FEATURES, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, CLASSES)
     return nn.Sequential(nn.Flatten(), *layers)
 
 
 def after_five_steps(num_micro_batches: int) -> list[Any]:
-    """Return what each step logs, and the weights."""
+    """Return the values logged by each step, and the weights."""
     model = classifier().double()
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=1, momentum=MOMENTUM))
     found = []
@@ -150,12 +150,12 @@ def after_five_steps(num_micro_batches: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("num_micro_batches", [2, 3, 4])
-def test_micro_batches_train_as_the_whole_batch(num_micro_batches):
+def test_train_step_micro_batches_equal_whole_batch(num_micro_batches):
     found, expected = after_five_steps(num_micro_batches), after_five_steps(1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
-FIRST_SCALE = 65536.0  # of torch.amp.GradScaler
+FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
 
 
 def new_state(name: str, *, fused: bool = False, fp16: bool = True) -> TrainState:
@@ -168,13 +168,13 @@ def new_state(name: str, *, fused: bool = False, fp16: bool = True) -> TrainStat
 
 
 def overflow(network: nn.Module, batch: Batch) -> tuple[Tensor, Values]:
-    """The gradients are finite, those of the scaled loss are not."""
+    """Return a loss whose gradients are finite, but not after scaling."""
     loss, values = toy_loss(network, batch)
     return loss * 1e36, values
 
 
-def test_a_scaled_loss_changes_nothing():
-    """Its gradients are divided by the scale, a power of 2, before they are clipped."""
+def test_train_step_loss_scale_has_no_effect():
+    """Its gradients are divided by the scale, a power of 2, before clipping."""
     states = [new_state("sgd", fp16=fp16) for fp16 in (False, True)]
     for step in range(3):
         for state in states:
@@ -185,7 +185,7 @@ def test_a_scaled_loss_changes_nothing():
 
 @pytest.mark.parametrize("fused", [False, True], ids=["host", "fused"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_that_overflows_is_skipped(name, fused):
+def test_train_step_skips_overflow(name, fused):
     """The scale is halved, and later steps update."""
     state = new_state(name, fused=fused)
     train.train_step(state, state.model, toy_loss, drawn(1))
@@ -201,10 +201,10 @@ def test_a_step_that_overflows_is_skipped(name, fused):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["host", "fused"])
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_an_overflow_in_the_first_step_leaves_no_trace(name, fused):
-    """A ResNet-50 overflows there. New memory holds NaN here."""
+def test_train_step_first_overflow_leaves_no_trace(name, fused):
+    """A ResNet-50 overflows there. New memory is filled with NaN here."""
     states = [new_state(name, fused=fused) for _ in range(2)]
-    torch.use_deterministic_algorithms(True)  # new memory is filled
+    torch.use_deterministic_algorithms(True)  # fills new memory
     try:
         train.train_step(states[0], states[0].model, overflow, drawn(1))
         for state in states:
@@ -214,22 +214,22 @@ def test_an_overflow_in_the_first_step_leaves_no_trace(name, fused):
     assert all(map(torch.equal, *(state.model.parameters() for state in states)))
 
 
-def test_the_scale_is_stored():
+def test_state_dict_stores_loss_scale():
     state = new_state("sgd")
     train.train_step(state, state.model, overflow, drawn(0))
     stored = copy.deepcopy(state.state_dict())
-    with restored_on_exit(state):  # for example the steps of loader.workers=auto
+    with restored_on_exit(state):  # loader.workers=auto does this
         train.train_step(state, state.model, overflow, drawn(0))
     resumed = new_state("sgd")
     resumed.load_state_dict(stored)
     for each in (state, resumed):
         values = train.train_step(each, each.model, toy_loss, drawn(1))
         assert values["loss_scale"] == FIRST_SCALE / 2
-    new_state("sgd").load_state_dict({**stored, "loss_scale": {}})  # of a run in bf16
+    new_state("sgd").load_state_dict({**stored, "loss_scale": {}})  # a run in bf16
     new_state("sgd", fp16=False).load_state_dict(stored)
 
 
-def test_which_rows_end_a_run(tmp_path):
+def test_check_loss(tmp_path):
     row = {"step": 7, "lr": 0.1, "loss": math.nan}
     with pytest.raises(RunError, match=r"the loss is nan at step 7 \(lr 0.1\); these weights"):
         check_loss(row, tmp_path)

@@ -1,4 +1,4 @@
-"""Two nodes: network namespaces of this machine with a cable between them, and torchrun on each."""
+"""Two nodes: network namespaces on this machine, connected by a cable, with torchrun on each."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ ADDRESSES = "10.0.0.1", "10.0.0.2"
 
 @pytest.fixture
 def nodes() -> Iterator[list[list[str]]]:
-    """Two namespaces; what to write before a command so that it runs in one of them."""
+    """Create two namespaces; return the prefixes that run a command in each of them."""
     if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
         pytest.skip("needs unshare, nsenter and ip")
     with ExitStack() as stack:
@@ -51,12 +51,12 @@ def set_up(command: list[str]) -> None:
 
 
 def start(prefix: list[str], arguments: list[str], node: int, log: Path) -> Started:
-    """Start two ranks on a node. Node 0 is the meeting point."""
+    """Start two ranks on a node. Node 0 hosts the rendezvous."""
     launcher = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
         *("--nnodes", "1:2", "--max-restarts", "3", "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", f"{ADDRESSES[0]}:29400", "--rdzv-id", "test"),
-        # Both nodes have the host name of this machine, so torchrun cannot tell which one it is on.
+        # Both nodes have this machine's host name, so torchrun cannot tell which one it is on.
         *("--rdzv-conf", f"last_call_timeout=5,is_host={int(node == 0)}"),
         *("--local-addr", ADDRESSES[node]),
     ]
@@ -66,8 +66,8 @@ def start(prefix: list[str], arguments: list[str], node: int, log: Path) -> Star
         return Started(command, variables, stdout=file, stderr=STDOUT)
 
 
-def test_killed_ranks_restart_and_one_node_continues_alone(nodes, image_root, tmp_path):
-    """torchrun on the node of a killed rank counts a restart, on the other one perhaps a node."""
+def test_two_nodes_restart_and_one_continues(nodes, image_root, tmp_path):
+    """torchrun counts a restart on the killed rank's node; on the other, it may count a node."""
     folder, logs = tmp_path / "two", [tmp_path / "0.txt", tmp_path / "1.txt"]
     words = command(image_root, folder, *OPTIONS)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The number of ranks changes neither the training nor the validation."""
+"""The number of ranks changes neither training nor validation."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from tests.helpers.results import column, rows
 from tests.helpers.small_run import SMALL, command, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
-# A model without BatchNorm and dropout, whose numbers are those of a rank.
+# A model without BatchNorm and dropout, which compute different values on each rank.
 OPTIONS = ["model.name=squeezenet1_1", "model.args={dropout: 0.0}", "data.image_size=64"]
 OPTIONS += ["optim.lr=0.002", "loader.workers=0"]
 
@@ -27,8 +27,8 @@ def check_rows(several: Path, one: Path) -> None:
         assert found[row["step"]] == pytest.approx(row["loss"], rel=1e-5)
 
 
-def test_losses_are_those_of_one_process(image_root, tmp_path, ranks):
-    """With the same samples and draws; the ranks share a directory that `${now:}` names."""
+def test_losses_of_ranks_equal_one_process(image_root, tmp_path, ranks):
+    """Samples and draws are the same; the ranks share a directory named by `${now:}`."""
     options = [
         *(*OPTIONS, "loader.batch_size=16", "train.epochs=9"),
         *("train.max_steps=10", "train.validate_every_epochs=4"),
@@ -42,8 +42,8 @@ def test_losses_are_those_of_one_process(image_root, tmp_path, ranks):
 
 
 @pytest.mark.slow
-def test_other_numbers_of_ranks_in_the_middle_of_an_epoch(image_root, tmp_path, ranks):
-    """36 images in batches of 8: the two epochs end at steps 4.5 and 9."""
+def test_resume_with_other_number_of_ranks(image_root, tmp_path, ranks):
+    """36 images in batches of 8, so the two epochs end at steps 4.5 and 9."""
     options = [*OPTIONS, "train.epochs=2"]
     several = tmp_path / "several"
     run(image_root, several, *options, "train.max_steps=2")
@@ -82,8 +82,8 @@ with join_world("cpu") as world:
 """
 
 
-def test_each_image_is_validated_once(tmp_path, ranks):
-    """And its row is in its place; also if a rank has no image, as with 3 images on 4 ranks."""
+def test_ranks_validate_each_image_once(tmp_path, ranks):
+    """Its row is in its place, even if a rank has no image (3 images on 4 ranks)."""
     script, found = tmp_path / "validates.py", []
     script.write_text(VALIDATES)
     small = [*SMALL, "data=fake", "data.fake_classes=7", "loader.workers=0"]
@@ -96,7 +96,7 @@ def test_each_image_is_validated_once(tmp_path, ranks):
         found.append(json.loads(done.stdout.splitlines()[-1]))  # below lines of Gloo
     one, several = found
     assert [case[1] for case in one] == [3, 7, 13, 25]
-    assert any(case[0].get("top5", 0) not in (0, 100) for case in one), "top-5 is trivial"
+    assert any(case[0].get("top5", 0) not in (0, 100) for case in one), "top-5 accuracy is trivial"
     for (values, count, *columns), (expected, whole, *alone) in zip(several, one, strict=True):
         assert count == whole
         assert len(columns) == len(alone) > 3

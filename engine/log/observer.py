@@ -1,4 +1,4 @@
-"""Optional objects that observe a run; `log.observers` names them."""
+"""Observers, optional objects whose methods a run calls at its events; see `log.observers`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,88 +22,87 @@ from pipeline.feed.feed import Feed
 
 
 class ObservedRun(Protocol):
-    """What an observer may use of a run: attributes of engine.log.runlog.RunLog."""
+    """Attributes of a run for observers; `engine.log.runlog.RunLog` has them."""
 
     config: Config
-    path: Path  # the run directory
+    path: Path  # run directory
     world: World
     datasets: Datasets
-    feed: Feed  # the batches; `feed.train.clock` measures the steps
+    feed: Feed  # loads batches; `feed.train.clock` times the steps
     schedule: Schedule
     compute: Compute
-    state: TrainState  # the model, and the newest and the best validation
+    state: TrainState  # model, newest and best validation
     metrics: Metrics
     tracker: Tracker  # prints lines and writes files
-    row: dict[str, Any]  # the newest row of training steps
+    row: dict[str, Any]  # newest row of training steps
 
 
 class Observer:
-    """Does nothing; a subclass overrides what it is interested in. Only rank 0 has observers.
+    """Base class of observers, with callbacks that do nothing. Only rank 0 has observers.
 
-    A subclass is made with an ObservedRun and the parameters of its entry in `log.observers`. A
-    UserError of its constructor ends the run, before the first step. After any other exception, and
-    a UserError of a method, there is one warning, and the run continues without the observer.
+    The constructor takes an ObservedRun and the parameters in `log.observers`. If it raises
+    UserError, the run ends before its first step. Any other exception, and UserError in a method,
+    causes one warning, and the run continues without the observer.
     """
 
     def __init__(self, log: ObservedRun) -> None:
         self.log = log
 
     def begin_step(self, batch: Batch) -> None:
-        """Observe the beginning of an optimiser step: `batch.step` were done before."""
+        """Called before an optimizer step; `batch.step` is the number of completed steps."""
 
     def end_step(self, step: int) -> None:
-        """Observe the end of a step, whose kernels may still run. `step`: how many are done."""
+        """Called after a step, whose kernels may still run. `step`: number of completed steps."""
 
     def logged(self, row: Mapping[str, Any]) -> None:
-        """Observe a row of metrics.jsonl, of training steps or of a validation."""
+        """Called with each row of metrics.jsonl, of training steps or of a validation."""
 
     def validated(self, row: Mapping[str, Any], rows: Rows) -> Mapping[str, Any] | None:
-        """Observe a validation; what is returned is added to its row.
+        """Called after a validation; the returned values are added to its row.
 
-        `rows`: what `validation_values` gave for every sample.
+        `rows`: results of `validation_values` for every sample.
         """
 
     def finish(self, summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Observe the end of a run without an error; what is returned is added to summary.json.
+        """Called when a run ends without an error; the returned values are added to summary.json.
 
-        The console shows the `line` of an added mapping that has one.
+        If a value is a mapping with the key `line`, the console prints this line.
         """
 
     def close(self) -> None:
-        """Free what the observer holds; also called after an error of the run.
-
-        Not called after one of the observer's own methods has failed.
-        """
+        """Free resources, even after the run failed, but not after an observer's method failed."""
 
     @staticmethod
     def evaluated(
         folder: Path, rows: Rows, classes: Sequence[str], dataset: Dataset
     ) -> Mapping[str, Any] | None:
-        """Write files about what scripts/evaluate.py found; return additions to evaluation.json.
+        """Write files about an evaluation; return values to add to its evaluation.json.
 
-        `rows`: see `validated`; a label is a position in `classes`.
+        scripts/evaluate.py calls it. `rows`: see `validated`; a label is an index into `classes`.
         """
 
 
 class Observers:
-    """The observers of a run. After an error of one of them, there is one warning."""
+    """Calls a run's observers. An observer's first error causes a warning and disables it."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._guard = tracker.guard
         self._started: list[tuple[str, Observer]] = []
-        tracker.callback(self._started.clear)  # otherwise they keep the run alive
+        tracker.callback(self._started.clear)  # otherwise, observers keep the run alive
 
     def start(self, log: ObservedRun) -> None:
-        """Create the observers of log.observers. Raises UserError of a constructor."""
+        """Create the observers in log.observers. Raises UserError if a constructor does."""
         for name, observer, parameters in named_observers(log.config):
             create = partial(observer, log, **parameters)
-            started = self._guard(name, create, reraise=UserError)
-            if started is not None:
-                self._started.append((name, started))
-                log.tracker.callback(self._guard, name, started.close)
+            self._guard(name, self._start, name, create, log.tracker, reraise=UserError)
+
+    def _start(self, name: str, create: Callable[[], Observer], tracker: Tracker) -> None:
+        started = create()
+        self._started.append((name, started))
+        tracker.callback(self._guard, name, started.close)
 
     def notify(self, event: Callable[[Observer], Any]) -> dict[str, Any]:
-        """Call a method of each observer; return all values that they add."""
+        """Call a method of each observer; return all values to add."""
         added: dict[str, Any] = {}
         for name, observer in self._started:
             added |= self._guard(name, event, observer) or {}
@@ -111,9 +110,9 @@ class Observers:
 
 
 def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str, Any]]]:
-    """Return name, class and parameters of each entry of log.observers.
+    """Return name, class and parameters of each entry in log.observers.
 
-    Raises UserError for a name that does not exist, or a parameter that it does not take.
+    Raises UserError if the name does not exist, or its class does not take a parameter.
     """
     observers = []
     for entry in config.log.observers:

@@ -1,27 +1,25 @@
-"""Reports a run: console, metrics.jsonl, TensorBoard, the GPU, the verdict and log.observers."""
+"""Report a run: console, metrics.jsonl, TensorBoard, GPU figures, verdict and log.observers."""
 
 import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from engine.compute import Compute, device_name
+from engine.checkpoint import file_name
+from engine.compute import device_name
 from engine.files import write_json
 from engine.log import console
 from engine.log.observer import Observers
-from engine.log.summary import best_values, newest_values
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import TIME, Tracker
-from engine.log.verdict import SHORT_EPOCH, SHORT_RUN, cause_in, verdict_of
+from engine.log.verdict import SHORT_EPOCH, SHORT_RUN, verdict_of
 from engine.meter import Meter
-from engine.metrics import Metrics
 from engine.run import Parts, Run
 from engine.schedule import Due, Schedule
-from engine.state import TrainState, params_sha256
+from engine.state import params_sha256
 from engine.step_graph import FIRST_STEPS, StepGraph
 from engine.stop_signal import StopSignal
 from engine.validation import Validation
@@ -29,79 +27,71 @@ from pipeline.feed.batch import Batch
 from pipeline.feed.feed import Feed
 from pipeline.feed.step_times import StepTimes, mean_of
 
-HEADER_ROWS = 40  # the columns are named again after so many rows: a terminal has fewer lines
+HEADER_ROWS = 40  # rows between two headers, because a terminal has fewer lines
 
 
 @contextmanager
 def open_log(parts: Parts, feed: Feed, step: StepGraph, run: Run) -> Iterator["RunLog"]:
-    """Print the columns and start the observers; close all outputs on exit. Collective."""
-    folder = run.path if run.world.is_main else None
-    with Tracker(folder, run.config, parts.state) as tracker:
+    """Print the table's header and start the observers; close all outputs on exit. Collective."""
+    with Tracker(run.path, run.config, parts.state, writes=run.world.is_main) as tracker:
         tracker.print(f"loader    workers={feed.pool.active} decoder={feed.decoder_name}")
-        yield RunLog(
-            feed, parts.schedule, parts.compute, step, parts.state, run, tracker, parts.metrics
-        )
+        yield RunLog(parts, feed, step, run, tracker)
 
 
-@dataclass
 class RunLog:
-    """Reports a run through the tracker, whose exit also closes the observers."""
+    """Reports a run through a tracker, whose exit also closes the observers."""
 
-    feed: Feed
-    schedule: Schedule
-    compute: Compute
-    train_on_batch: StepGraph
-    state: TrainState
-    run: Run
-    tracker: Tracker
-    metrics: Metrics
-
-    def __post_init__(self) -> None:
-        self.world = self.run.world
-        self.config = self.run.config
-        self.path = self.run.path
-        self.datasets = self.feed.datasets
-        self.meter = Meter(self.world, self.feed.train.clock)
-        self.row: dict[str, Any] = {}  # the newest row of training steps
-        self._times: list[StepTimes] = []  # one for each log row of this start
-        self._epoch_began = 0  # how many of them are of earlier epochs
-        self._cause = ""  # of the newest epoch with a verdict
+    def __init__(
+        self, parts: Parts, feed: Feed, step: StepGraph, run: Run, tracker: Tracker
+    ) -> None:
+        self.config = run.config
+        self.path = run.path
+        self.world = run.world
+        self.datasets = parts.datasets
+        self.feed = feed
+        self.schedule = parts.schedule
+        self.compute = parts.compute
+        self.state = parts.state
+        self.metrics = parts.metrics
+        self.tracker = tracker
+        self._run = run
+        self._step = step
+        self._meter = Meter(self.world, feed.train.clock)
+        self.row: dict[str, Any] = {}  # newest row of training steps
+        self._times: list[StepTimes] = []  # times of each training row since the start
+        self._epoch_began = 0  # number of these rows that belong to earlier epochs
+        self._cause = ""  # cause in the newest epoch's verdict
         self._pause_began = 0.0  # time.monotonic() of the newest `pause`
-        self._observers = Observers(self.tracker)
+        self._observers = Observers(tracker)
         self.world.on_rank_0(lambda: self._observers.start(self))
         self._monitor = GpuMonitor(self.world.device)
-        self.tracker.print(console.header(self.metrics))
+        tracker.print(console.header(self.metrics))
         self._began = time.monotonic()
-        step = self.state.step
-        # No time counts the first steps, because they compile.
-        self._warm_step = step + (FIRST_STEPS if self.world.device.type == "cuda" else 1)
-        # After a resume, less than half the steps of a row would look like a changed loss.
+        done = self.state.step
+        # The first steps are not timed, because they compile.
+        self._warm_step = done + (FIRST_STEPS if self.world.device.type == "cuda" else 1)
+        # After a resume, a row of less than half its steps would look like a change of the loss.
         every = self.schedule.log_every
-        self._first_row = min(self.schedule.stop_step, every * math.ceil(step / every + 0.5))
-        steps = math.ceil(self.schedule.steps_per_epoch)
-        done = int(step % self.schedule.steps_per_epoch)
-        bar = console.epoch_bar(steps=steps, done=done, shown=self.world.is_main)
-        self._bar = self.tracker.enter_context(bar)
+        self._first_row = min(self.schedule.stop_step, every * math.ceil(done / every + 0.5))
+        bar = console.epoch_bar(self.schedule.steps_per_epoch, done, shown=self.world.is_main)
+        self._bar = tracker.enter_context(bar)
 
     def begin_step(self, batch: Batch) -> None:
-        """Call the observers, then note that all ranks have their batch.
-
-        So the time of the observers is not part of the step.
-        """
+        """Call the observers, whose time is not part of the step's time."""
         self._observers.notify(lambda observer: observer.begin_step(batch))
-        self.feed.train.clock.ranks_ready()
+        self.feed.train.clock.ranks_ready()  # all ranks have their batches
 
     def end_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
-        """Add the values of a step, float [] on the device; return the newest log row. Collective.
+        """Add a step's values, float [] on the device; return the newest log row. Collective.
 
-        One step after a row was due, waits for the step of that row, while the device runs this
-        one. If an epoch ends or a checkpoint follows, a row that is due waits for its own step.
+        One step after a row is due, waits for the row's last step while the device runs this one.
+        If an epoch ends or a checkpoint follows, waits for this step and writes the due row.
         """
         step = self.state.step
-        self._report()  # an earlier step: its values arrived while this one was launched
-        self.meter.add(values)
+        self._report()  # values of an earlier step, which arrived while this one was launched
+        self._meter.add(values)
         if due.log and step >= self._first_row:
-            self.meter.send(step)
+            self._meter.send(step)
         self._observers.notify(lambda observer: observer.end_step(step))
         self._bar.update()
         if due.epoch or due.save:
@@ -112,38 +102,35 @@ class RunLog:
         return self.row
 
     def end_interval(self) -> dict[str, Any]:
-        """Report the interval that was sent, if there is one; return the newest row.
-
-        Waits for the last step of the interval.
-        """
+        """Report the interval that was sent, if any, after its last step; return the newest row."""
         self.feed.train.clock.end_step()
         self._report()
         return self.row
 
     def _judge_epoch(self) -> None:
-        """Print the epoch's verdict if its cause is new; `finish` prints the last one."""
+        """Print the epoch's verdict if its cause has changed; `finish` prints the last verdict."""
         rows = self._times[self._epoch_began :]
         self._epoch_began = len(self._times)
         with self.pause():
             verdict = self._verdict(rows, SHORT_EPOCH)
         if not verdict:
             return
-        # A killed run leaves this file instead of the verdict in summary.json.
+        # A killed run has this file, but no verdict in summary.json.
         epoch = round(self.schedule.epoch(self.state.step), 4)
         self.tracker.write_json("verdict.json", {"epoch": epoch, "verdict": verdict})
-        cause = cause_in(verdict[0])
+        cause = verdict[0].partition(":")[0]
         if cause != self._cause and self.state.step < self.schedule.stop_step:
             self.tracker.print(*console.verdict_lines(verdict))
         self._cause = cause
 
     def _verdict(self, rows: list[StepTimes], shortest: float) -> list[str]:
-        """Return the verdict on these rows of all ranks. Collective."""
+        """Return the verdict on these rows, over all ranks. Collective."""
         ranks = self.world.all_gather(mean_of(rows))
-        return verdict_of(ranks, shortest, self.feed, self.train_on_batch.disabled_reason)
+        return verdict_of(ranks, shortest, self.feed, self._step.disabled_reason)
 
     @contextmanager
     def pause(self, doing: str = "epoch") -> Iterator[None]:
-        """Exclude the `with` block from images/s and step times; the bar shows `doing`."""
+        """Exclude the `with` block from images/s and step times; show `doing` in the bar."""
         self._pause_began = time.monotonic()
         with self.feed.train.clock.pause():
             self._bar.set_description(doing)
@@ -151,8 +138,8 @@ class RunLog:
             self._bar.set_description("epoch")
 
     def validated(self, row: dict[str, Any], result: Validation, *, best: bool) -> None:
-        """Report a validation. `row`: the values of its result, and those of the raw model."""
-        self.world.on_rank_0(self.run.check_lock)  # observers write files
+        """Report a validation. `row`: values of the result and of the raw model."""
+        self.world.on_rank_0(self._run.check_lock)  # observers write files
         seconds = time.monotonic() - self._pause_began
         row = row | {"split": "val", "images": result.images, "seconds": seconds}
         names = self.metrics.computations(result.rows)
@@ -162,23 +149,23 @@ class RunLog:
         self._write(row | added)
 
     def _report(self) -> None:
-        """Write the row of an interval of steps, if one was sent and not yet read."""
-        interval = self.meter.read()
+        """Write a row for the interval that was sent and not yet read, if any."""
+        interval = self._meter.read()
         if interval is None:
             return
         skip = max(0, self._warm_step - (interval.step - interval.steps))
         gpu = self._monitor.sample()
         times = self.feed.step_times(interval.steps, skip=skip)
         times = times._replace(throttled_fraction=self._monitor.throttled)
-        is_compiling = skip >= interval.steps
-        self._times.append(StepTimes() if is_compiling else times)  # 0 seconds have no weight
+        is_compiling = skip >= interval.steps  # 0 seconds have no weight in a mean
+        self._times.append(StepTimes() if is_compiling else times)
         row = train_row(interval.step, interval.means, times, self.schedule, self.feed.pool.active)
         row |= gpu | memory_figures(self.feed.pool.pids, self.world.device)
         self._write(row)
         if len(self._times) % HEADER_ROWS == 0:
             self.tracker.print(console.header(self.metrics))
-        line = console.train_line(row, interval.means, self.metrics, self.config.train.epochs)
-        self.tracker.print(line)
+        epochs = self.config.train.epochs
+        self.tracker.print(console.train_line(row, interval.means, self.metrics, epochs))
         self.row = row
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -186,24 +173,23 @@ class RunLog:
         self._observers.notify(lambda observer: observer.logged(row))
 
     def finish(self, stop: StopSignal, started: float) -> dict[str, Any]:
-        """Report the end once the last checkpoint is on disk; return the summary. Collective.
+        """Write the summary once the last checkpoint is on disk, and return it. Collective.
 
-        `started`: time.monotonic() when `train` was called. A signal may still arrive during that
-        checkpoint. Raises RunError if it could not be written.
+        `started`: time.monotonic() when `train` was called. A signal may still arrive while the
+        checkpoint is written. Raises RunError if that fails.
         """
-        self.run.wait()
+        self._run.wait()
         stop.poll()
         self._bar.close()
         per_rank = self.world.all_gather(self.feed.pool.unreadable)
         unreadable = set[int]().union(*per_rank)
         summary = {
-            "status": "interrupted" if stop else "finished",
-            "signal": stop.number,  # the exit status follows from it
+            "status": "interrupted" if stop.number else "finished",
+            "signal": stop.number,  # determines the exit status
             "step": self.state.step,
             "epoch": round(self.schedule.epoch(self.state.step), 4),
-            **newest_values(self.state, self.metrics),
             "best_by": self.config.train.best_by,
-            **best_values(self.state, self.metrics),
+            **self._validation_results(),
             "history": self.state.history,
             "params_sha256": params_sha256(self.state.model),
             "seconds": time.monotonic() - started,
@@ -211,24 +197,46 @@ class RunLog:
             "images_per_second": mean_of(self._times).images_per_second * self.world.size,
             "verdict": self._verdict(self._times, SHORT_RUN),
             "device": device_name(self.compute.device),
-            "made_by": self.run.metadata["made_by"],
-            "training_images": self.run.metadata["identity"]["data.train"],
-            "validation_images": self.run.metadata["identity"]["data.val"],
+            "made_by": self._run.metadata["made_by"],
+            "training_images": self._run.metadata["identity"]["data.train"],
+            "validation_images": self._run.metadata["identity"]["data.val"],
             "workers": self.feed.pool.active,
-            "unreadable_images": len(unreadable),  # training images replaced on any rank
+            "unreadable_images": len(unreadable),  # number of training images replaced on any rank
         }
         summary |= self._observers.notify(lambda observer: observer.finish(summary))
-        if self.world.is_main:
-            write_json(self.path / "summary.json", summary)
+        self.world.on_rank_0(lambda: write_json(self.path / "summary.json", summary))
         resumes = self.config.checkpoint.resume != "never"
         self.tracker.print(*console.outcome(self.path, summary, self.metrics, resumes=resumes))
         return summary
+
+    def _validation_results(self) -> dict[str, Any]:
+        """Return the newest validation's values, and the best one's value, epoch and checkpoint.
+
+        `values` lists their names without `_raw`. A result without a validation is None.
+        """
+        values = dict(self.state.last_validation)
+        step = values.pop("step", None)
+        values.pop("epoch", None)
+        best_name = f"best_{self.metrics.best_by}"
+        results = {
+            **values,
+            "values": [name for name in values if not name.endswith("_raw")],
+            "units": {name: self.metrics[name.removesuffix("_raw")].unit for name in values},
+            "validated_step": step,
+            **dict.fromkeys([best_name, "best_epoch", "best_checkpoint"]),
+        }
+        best = self.state.best_validation
+        if best:
+            results[best_name] = best.get(self.metrics.best_by)
+            results["best_epoch"] = round(best["epoch"], 4)
+            results["best_checkpoint"] = file_name(int(best["step"]))
+        return results
 
 
 def train_row(
     step: int, values: dict[str, float], times: StepTimes, schedule: Schedule, workers: int
 ) -> dict[str, Any]:
-    """Return the log row up to a step, without the figures of the GPU and the memory."""
+    """Return the log row of the steps up to `step`, without GPU and memory figures."""
     rate = times.images_per_second * schedule.ranks
     row = {
         "step": step,
@@ -241,6 +249,6 @@ def train_row(
         **{name: getattr(times, name) for name in TIME},
         "seconds_left": (schedule.stop_step - step) * schedule.batch_size / rate,
     }
-    if schedule.ranks == 1:  # it would be the time of the observers
+    if schedule.ranks == 1:  # would be the observers' time
         del row["ranks_wait_fraction"]
     return row

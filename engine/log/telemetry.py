@@ -1,6 +1,6 @@
-"""GPU and memory figures during training, from NVML, CUDA's allocator and the processes.
+"""GPU and memory figures during training, from NVML, CUDA's allocator and /proc.
 
-Telemetry never stops training: a figure that cannot be queried is skipped.
+Telemetry never stops training. A figure that cannot be queried is skipped.
 """
 
 import logging
@@ -15,10 +15,10 @@ import torch
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-# Bits of NVML's mask of reasons for reduced clocks. Others: an idle GPU, clocks set by a user.
+# Bits of NVML's mask of reasons for reduced clocks. Other bits: idle GPU, clocks set by a user.
 POWER_LIMIT = 0x004  # normal at full load
-FAULTS = 0x6F8  # hot, slowed down by hardware, board or power supply, or by another GPU
-# Queries by tag: module pynvml and the GPU's handle -> value.
+FAULTS = 0x6F8  # too hot; slowed down by hardware, board, power supply or a synchronized GPU
+# Tag -> query: (module pynvml, GPU handle) -> value
 QUERIES: dict[str, Callable[[Any, Any], Any]] = {
     "gpu/utilization": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
     "gpu/power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
@@ -28,15 +28,16 @@ QUERIES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class GpuMonitor:
-    """Samples one GPU through NVML (nvidia-ml-py); reports nothing without NVML.
+    """Samples one GPU through NVML (nvidia-ml-py). Without NVML, warns once and returns nothing.
 
-    Functions such as torch.cuda.utilization return no reasons for lower clocks, and may query a
-    different GPU, because the indices of CUDA and NVML differ. The UUID is the same.
+    Functions such as torch.cuda.utilization do not return the reasons for lower clocks, and may
+    query a different GPU, because GPU indices differ between CUDA and NVML. UUIDs do not.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.throttled = False  # by one of FAULTS, at the newest sample
+        self.throttled = False  # whether one of FAULTS lowered the clock at the newest sample
         self._nvml: Any = None
+        self._gpu: Any = None
         if device.type != "cuda":
             return
         try:
@@ -47,18 +48,16 @@ class GpuMonitor:
             self._gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
             self._nvml = pynvml
         except Exception as error:
-            text = "no GPU metrics: NVML is not available (%s); it needs NVIDIA's driver and "
+            text = "no GPU metrics: NVML is not available (%s); install NVIDIA's driver and "
             logger.warning(text + "nvidia-ml-py (pip install nvidia-ml-py)", error)
 
     def sample(self) -> dict[str, float]:
-        """Return the current values by TensorBoard tag; utilization in percent."""
+        """Return the current figures by TensorBoard tag. Utilization is in percent."""
         values: dict[str, float] = {}
-        if self._nvml is None:
-            return values
         for tag, query in QUERIES.items():
-            with suppress(Exception):  # not supported by this GPU, driver or nvidia-ml-py
+            with suppress(Exception):  # no NVML, or not supported by this GPU, driver or pynvml
                 values[tag] = query(self._nvml, self._gpu)
-        with suppress(Exception):  # this name exists in old and new drivers
+        with suppress(Exception):  # old and new drivers have this function
             reasons = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._gpu)
             self.throttled = bool(reasons & FAULTS)
             values["gpu/throttled_fraction"] = float(bool(reasons & (FAULTS | POWER_LIMIT)))
@@ -66,12 +65,12 @@ class GpuMonitor:
 
 
 def memory_figures(worker_pids: Iterable[int], device: torch.device) -> dict[str, float]:
-    """Return the memory in use, by TensorBoard tag; without /proc (macOS), not that of processes.
+    """Return the memory in use by TensorBoard tag. Process memory needs /proc (not on macOS).
 
-    The allocator's values are host-side counters: reading them does not synchronise.
+    The allocator's figures are host-side counters, so reading them does not synchronize.
     """
     figures: dict[str, float] = {}
-    with suppress(OSError):  # no /proc, or a worker has just ended
+    with suppress(OSError):  # no /proc, or a worker has just exited
         figures["host/trainer_rss_gib"] = anonymous_bytes("self") / GIB
         figures["host/workers_rss_gib"] = sum(map(anonymous_bytes, worker_pids)) / GIB
     if device.type != "cuda":
@@ -83,9 +82,9 @@ def memory_figures(worker_pids: Iterable[int], device: torch.device) -> dict[str
 
 
 def anonymous_bytes(pid: int | str) -> int:
-    """Return the resident memory of a process without the page cache and the batch buffers.
+    """Return a process's resident memory, without the page cache and the batch buffers.
 
-    Takes 20 microseconds. smaps_rollup takes 2 to 8 ms, in which a worker cannot map memory.
+    Takes 20 microseconds. smaps_rollup takes 2 to 8 ms, during which a worker cannot map memory.
     """
     _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

@@ -1,6 +1,6 @@
-"""What rank 0 reports to its user: console, metrics.jsonl, JSON files and TensorBoard's files.
+"""Outputs of rank 0: console, metrics.jsonl, JSON files and TensorBoard's event files.
 
-A full disk or a missing TensorBoard causes one warning; training continues.
+After a full disk or a missing TensorBoard there is one warning, and training continues.
 """
 
 import io
@@ -22,23 +22,19 @@ from engine.state import TrainState
 
 logger = logging.getLogger(__name__)
 
-# Fields of StepTimes in a row: the group `time`
+# Fields of StepTimes in a log row; their tags have the group `time`.
 TIME = (
     "data_wait_fraction ranks_wait_fraction late_fraction copy_fraction compute_fraction copy_ms "
     "step_ms step_worst_ms"
 ).split()
-# Tags of keys of metrics.jsonl. Other keys have the tag <split>/<key>.
-TAGS = {
-    "lr": "lr",
-    "images_per_second": "throughput/images_per_second",
-    "workers": "loader/workers",
-}
-TAGS |= {key: f"time/{key}" for key in TIME}
+# TensorBoard tags by key of metrics.jsonl. Other keys have the tag <split>/<key>.
+TAGS = {key: f"time/{key}" for key in TIME} | {"lr": "lr", "workers": "loader/workers"}
+TAGS["images_per_second"] = "throughput/images_per_second"
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
 
 
 def curves(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a row by the tag of their curve. A key with / is its own tag."""
+    """Return a row's values by the tag of their curve. A key that contains / is a tag."""
     values = {}
     for key in sorted(row.keys() - NO_CURVE):
         tag = key if "/" in key else TAGS.get(key, f"{row['split']}/{key}")
@@ -49,82 +45,87 @@ def curves(row: Mapping[str, Any]) -> dict[str, Any]:
 class Tracker(ExitStack):
     """Prints lines, and writes rows, JSON files, curves and images into a run directory.
 
-    After an output's first failure there is one warning, and it is not written any more.
+    The first failure of an output causes a warning, and disables the output.
 
     Args:
-        folder: the run directory; None to report nothing, as on other ranks than 0.
-        config: log.trackers says what to write.
-        state: from which this start resumes. Later rows of metrics.jsonl are dropped, and that of a
-            validation that is repeated; TensorBoard hides later values of earlier starts.
+        folder: run directory.
+        config: log.trackers enables TensorBoard.
+        state: state from which this start resumes. metrics.jsonl loses later rows and a repeated
+            validation's row; TensorBoard hides later values of earlier starts.
+        writes: whether to write and print anything; False on all ranks but 0.
     """
 
-    def __init__(self, folder: Path | None, config: Config, state: TrainState) -> None:
+    def __init__(
+        self, folder: Path, config: Config, state: TrainState, *, writes: bool = True
+    ) -> None:
         super().__init__()
         self.folder = folder
+        self.writes = writes
         self._start_step = state.step
         # An interrupted validation of this step is repeated.
         validated = state.last_validation.get("step", state.step)
-        self._last_steps = {"val": max(state.step - 1, validated)}  # of the rows that are kept
-        self._failed: set[str] = set()  # outputs that are not written any more
-        self._rows: Any = None  # the file metrics.jsonl
+        self._last_steps = {"val": max(state.step - 1, validated)}  # last step of the rows to keep
+        self._failed: set[str] = set()  # disabled outputs
+        self._rows = self.guard("metrics.jsonl", self._open_rows)
         self._board: Any = None  # TensorBoard's SummaryWriter
-        if folder is None:
-            return
-        self._rows = self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl")
         if config.log.trackers:
             best_by = config.train.best_by.removeprefix("-")
-            self._board = self.guard("TensorBoard", self._open_board, folder, best_by)
+            self._board = self.guard("TensorBoard", self._open_board, best_by)
+        if self._board is None:
+            self._failed |= {"TensorBoard", "images"}
 
-    def _open_rows(self, path: Path) -> Any:
+    def _open_rows(self) -> Any:
+        path = self.folder / "metrics.jsonl"
+        lines = []
+        with suppress(FileNotFoundError):
+            lines = path.read_text("utf-8", errors="replace").splitlines()
         kept = []
-        if path.is_file():
-            for line in path.read_text("utf-8", errors="replace").splitlines():
-                # A killed process leaves an incomplete line; a user may have added others.
-                with suppress(ValueError, TypeError, KeyError):
-                    row = json.loads(line)
-                    if row["step"] <= self._last_steps.get(row.get("split"), self._start_step):
-                        kept.append(f"{line}\n")
-        replace_file(path, "".join(kept))  # a new file, also for a link
-        file = open(path, "a", buffering=1)  # noqa: SIM115 - the stack closes it
+        for line in lines:
+            # A killed process leaves an incomplete line; a user may have added other lines.
+            with suppress(ValueError, TypeError, KeyError):
+                row = json.loads(line)
+                if row["step"] <= self._last_steps.get(row.get("split"), self._start_step):
+                    kept.append(f"{line}\n")
+        replace_file(path, "".join(kept))  # creates a new file in place of a link
+        file = open(path, "a", buffering=1)  # noqa: SIM115 - closed by the stack
         self.callback(self.guard, "metrics.jsonl", file.close)
         return file
 
-    def _open_board(self, folder: Path, best_by: str) -> Any:
+    def _open_board(self, best_by: str) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Into the folder itself: TensorBoard names a run after the folder of its files.
-        board: Any = SummaryWriter(folder, purge_step=self._start_step + 1, flush_secs=10)
+        # Not in a subfolder, because TensorBoard names a run after the folder that holds its files.
+        board: Any = SummaryWriter(self.folder, purge_step=self._start_step + 1, flush_secs=10)
         self.callback(self.guard, "TensorBoard", board.close)
         charts = {}
-        for name in ("loss", best_by):  # a chart has the curves of training and validation
+        for name in ("loss", best_by):  # a chart combines the training and validation curves
             charts[name] = ["Multiline", [f"(train|val)/{re.escape(name)}(_raw)?$"]]
         board.add_custom_scalars({"learning": charts})
         return board
 
     def print(self, *lines: str) -> None:
-        if self.folder is not None:
-            say(*lines)
+        self.guard("console", say, *lines)
 
     def write_row(self, row: Mapping[str, Any]) -> None:
-        """Write a row, to metrics.jsonl with _ in place of / in its keys."""
-        if self._rows is not None:
-            named = {key.replace("/", "_"): value for key, value in row.items()}
-            self.guard("metrics.jsonl", self._rows.write, json_text(named) + "\n")
-        if self._board is not None:
-            for tag, value in curves(row).items():
-                self.guard("TensorBoard", self._board.add_scalar, tag, value, row["step"])
+        """Write a row. In metrics.jsonl, its keys have _ in place of /."""
+        named = {key.replace("/", "_"): value for key, value in row.items()}
+        self.guard("metrics.jsonl", lambda: self._rows.write(json_text(named) + "\n"))
+        self.guard("TensorBoard", self._add_scalars, row)
+
+    def _add_scalars(self, row: Mapping[str, Any]) -> None:
+        for tag, value in curves(row).items():
+            self._board.add_scalar(tag, value, row["step"])
 
     def write_images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
-        """Draw images for TensorBoard, if it is in use; `draw` returns tag -> image."""
-        if self._board is not None:
-            self.guard("images", self._add_images, draw, step)
+        """Draw images if TensorBoard is enabled; `draw` returns images by tag."""
+        self.guard("images", self._add_images, draw, step)
 
     def _add_images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for tag, image in draw().items():
-            # `add_image` writes PNG: its compression and TensorBoard's checksum of the longer file
-            # (in Python) took 0.4 s for 16 photos, with JPEG 0.05 s.
+            # `add_image` writes PNG, whose compression and TensorBoard's checksum (in Python) of
+            # the larger file took 0.4 s for 16 photos. JPEG took 0.05 s.
             file = io.BytesIO()
             image.convert("RGB").save(file, "JPEG", quality=90, subsampling=0)
             picture = Summary.Image(
@@ -134,20 +135,18 @@ class Tracker(ExitStack):
             self._board.file_writer.add_summary(summary, step)
 
     def write_json(self, name: str, content: Any) -> None:
-        if self.folder is not None:
-            self.guard(name, write_json, self.folder / name, content)
+        self.guard(name, write_json, self.folder / name, content)
 
     def flush(self) -> None:
-        """Flush the curves to disk, so that a kill cannot lose them. Any thread may call it."""
-        if self._board is not None:
-            self.guard("TensorBoard", self._board.flush)
+        """Flush the curves to disk, so that a kill cannot lose them. Thread-safe."""
+        self.guard("TensorBoard", lambda: self._board.flush())
 
     def guard(self, name: str, call: Callable[..., Any], *arguments: Any, reraise: Any = ()) -> Any:
-        """Call a function that writes an output, unless an earlier call of this name has failed.
+        """Call a function that writes the output `name`, unless the output is disabled.
 
-        An error is one warning; one of a type in `reraise` is raised.
+        An error causes a warning and disables the output; the types in `reraise` are raised.
         """
-        if name in self._failed:
+        if not self.writes or name in self._failed:
             return None
         try:
             return call(*arguments)

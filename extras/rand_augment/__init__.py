@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
-from conf.constraints import NULL, UNIT_INTERVAL, choice, integer_interval, interval, list_of
+from conf.schema import NULL, UNIT_INTERVAL, choice, integer_interval, interval, list_of
 from pipeline.data.augment import draw_interpolation, parameter
 from pipeline.data.decode import INTERPOLATIONS
 

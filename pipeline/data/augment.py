@@ -23,7 +23,9 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from conf.constraints import (
+from conf.errors import UserError, did_you_mean
+from conf.named import create_object, import_object, is_object_name, split_entry
+from conf.schema import (
     UNIT_INTERVAL,
     Constraint,
     choice,
@@ -32,8 +34,6 @@ from conf.constraints import (
     list_of,
     ordered_pair,
 )
-from conf.errors import UserError, did_you_mean
-from conf.named import create_object, import_object, is_object_name, split_entry
 from pipeline.data.decode import INTERPOLATIONS, Box, CropResize, Picture, crop, size_of
 
 LARGEST = 4096  # side of an image after a transform, in pixels
@@ -87,14 +87,12 @@ def _apply(transform: ImageFunction, pixels: np.ndarray, rng: random.Random) -> 
 
     Raises UserError unless the result has the same dtype and number of channels.
     """
-    image = transform(pixels.copy(), rng)
-    found = type(image).__name__
-    if isinstance(image, np.ndarray):
-        found = f"{image.dtype} {list(image.shape)}"
-        if (image.dtype, image.shape[2:]) == (pixels.dtype, pixels.shape[2:]):
-            return image
-    expected = f"return {pixels.dtype} [H, W, {pixels.shape[2]}]"
-    raise UserError(f"the transform {name_of(transform)}", f"returned {found}", expected)
+    image = np.asarray(transform(pixels.copy(), rng))
+    if (image.dtype, image.shape[2:]) != (pixels.dtype, pixels.shape[2:]):
+        wrong = f"returned {image.dtype} {list(image.shape)}"
+        expected = f"return {pixels.dtype} [H, W, {pixels.shape[2]}]"
+        raise UserError(f"the transform {name_of(transform)}", wrong, expected)
+    return image
 
 
 def name_of(transform: Transform) -> str:

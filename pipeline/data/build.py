@@ -114,8 +114,6 @@ def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
         picture = Picture(rng.integers(0, 256, shape, np.uint8))
         try:
             width, height = Compose(transforms)(picture, random.Random(seed)).size
-        except UserError:  # a transform returned something that is not an image
-            raise
         except Exception as error:  # torchvision raises many kinds
             if object_names_in(list(entries)):  # the traceback of own code helps
                 error.add_note(f"{key}: a transform gets (image, rng) and returns an image")

@@ -1,9 +1,9 @@
-"""Datasets: sample index in, named arrays out.
+"""Datasets: map a sample index to named arrays.
 
 Data flow, step 2: (epoch, index) -> file bytes -> {"image": uint8 [S, S, 3], "label": 7}, in a
-worker. The buffers, the copy to the device and the batch of the training step have the same names.
+worker. The buffers, the copy to the device and the batch of the training step use the same names.
 
-To add a dataset, write a function that returns a map-style dataset of PyTorch for each split, and
+To add a dataset, write a function that returns a map-style PyTorch dataset for each split, and
 name it in conf/data/NAME.yaml as `source: module:function` (pipeline/data/torch_dataset.py).
 For image files with a number instead of a class, override `fields` and `targets` of
 `FolderDataset`; a subclass of `Dataset` can do more (pipeline/data/build.py has examples).
@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -32,25 +32,23 @@ from pipeline.data.field import IMAGE, LABEL, Field, image_field
 from pipeline.data.index import Index
 from pipeline.data.listing import THREADS
 
-T = TypeVar("T")
-
-READ_AHEAD = 64  # most files that a worker reads at a time
-READERS = ThreadPoolExecutor(READ_AHEAD)  # starts threads when it needs them
-NUM_FINGERPRINT_FILES = 256  # files of a split whose sizes are part of its fingerprint
-NUM_NOTES_FILES = 32  # files at which `notes` looks
+READ_AHEAD = 64  # maximum number of files that a worker reads concurrently
+READERS = ThreadPoolExecutor(READ_AHEAD)  # starts threads on demand
+NUM_FINGERPRINT_FILES = 256  # files per split whose sizes are part of its fingerprint
+NUM_NOTES_FILES = 32  # files that `notes` inspects
 
 
 class Dataset(ABC):
     """One split; also a map-style dataset for torch's own DataLoader.
 
-    A subclass defines `fields`, `__len__`, `load`, `name` and `fingerprint`; the other methods and
-    attributes are for what it can do beyond that.
+    Subclasses must define `fields`, `__len__`, `load`, `name` and `fingerprint`. Overriding the
+    other methods and attributes is optional.
     """
 
     @property
     @abstractmethod
     def fields(self) -> Mapping[str, Field]:
-        """The arrays of a sample by name, IMAGE among them, as the training step gets them."""
+        """The arrays of a sample by name, including IMAGE, as the training step gets them."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -59,68 +57,68 @@ class Dataset(ABC):
     def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
         """Return a sample: an array or a number for each of `fields`.
 
-        `rng`: of this sample in this epoch. All that is random comes from it.
+        `rng`: generator for this sample and epoch, the only source of randomness.
         """
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Return the name of a sample for messages, such as its path."""
+        """Return a sample's name for messages, such as its path."""
 
     @abstractmethod
     def fingerprint(self) -> str:
         """Identify the samples, wherever they are stored; a run resumes only if it is the same."""
 
-    seed: int = 0  # train.seed, of `sample_rng`
+    seed: int = 0  # train.seed, for `sample_rng`
     epoch = 0  # epoch of `dataset[index]`: set it before each epoch of torch's DataLoader
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         return self.load(index, sample_rng(self.seed, self.epoch, index))
 
-    decoder = "none"  # CPU decoder of the workers
+    decoder = "none"  # CPU decoder that the workers use
     stage: DeviceStage = DeviceStage()  # data.on_device selects a different one for training
 
     @property
     def labels(self) -> np.ndarray | None:
-        """Class numbers of all samples, int64 [len]; None if there are none without loading."""
+        """Class indices of all samples, int64 [len]; None if unknown without loading samples."""
         return None
 
     def replacements(self, index: int) -> Iterator[int]:
-        """Yield the samples to try in place of an unreadable one (data.on_error=skip), in order.
+        """Yield the samples to try instead of an unreadable one (data.on_error=skip), in order.
 
-        The others of its class: those behind it, then those from the first. They do not depend on
-        what other workers have tried, so the result does not depend on the number of workers.
+        Yields the rest of its class, first the samples after it, then those before it, whatever
+        other workers have tried, so that the result does not depend on the number of workers.
         """
         labels = np.zeros(len(self)) if self.labels is None else self.labels
         same = np.flatnonzero(labels == labels[index])
         position = int(np.searchsorted(same, index))
-        yield from map(int, chain(same[position + 1 :], same[:position]))  # few are asked for
+        yield from map(int, chain(same[position + 1 :], same[:position]))  # lazy: few are used
 
     def read_ahead(self, indices: Sequence[int]) -> None:  # noqa: B027 - few datasets have files
-        """Begin to read the files of these samples, because the worker waits for storage."""
+        """Start reading the files of these samples, because the worker waits for storage."""
 
     def mean_bytes(self) -> float:
         """Return the mean file size in bytes; 0 if there are no files."""
         return 0.0
 
     def notes(self) -> list[str]:
-        """Return what a user should know about the files before the training."""
+        """Return remarks about the files to show the user before training."""
         return []
 
 
 @dataclass(eq=False)
 class FolderDataset(Dataset):
-    """Image files of folders, tar files or lists. Raises UserError without the named decoder."""
+    """Image files in folders, tar files or lists. Raises UserError if the decoder is missing."""
 
     index: Index
     transform: Compose
     _: KW_ONLY
-    decoder: str = "pillow"  # a value of loader.decoder; one of the CPU is chosen for others
+    decoder: str = "pillow"  # loader.decoder; values that are not CPU decoders select one
     seed: int = 0
-    exif_orientation: bool = False  # turn the images upright
+    exif_orientation: bool = False  # rotate the images upright
 
     def __post_init__(self) -> None:
         self.decoder = decode.resolve(self.decoder)
-        self._ahead: dict[int, Future[bytes]] = {}
+        self._pending: dict[int, Future[bytes]] = {}
 
     def __len__(self) -> int:
         return len(self.index)
@@ -132,8 +130,8 @@ class FolderDataset(Dataset):
     def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
         """Read, decode and augment a sample.
 
-        Raises UnreadableError, with the name of the sample, if the file cannot be read or decoded;
-        not for an error of a transform.
+        Raises UnreadableError with the sample's name if the file cannot be read or decoded. Errors
+        in a transform propagate unchanged.
         """
         try:
             picture = self.transform(self.open(index), rng)
@@ -144,34 +142,34 @@ class FolderDataset(Dataset):
             raise UnreadableError(f"{self.name(index)}: {error}") from error
 
     def open(self, index: int) -> Picture:
-        """Read the header of a file; a subclass may make the picture in another way.
+        """Read the header of a file; a subclass may create the picture differently.
 
-        Raises UnreadableError if it cannot be read.
+        Raises UnreadableError if the file cannot be read.
         """
         content = self.read(index)
         return decode.open_picture(content, self.decoder, exif_orientation=self.exif_orientation)
 
     def targets(self, index: int, picture: Picture) -> dict[str, Any]:
-        """Return the fields of a sample other than its image, which may be decoded later.
+        """Return a sample's fields except its image, which may be decoded later.
 
-        `picture`: what `transform` made of the image, so that a mask can follow; see
+        `picture`: the transformed image, so that a mask can follow it; see
         `augment.transform_target`. Raises UnreadableError if a file cannot be read.
         """
         return {"label": self.index.labels.array[index]}
 
     def read(self, index: int) -> bytes:
         """Return the content of a file. Raises UnreadableError if it cannot be read."""
-        begun = self._ahead.pop(index, None)
+        pending = self._pending.pop(index, None)
         try:
-            return self.index.read(index) if begun is None else begun.result()
+            return self.index.read(index) if pending is None else pending.result()
         except OSError as error:
             raise UnreadableError(describe(error)) from error
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        earlier = self._ahead
-        self._ahead = {}
+        earlier = self._pending
+        self._pending = {}
         for index in indices:
-            self._ahead[index] = earlier.get(index) or READERS.submit(self.index.read, index)
+            self._pending[index] = earlier.get(index) or READERS.submit(self.index.read, index)
 
     def name(self, index: int) -> str:
         return self.index.path(index)
@@ -185,10 +183,10 @@ class FolderDataset(Dataset):
         return float(np.mean(self._sizes))
 
     def notes(self) -> list[str]:
-        lost = self._sample_files(NUM_NOTES_FILES, decode.unsupported_features)
-        counts = Counter(chain.from_iterable(lost))
-        seen = f"of {len(lost)} images looked at"
-        return [f"{count} {seen} have {what}" for what, count in counts.items()]
+        unsupported = self._sample_files(NUM_NOTES_FILES, decode.unsupported_features)
+        counts = Counter(chain.from_iterable(unsupported))
+        sampled = f"of {len(unsupported)} images checked"
+        return [f"{count} {sampled} have {feature}" for feature, count in counts.items()]
 
     def fingerprint(self) -> str:
         """Hash all names and labels, and some sizes: smaller copies may have the same names."""
@@ -200,36 +198,37 @@ class FolderDataset(Dataset):
         """Size in bytes of up to NUM_FINGERPRINT_FILES files; 0 if one cannot be read."""
         return self._sample_files(NUM_FINGERPRINT_FILES, len)
 
-    def _sample_files(self, number: int, look: Callable[[bytes], T]) -> list[T]:
+    def _sample_files(self, number: int, function: Callable[[bytes], Any]) -> list[Any]:
         """Call a function with the content of up to `number` files, or b"" for unreadable ones."""
 
-        def look_at(row: int) -> T:
+        def call(row: int) -> Any:
+            content = b""
             with suppress(OSError):
-                return look(self.index.read(row))
-            return look(b"")
+                content = self.index.read(row)
+            return function(content)
 
         rows = np.linspace(0, len(self) - 1, min(len(self), number)).astype(int).tolist()
-        with ThreadPoolExecutor(THREADS) as pool:  # network storage takes milliseconds for each
-            return list(pool.map(look_at, rows))
+        with ThreadPoolExecutor(THREADS) as pool:  # network storage takes milliseconds per file
+            return list(pool.map(call, rows))
 
 
 def calls_stage(dataset: Any) -> bool:
-    """Whether `load` passes RGB images to `stage`, as that of FolderDataset does."""
+    """Return whether `load` passes RGB images to `stage`, as FolderDataset.load does."""
     if type(dataset).load is not FolderDataset.load:
         return False
     return dataset.fields[IMAGE] == image_field(dataset.transform.image_size)
 
 
 class FakeDataset(Dataset):
-    """Synthetic samples that cost nearly nothing, to measure everything but reading and decoding.
+    """Synthetic samples that cost nearly nothing, for benchmarks without reading and decoding.
 
-    The label of a sample is its index modulo `num_classes`. `size`: side of the images in pixels.
+    A sample's label is its index modulo `num_classes`. `size`: image height and width in pixels.
     """
 
     def __init__(self, num_samples: int, num_classes: int, size: int) -> None:
         self.num_samples = num_samples
         self.num_classes = num_classes
-        # A few different images, so that a matrix product is not timed on constants.
+        # Use a few different images, so that benchmarks do not time a matrix product on constants.
         self._pixels = np.random.default_rng(0).integers(0, 256, (8, size, size, 3), np.uint8)
 
     @property

@@ -1,11 +1,11 @@
-"""File bytes to pixels, decoded as late and as little as the transforms allow.
+"""Decode image files to pixels, as late and as little as the transforms allow.
 
 Data flow, step 3: file bytes -> uint8 [H, W, 3], or only the region of a crop, in a worker.
 
 A JPEG is a grid of frequency blocks, so a decoder can output it at 1/2, 1/4 or 1/8 of its size for
 less work, and skip blocks outside a region (region.py). So a picture first collects the geometry
-that the transforms draw, and its pixels are computed when they are needed. Pillow decodes all files
-but plain colour and grey JPEGs, and each file that a faster decoder cannot read.
+that the transforms sample, and its pixels are computed when they are needed. Pillow decodes all
+files except plain color and gray JPEGs, and each file that a faster decoder cannot read.
 """
 
 import io
@@ -30,38 +30,38 @@ logger = logging.getLogger(__name__)
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 INTERPOLATIONS = ("bilinear", "bicubic")
-DARK_LEVEL = 64  # a 16-bit image of which no level is higher in 8 bits is nearly black
-MAX_PIXELS = 178_956_970  # Pillow refuses a larger image: decoding takes up to 17 bytes for each
+DARK_LEVEL = 64  # a 16-bit image with only lower levels, in 8 bits, is nearly black
+MAX_PIXELS = 178_956_970  # Pillow's limit: decoding takes up to 17 bytes per pixel
 # Pillow warns of "Corrupt EXIF data", many pixels and the like, which do not affect the pixels.
 warnings.filterwarnings("ignore", module="PIL")
-# A truncated file must be an error with its path, not an image whose lower half is grey.
+# A truncated file must raise an error with its path, not become an image with a gray lower half.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
-# The accepted file contents, whatever the name. Pillow reads many other formats: for EPS it starts
+# Accepted file contents, whatever the file name. Pillow reads many other formats: for EPS it starts
 # Ghostscript, which runs programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-# Content that is often named .jpg: a mark in its first 32 bytes -> what it is, and what to do.
+# Content that is often named .jpg: marker in the first 32 bytes -> description and fix
 OTHER_CONTENTS = {
     b"jP  ": "JPEG 2000 is not supported; convert it to JPEG or PNG",
     b"JXL ": "JPEG XL is not supported; convert it to JPEG or PNG",
-    b"ftyp": "AVIF and HEIC are not supported; convert it to JPEG or PNG",  # also in those before
-    b"version https://git-lfs": "a pointer of Git LFS; run `git lfs pull`",
+    b"ftyp": "AVIF and HEIC are not supported; convert it to JPEG or PNG",  # also in JPEG 2000, XL
+    b"version https://git-lfs": "a Git LFS pointer; run `git lfs pull`",
     b"<!DOCTYPE": "a web page; download the image again",
     b"<html": "a web page; download the image again",
 }
 JPEG_START = b"\xff\xd8"  # first bytes of a JPEG
 ORIENTATION = 0x0112  # EXIF tag
 BITS, PHOTOMETRIC, PLANAR, COLOR_MAP, SAMPLE_FORMAT = 258, 262, 284, 320, 339  # TIFF tags
-# Its values for pixels that are mirrored (after a transposition), upside down, on their side.
+# Orientations whose pixels are mirrored (after a transposition), upside down, on their side
 MIRRORED, UPSIDE_DOWN, ON_SIDE = (2, 3, 6, 7), (3, 4, 7, 8), (5, 6, 7, 8)
-# Second bytes of JPEG markers: a Huffman-coded frame in one pass (baseline, extended); segments
-# that can precede it (tables, restart interval, application data, comment).
+# Second bytes of JPEG markers. FRAMES: a Huffman-coded frame in one pass (baseline, extended).
+# SKIPPED: segments that can precede it (tables, restart interval, application data, comment).
 BASELINE, LOSSLESS, START_OF_SCAN = 0xC0, 0xC3, 0xDA
 FRAMES = (BASELINE, 0xC1)
 SKIPPED = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)
-# What training does not see of an image, after "3 of 32 images looked at have ".
+# Image content that training ignores, following "3 of 32 images checked have "
 DARK = "16-bit levels that are nearly black in the 8 bits that training keeps; multiply the levels"
-TRANSPARENT = "transparent pixels, and training sees the colours under them; add a background"
-PAGES = "several pages or frames, and training sees the first; save the others as files"
+TRANSPARENT = "transparent pixels, and training uses the colors under them; add a background"
+PAGES = "several pages or frames, and training uses the first; save the others as files"
 
 # (file, box, scale) -> uint8 [bottom - top, right - left, 3]: the region `box` of the image at
 # 1 / scale; `box` is in pixels of that smaller image.
@@ -70,7 +70,7 @@ Decode = Callable[[bytes, Box, int], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class CropResize:
-    """A step of the geometry: crop the region `box`, resize it to `size`, perhaps mirror it."""
+    """One geometry step: crop the region `box`, resize it to `size`, optionally mirror it."""
 
     box: Box
     size: tuple[int, int]  # (width, height)
@@ -78,15 +78,15 @@ class CropResize:
     # Let the JPEG decoder shrink by 2, 4 or 8 first: less work on large photos, a little softer
     quick: bool = False
     mirrored: bool = False  # flip left and right
-    # level of the pixels outside the image; None: the image, reflected at its edges as by numpy.pad
+    # level of the pixels outside the image; None reflects the image at its edges, like numpy.pad
     fill: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
 class JpegFile:
-    """A colour JPEG of which only the header has been read."""
+    """A color JPEG of which only the header has been read."""
 
-    data: bytes  # content of the file
+    data: bytes  # file content
     size: tuple[int, int]  # (width, height)
     decode: Decode  # one of DECODERS
 
@@ -120,8 +120,8 @@ class JpegFile:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnedJpeg:
-    """A colour JPEG that is turned upright: the region of a crop, after it has been decoded."""
+class RotatedJpeg:
+    """A color JPEG with an EXIF orientation: rotates the region of a crop after decoding it."""
 
     stored: JpegFile
     orientation: int  # EXIF, from 2 to 8
@@ -140,24 +140,23 @@ class TurnedJpeg:
             left, right = width - right, width - left
         if self.orientation in UPSIDE_DOWN:
             top, bottom = height - bottom, height - top
+        step = replace(step, box=(left, top, right, bottom))
         if self.orientation in ON_SIDE:
             step = replace(step, box=(top, left, bottom, right), size=step.size[::-1])
-        else:
-            step = replace(step, box=(left, top, right, bottom))
         return upright_pixels(self.stored.cropped(step), self.orientation)
 
 
 @dataclass(eq=False)
 class Picture:
-    """An image between two transforms: where it is from, and the geometry that was sampled for it.
+    """An image between two transforms: its source, and the geometry that was sampled for it.
 
-    `pixels` applies the geometry on the CPU; a dataset may leave that to a device. Every other
-    method returns a new picture and computes nothing.
+    `pixels` applies the geometry on the CPU; a dataset may leave that to a device. All other
+    methods return a new picture and compute nothing.
     """
 
-    source: np.ndarray | JpegFile | TurnedJpeg  # pixels: uint8 or float32 [H, W, C]
+    source: np.ndarray | JpegFile | RotatedJpeg  # pixels: uint8 or float32 [H, W, C]
     geometry: tuple[CropResize, ...] = ()  # the steps, in order
-    untracked: bool = False  # changed in a way that `geometry` does not record: no mask can follow
+    untracked: bool = False  # changed in a way that `geometry` lacks, so that no mask can follow
 
     @property
     def full_size(self) -> tuple[int, int]:  # (width, height) before the geometry
@@ -177,9 +176,9 @@ class Picture:
         interpolation: str = "bilinear",
         quick: bool = False,
     ) -> "Picture":
-        """Crop the region `box`, None for all, and resize as torchvision does; see `CropResize`."""
+        """Crop the region `box`, None for all, and resize like torchvision; see `CropResize`."""
         if size[0] * size[1] > MAX_PIXELS:
-            raise UnreadableError(f"too narrow to resize: {self.size} pixels would give {size}")
+            raise UnreadableError(f"too narrow to resize: {self.size} pixels would become {size}")
         return self._then(CropResize(box or (0, 0, *self.size), size, interpolation, quick))
 
     def cropped(self, box: Box, *, fill: int | None = 0) -> "Picture":
@@ -214,29 +213,29 @@ class Picture:
 
 
 def open_picture(data: bytes, decoder: str, *, exif_orientation: bool = False) -> Picture:
-    """Read the header of a file; decode the file unless it is a plain colour JPEG.
+    """Read the header of a file; decode the file unless it is a plain color JPEG.
 
-    `decoder`: a name in DECODERS. Raises UnreadableError if the file is no image, or too large.
+    `decoder`: a name in DECODERS. Raises UnreadableError if the file is not an image or too large.
     """
     try:
         stored = _open_stored(data, decoder)
         if not exif_orientation:
             return Picture(stored)
         orientation = orientation_of(open_image(data))
-    except Exception as error:  # Pillow's plugins raise many kinds: struct.error, IndexError, ...
+    except Exception as error:  # Pillow's plugins raise many types: struct.error, IndexError, ...
         raise UnreadableError(describe(error)) from error
     if orientation == 1:
         return Picture(stored)
     if isinstance(stored, JpegFile):
-        return Picture(TurnedJpeg(stored, orientation), untracked=True)
+        return Picture(RotatedJpeg(stored, orientation), untracked=True)
     return Picture(upright_pixels(stored, orientation), untracked=True)
 
 
 def _open_stored(data: bytes, decoder: str) -> JpegFile | np.ndarray:
-    size = colour_size(data)
+    size = color_size(data)
     if size is None:
         image = open_image(data)
-        if image.format == "TIFF":  # Pillow would turn it upright while it decodes it
+        if image.format == "TIFF":  # otherwise Pillow rotates it while decoding
             image.getexif()[ORIENTATION] = 1
         # libjpeg decodes neither a region nor a smaller image of a lossless file.
         markers = {marker for marker, _, _ in segments(data)}
@@ -267,7 +266,7 @@ def crop(pixels: np.ndarray, box: Box, fill: int | None) -> np.ndarray:
 
 
 def _reflected(start: int, stop: int, length: int) -> np.ndarray:
-    """Return where the pixels from `start` to `stop` are in a row that is reflected at its ends."""
+    """Return the source indices of the pixels `start` to `stop` of a row reflected at its ends."""
     last = length - 1
     shifted = np.arange(start, stop) + last
     return abs(shifted % max(1, 2 * last) - last)
@@ -280,15 +279,15 @@ def size_of(pixels: np.ndarray) -> tuple[int, int]:
 
 
 def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str) -> np.ndarray:
-    """Resize with the kernel of torchvision's resize of uint8 tensors, with antialiasing.
+    """Resize with the kernel that torchvision uses for uint8 tensors, with antialiasing.
 
-    Bilinear is within 2 levels of Pillow's, which has the same filters and takes 5 times as long.
+    Bilinear is within 2 levels of Pillow, which uses the same filters and takes 5 times as long.
     `pixels`: uint8 or float32 [H, W, C]; `size`: (width, height).
     """
     if size_of(pixels) == size:
         return pixels
     # In this order the result keeps the layout [H, W, 3] in memory; otherwise copying it into the
-    # batch takes 110 us instead of 2. from_numpy would warn of read-only memory, as Pillow's is.
+    # batch takes 110 us instead of 2. from_numpy would warn about Pillow's read-only memory.
     planes = torch.from_dlpack(pixels).unsqueeze(0).permute(0, 3, 1, 2)
     planes = torch.nn.functional.interpolate(planes, size[::-1], mode=interpolation, antialias=True)
     return planes[0].permute(1, 2, 0).numpy()
@@ -302,15 +301,15 @@ def reduction(box: Box, size: tuple[int, int]) -> int:
 
 
 def open_image(data: bytes) -> ImageFile.ImageFile:
-    """Read the header of a file in one of FORMATS; Pillow decodes the pixels at their first use.
+    """Read the header of a file in one of FORMATS; Pillow decodes the pixels on first use.
 
-    Raises UnreadableError for OTHER_CONTENTS and an empty file. Pillow has UnidentifiedImageError
-    for any other content, and other kinds for a damaged header or an image that is too large.
+    Raises UnreadableError for OTHER_CONTENTS and an empty file. Pillow raises other types for a
+    damaged header or an image that is too large, and UnidentifiedImageError for other contents.
     """
     if not data:
         raise UnreadableError("empty, 0 bytes")
-    for mark, advice in OTHER_CONTENTS.items():
-        if mark in data[:32]:
+    for marker, advice in OTHER_CONTENTS.items():
+        if marker in data[:32]:
             raise UnreadableError(advice)
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     if image.format == "TIFF":
@@ -343,65 +342,64 @@ def check_tiff(image: Any) -> None:
 
 
 def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield the marker, start and end of the segments of a JPEG up to its first scan."""
+    """Yield the marker, start and end of each segment of a JPEG up to its first scan."""
     if not data.startswith(JPEG_START):
         return
     marker = 0
-    at = len(JPEG_START)
-    while marker != START_OF_SCAN and data[at : at + 1] == b"\xff":
-        marker = int.from_bytes(data[at + 1 : at + 2], "big")
-        end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-        yield marker, at, end
-        at = end
+    start = len(JPEG_START)
+    while marker != START_OF_SCAN and data[start : start + 1] == b"\xff":
+        marker = int.from_bytes(data[start + 1 : start + 2], "big")
+        end = start + 2 + int.from_bytes(data[start + 2 : start + 4], "big")
+        yield marker, start, end
+        start = end
 
 
-def colour_size(data: bytes) -> tuple[int, int] | None:
-    """Read (width, height) of a common colour JPEG; None if Pillow has to open the file."""
+def color_size(data: bytes) -> tuple[int, int] | None:
+    """Read (width, height) of a common color JPEG; None if Pillow has to open the file."""
     # Opening the file with Pillow takes 50 us, as long as flipping three images.
-    for marker, at, end in segments(data):
+    for marker, start, end in segments(data):
         if marker in FRAMES:
-            # Zeros where the file ends: the size is then 0, and Pillow says what is wrong.
-            content = data[at + 4 : min(end, at + 10)].ljust(6, b"\0")
+            # A truncated file is padded with zeros: its size is 0, and Pillow reports the error.
+            content = data[start + 4 : min(end, start + 10)].ljust(6, b"\0")
             bits, height, width, components = struct.unpack(">BHHB", content)
-            usual = (bits, components) == (8, 3) and 0 < width * height <= MAX_PIXELS
-            if usual:
+            if (bits, components) == (8, 3) and 0 < width * height <= MAX_PIXELS:
                 return width, height
             return None
-        if marker not in SKIPPED or data.startswith(b"MPF\0", at + 4):  # several images
+        if marker not in SKIPPED or data.startswith(b"MPF\0", start + 4):  # MPF: several images
             return None
     return None
 
 
 def orientation_of(image: Image.Image) -> int:
-    """Return the EXIF orientation of an image, from 1 to 8; 1 if it has none, or it is damaged."""
-    with suppress(Exception):  # Pillow raises many kinds for damaged EXIF data
+    """Return the EXIF orientation of an image, from 1 to 8; 1 if it is missing or damaged."""
+    with suppress(Exception):  # Pillow raises many types for damaged EXIF data
         orientation = image.getexif().get(ORIENTATION, 1)
         return orientation if orientation in range(1, 9) else 1
     return 1
 
 
 def upright_pixels(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Turn uint8 [H, W, 3] upright by an EXIF orientation."""
+    """Rotate uint8 [H, W, 3] upright according to an EXIF orientation."""
     image = Image.fromarray(pixels)
     image.getexif()[ORIENTATION] = orientation
     return np.asarray(ImageOps.exif_transpose(image))
 
 
 def unsupported_features(data: bytes) -> list[str]:
-    """Return what training does not see of a readable image: any of DARK, TRANSPARENT, PAGES."""
-    lost = []
+    """Return what training ignores in a readable image: any of DARK, TRANSPARENT, PAGES."""
+    found = []
     with suppress(Exception):
         image = open_image(data)
         if image.format != "MPO" and getattr(image, "is_animated", False):  # MPO has a preview
-            lost.append(PAGES)
+            found.append(PAGES)
         has_16_bits = ";16" in str(image.tile)  # as RGB;16B or I;16 in the PNG or TIFF file
         if has_16_bits and rgb_pixels(image).max() < DARK_LEVEL:
-            lost.append(DARK)
+            found.append(DARK)
         if image.has_transparency_data:
             lowest, _ = image.convert("RGBA").getchannel("A").getextrema()
             if lowest != 255:
-                lost.append(TRANSPARENT)
-    return lost
+                found.append(TRANSPARENT)
+    return found
 
 
 def decode_pillow(data: bytes, box: Box, scale: int) -> np.ndarray:
@@ -411,18 +409,18 @@ def decode_pillow(data: bytes, box: Box, scale: int) -> np.ndarray:
 
 
 def rgb_pixels(image: Image.Image) -> np.ndarray:
-    """Convert to uint8 [H, W, 3] as torchvision's loader, but keep the high byte of 16-bit grey.
+    """Convert to uint8 [H, W, 3] like torchvision's loader, but keep the high byte of 16-bit gray.
 
-    Raises OSError, ValueError or SyntaxError for damaged data and for levels of 32 bits.
+    Raises OSError, ValueError or SyntaxError for damaged data and for 32-bit levels.
     """
     image.load()
     if image.mode == "La":  # premultiplied gray, which Pillow converts to LA alone
         image = image.convert("LA")
     if image.mode.startswith("I;16"):
-        # A copy has the size of the pixels, also where a TIFF was not turned.
+        # A copy has the shape of the pixels, even if the orientation of a TIFF was ignored.
         image = Image.fromarray((np.asarray(image.copy()) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):  # it would become black or white
-        raise ValueError("Pillow reads 32-bit levels; save it as a PNG of 8 or 16 bits")
+        raise ValueError("Pillow reads 32-bit levels; save it as an 8-bit or 16-bit PNG")
     return np.asarray(image.convert("RGB"))
 
 
@@ -432,18 +430,18 @@ def decode_region(data: bytes, box: Box, scale: int) -> np.ndarray:
     decoder = region.load()
     if decoder(data, box, scale, pixels.ctypes.data):
         return pixels
-    return decode_pillow(data, box, scale)  # reads more files, and its errors are clearer
+    return decode_pillow(data, box, scale)  # supports more files, and reports errors more clearly
 
 
-# Name -> decoder, the fastest first.
+# Name -> decoder, the fastest first
 DECODERS: dict[str, Decode] = {"region": decode_region, "pillow": decode_pillow}
 
 
-@cache  # one warning
+@cache  # warns once
 def resolve(name: str) -> str:
-    """Return the CPU decoder of a value of loader.decoder, such as auto: the first that works here.
+    """Return the CPU decoder for a value of loader.decoder, such as auto: the first that works.
 
-    Raises UserError if `name` is a CPU decoder that does not work here.
+    Raises UserError if `name` is a CPU decoder that does not work on this machine.
     """
     if name == "pillow":
         return name

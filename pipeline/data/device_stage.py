@@ -55,4 +55,4 @@ class DeviceStage:
         separate thread and CUDA stream. Raises DeviceDecodeError to be called again with fields
         that the CPU has decoded. `slot`: a DeviceSlot of pipeline/feed/batch.py.
         """
-        return {IMAGE: slot.normalise(IMAGE, fields[IMAGE])}
+        return {IMAGE: slot.normalize(IMAGE, fields[IMAGE])}

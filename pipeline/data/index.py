@@ -1,11 +1,11 @@
 """The sample table of a split: the images of a folder, tar files or a list, packed into arrays.
 
-Data flow, step 2: a sample's number is a row of this table. A scan is cached on disk. A sample
+Data flow, step 2: a sample's index is a row of this table. A scan is cached on disk. A sample
 in a tar file is one `pread` from an open file: a network file system then opens a few large files
 instead of 1.28 million small ones.
 
-A list of 1.28 million Python strings would be copied page by page into every worker: reading a
-Python object writes its reference count (pytorch#13246). All paths are one array in shared memory.
+A list of 1.28 million Python strings would be copied page by page into every worker, because
+reading a Python object writes its reference count (pytorch#13246). All paths are one shared array.
 """
 
 import errno
@@ -13,7 +13,6 @@ import hashlib
 import logging
 import os
 import resource
-import stat
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -36,17 +35,17 @@ from pipeline.data.shared import SharedArray
 
 logger = logging.getLogger(__name__)
 
-CACHE_FORMAT = 15  # format of a scan, in the name of its file
-# A scan so soon after a change of a folder is not cached: another change could have the same mtime.
+CACHE_FORMAT = 16  # scan format version, part of the cache file's name
+# A scan sooner after a folder's change is not cached: a later change could have the same mtime.
 SETTLED_SECONDS = 2.0
-# Errors of a network file system or a disk that may be over a moment later, and the seconds before
-# each further attempt. Python itself repeats a read that a signal interrupted (EINTR).
+# Errors of a network file system or a disk that may be temporary, and the seconds before each
+# further attempt. Python itself repeats a read that a signal interrupted (EINTR).
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 PAUSES = (0.1, 0.5, 2.0)
 
 
 class Storage(ABC):
-    """What holds images. It is pickled for the workers."""
+    """A container of images. It is pickled for the workers."""
 
     path: str  # for messages
 
@@ -58,7 +57,7 @@ class Storage(ABC):
     def read(self, name: str, start: int, length: int) -> bytes:
         """Return the content of an image file. Raises OSError if it cannot be read.
 
-        `start`, `length`: its offset and length in bytes in a file that holds many, else 0.
+        `start`, `length`: offset and length in bytes in a file that contains many images, else 0.
         """
 
 
@@ -70,7 +69,7 @@ class ImageFolder(Storage):
         return os.path.join(self.path, name)
 
     def read(self, name: str, start: int, length: int) -> bytes:
-        with _open_regular(self.where(name)) as file:
+        with open(self.where(name), "rb", buffering=0) as file:
             return file.read()
 
 
@@ -86,37 +85,28 @@ class TarFile(Storage):
         except OSError:
             _opened.cache_clear()  # a stale handle (ESTALE) stays stale: the next call opens again
             raise
-        if self.stamp_of(file.fileno()) != self.stamp:  # the bytes may be of other images
+        if self.stamp_of(file.fileno()) != self.stamp:  # the bytes may belong to different images
             raise OSError(f"{self.path} has changed since the start; start again")
         if len(data) != length:
-            raise OSError(f"{self.path} ends {length - len(data)} bytes too early")
+            raise OSError(f"{self.path} is truncated by {length - len(data)} bytes")
         return data
 
     @staticmethod
     def stamp_of(path: str | bytes | int) -> tuple[int, int]:
-        """Return what changes with a file or folder: mtime (ns) and size (bytes)."""
+        """Return the mtime (ns) and size (bytes) of a file or folder, to detect changes."""
         info = os.stat(path)
         return info.st_mtime_ns, info.st_size
 
     members = staticmethod(listing.tar_members)
 
 
-def _open_regular(path: str) -> BinaryIO:
-    """Open a regular file; a pipe would block the process, and a device may have no end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError("not a regular file, but a folder, pipe, socket or device")
-    return open(descriptor, "rb", buffering=0)
-
-
 @lru_cache(2048)  # some systems allow 4,096 open files
 def _opened(tar: TarFile) -> BinaryIO:
-    """Open a tar file, and keep it open; threads and forks share it: `pread` uses no position."""
+    """Open a tar file and keep it open; threads and forks share it: `pread` uses no position."""
     # Set in each process: workers have the limit of the forkserver. macOS allows at most 10,240.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_240)), hard))
-    return _open_regular(tar.path)  # open until others take its place
+    return open(tar.path, "rb", buffering=0)  # open until the cache drops it
 
 
 @dataclass(frozen=True)
@@ -124,17 +114,17 @@ class Index:
     """The sample table of one split: by class, then by path, wherever the images are stored."""
 
     root: str  # the split's folder or file, for messages
-    classes: tuple[str, ...]  # class names, sorted; a label is a position in it
+    classes: tuple[str, ...]  # class names, sorted; a label is an index into them
     sources: Sequence[Storage]
-    left_out: str  # what else is in the split and not read, in one line; or ""
-    paths: SharedArray  # bytes [samples]: path below the source
+    ignored: str  # the other contents of the split, which are not read, in one line; or ""
+    paths: SharedArray  # bytes [samples]: path relative to the source
     labels: SharedArray  # int64 [samples]
-    # int64 [samples, 3]: number of the source; offset and length in bytes in a tar file, or 0
+    # int64 [samples, 3]: index of the source; offset and length in bytes in a tar file, or 0
     places: SharedArray
 
     @classmethod
     def of_files(cls, source: Storage, files: Mapping[str, Sequence[bytes]]) -> "Index":
-        """Make the table of `files`: class name -> paths below the source, both sorted."""
+        """Create the table of `files`: class name -> paths relative to the source, both sorted."""
         arrays = map(SharedArray.copy_of, _table(files.values(), {}))
         return cls(source.path, tuple(files), (source,), "", *arrays)
 
@@ -142,21 +132,21 @@ class Index:
         return len(self.labels.array)
 
     def rows(self, rows: np.ndarray) -> "Index":
-        """Return the table of some of the samples; `rows`: int64 [n], their numbers."""
+        """Return a table of the given rows, int64 [n]."""
         arrays = [column.array[rows] for column in (self.paths, self.labels, self.places)]
         copies = map(SharedArray.copy_of, arrays)
-        return Index(self.root, self.classes, self.sources, self.left_out, *copies)
+        return Index(self.root, self.classes, self.sources, self.ignored, *copies)
 
     def name(self, i: int) -> str:
-        """Return the path of an image below its source, `class/name.jpg`."""
+        """Return the path of an image relative to its source, `class/name.jpg`."""
         return os.fsdecode(self.paths.array[i])
 
     def path(self, i: int) -> str:
-        """Return the path of a file; of an image in a tar file, for messages, `tar: name`."""
+        """Return the path of an image file, or `tar: name` in a tar file, for messages."""
         return self.sources[self.places.array[i, 0]].where(self.name(i))
 
     def read(self, i: int) -> bytes:
-        """Return the content of a file; after a transient error of the storage, try again."""
+        """Return the content of a file; retry after a transient error of the storage."""
         source, start, length = self.places.array[i].tolist()
         read = partial(self.sources[source].read, self.name(i), start, length)
         for pause in PAUSES:
@@ -168,7 +158,7 @@ class Index:
             time.sleep(pause)
         return read()
 
-    @cached_property  # a start asks several times; ImageNet's table has tens of megabytes
+    @cached_property  # called several times at startup; ImageNet's table has tens of megabytes
     def digest(self) -> str:
         """The SHA-256 of class names, relative paths and labels, but not of the storage."""
         paths = self.paths.array.tolist()
@@ -181,29 +171,28 @@ class Index:
 
 
 class Scan(NamedTuple):
-    """What is in a split, as arrays that numpy stores. Names and paths are bytes."""
+    """The contents of a split, as arrays that numpy can store. Names and paths are bytes."""
 
     classes: np.ndarray  # names, sorted
     listed: np.ndarray  # paths of the files and folders that were listed
-    stamps: np.ndarray  # int64 [n, 2], what changes with each of `listed`: mtime in ns, size
-    folder: np.ndarray  # what the paths are relative to, if the images are no members of tar files
-    left_out: np.ndarray  # what is not read, in one line
-    paths: np.ndarray  # as in Index
+    stamps: np.ndarray  # int64 [n, 2]: mtime in ns and size of each of `listed`
+    folder: np.ndarray  # base folder of the paths, unless the images are members of tar files
+    ignored: np.ndarray  # description of the contents that are not read, in one line
+    paths: np.ndarray  # this and the following as in Index
     labels: np.ndarray
     places: np.ndarray
 
 
 def find_storage(place: str | os.PathLike[str]) -> list[str]:
-    """Return the folder or the files that hold a split; an empty list if there is no such split.
+    """Return the folder or the files of a split; an empty list if there is no such split.
 
-    `place` is a folder of class folders or tar files, a .tar or .csv file, or one without ending.
+    `place`: a folder of class folders or tar files, a .tar or .csv file, or one without suffix.
     """
     path = os.path.abspath(place)
     if os.path.isdir(path):
-        top = next(listing.walk(os.fsencode(path), {}))
-        names = map(os.fsdecode, top.files)
-        tars = [os.path.join(path, name) for name in names if name.endswith(".tar")]
-        if tars and not top.folders:
+        _, folders, files = next(listing.walk(os.fsencode(path), {}))
+        tars = [os.fsdecode(file) for file in files if file.endswith(b".tar")]
+        if tars and not folders:
             return tars
         return [path]
     for file in (path, f"{path}.tar", f"{path}.csv"):
@@ -213,9 +202,9 @@ def find_storage(place: str | os.PathLike[str]) -> list[str]:
 
 
 def find_split(place: str, storage: Any = None) -> Callable[[str], Index] | None:
-    """Return a function of the config key that loads the table of a split; None without a split.
+    """Return a function of the config key that loads a split's table; None if there is no split.
 
-    `storage`: data.storage, which is asked before the folders and files of this machine.
+    `storage`: data.storage, which is tried before the folders and files of this machine.
     """
     if storage is not None:
         name, parameters = split_entry(storage, "data.storage")
@@ -231,20 +220,20 @@ def find_split(place: str, storage: Any = None) -> Callable[[str], Index] | None
 
 
 def load_index(place: str | os.PathLike[str], *, key: str, storage: Any = None) -> Index:
-    """Return the table of a split, and warn of files that are left out; `key`: its config key.
+    """Return the table of a split, and warn about ignored files; `key`: its config key.
 
-    Raises UserError if it is missing, damaged or cannot be read, or a class holds no images.
+    Raises UserError if it is missing, damaged or cannot be read, or if a class has no images.
     """
     load = find_split(os.fspath(place), storage)
     if load is None:
         path = Path(os.path.abspath(place))
         names = sorted(other.name for other in path.parent.glob("[!.]*"))
-        wrong = "there is no such folder, .tar or .csv file"
-        cure = "give the splits with data.train and data.val, or hold out data.val_fraction=0.2"
+        wrong = "no such folder, .tar or .csv file"
+        cure = "set the splits with data.train and data.val, or hold out data.val_fraction=0.2"
         raise UserError(f"{key}={place}", wrong, cure + did_you_mean(path.name, names))
     index = load(key)
-    if index.left_out:
-        logger.warning("%s=%s: %s", key, index.root, index.left_out)
+    if index.ignored:
+        logger.warning("%s=%s: %s", key, index.root, index.ignored)
     for names in look_alikes(index.classes):
         logger.warning("%s=%s: classes with names that look alike: %s", key, index.root, names)
     return index
@@ -266,7 +255,7 @@ def load_files(files: Sequence[str], root: str, key: str, tar_kind: Any = TarFil
         sources = list(map(tar_kind, files, stamps))
     classes = tuple(map(os.fsdecode, scan.classes.tolist()))
     arrays = map(SharedArray.copy_of, (scan.paths, scan.labels, scan.places))
-    return Index(root, classes, sources, os.fsdecode(scan.left_out.item()), *arrays)
+    return Index(root, classes, sources, os.fsdecode(scan.ignored.item()), *arrays)
 
 
 def _cached_scan(files: Sequence[str], origin: str, tar_kind: Any) -> Scan:
@@ -276,22 +265,22 @@ def _cached_scan(files: Sequence[str], origin: str, tar_kind: Any) -> Scan:
     scan = _read_cache(file, tar_kind)
     if scan is None:
         started = time.time()
-        left_out: listing.LeftOut = {}
-        scan = _scan(files, origin, tar_kind, left_out)
+        ignored: listing.Ignored = {}
+        scan = _scan(files, origin, tar_kind, ignored)
         last_change = scan.stamps[:, 0].max() / 1e9
         is_settled = last_change < started - SETTLED_SECONDS
-        # A link whose file appears later does not change its folder.
-        if is_settled and listing.IRREGULAR not in left_out.values():
+        # Creating the target of a dangling link does not change the folder of the link.
+        if is_settled and listing.IRREGULAR not in ignored.values():
             _write_cache(file, scan)
     return scan
 
 
-def _scan(files: Sequence[str], origin: str, tar_kind: Any, left_out: listing.LeftOut) -> Scan:
-    """List the images of a split, and add the rest to `left_out`; `origin`: for messages."""
+def _scan(files: Sequence[str], origin: str, tar_kind: Any, ignored: listing.Ignored) -> Scan:
+    """List the images of a split, and add the rest to `ignored`; `origin`: for messages."""
     places: listing.Places = {}
     folder = files[0]
     if os.path.isdir(folder):
-        classes, listed = listing.list_folder(os.fsencode(folder), origin, left_out)
+        classes, listed = listing.list_folder(os.fsencode(folder), origin, ignored)
         stamps = _stamps(listed, tar_kind)
     else:
         folder = os.path.dirname(files[0])
@@ -299,10 +288,10 @@ def _scan(files: Sequence[str], origin: str, tar_kind: Any, left_out: listing.Le
         stamps = _stamps(listed, tar_kind)  # first: a file that changes meanwhile is read again
         if files[0].endswith(".tar"):
             logger.info("%s: listing the images; the list is cached", origin)
-            classes, places = listing.list_tars(files, origin, left_out, tar_kind.members)
+            classes, places = listing.list_tars(files, origin, ignored, tar_kind.members)
         else:
             classes = listing.read_list(files[0], origin)
-    description = listing.describe_left_out(left_out)
+    description = listing.describe_ignored(ignored)
     return Scan(
         np.array(list(classes)),
         np.array(listed),
@@ -316,7 +305,7 @@ def _scan(files: Sequence[str], origin: str, tar_kind: Any, left_out: listing.Le
 def _table(
     files: Collection[Sequence[bytes]], places: listing.Places
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the paths, labels and places of the files of each class; without `places`, whole."""
+    """Return paths, labels and places for the files of each class; no `places`: separate files."""
     paths = list(chain.from_iterable(files))
     counts = list(map(len, files))
     labels = np.repeat(np.arange(len(files)), counts)
@@ -332,22 +321,22 @@ def _stamps(files: Sequence[bytes], tar_kind: Any) -> np.ndarray:
 
 
 def _read_cache(file: Path, tar_kind: Any) -> Scan | None:
-    """Return the cached scan; None if there is none, or a file or folder of it has changed."""
+    """Return the cached scan; None if there is none, or if a file or folder in it has changed."""
     try:
         with np.load(file, allow_pickle=False) as stored:
             scan = Scan(**stored)
         unchanged = np.array_equal(_stamps(scan.listed.tolist(), tar_kind), scan.stamps)
-    except Exception:  # numpy raises almost anything on a damaged file; or a folder is gone
+    except Exception:  # numpy raises almost any type for a damaged file; or a folder is gone
         return None
     return scan if unchanged else None
 
 
 def _write_cache(file: Path, scan: Scan) -> None:
-    """Try to cache a scan; without the cache, the next start scans again."""
+    """Try to cache a scan; without the cache, the next run scans again."""
     try:
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             written = Path(folder, file.name)
             np.savez(written, **scan._asdict())
             written.replace(file)
     except OSError as error:
-        logger.warning("cache %s cannot be written (%s); the next start scans again", file, error)
+        logger.warning("cannot write the cache %s (%s); the next run scans again", file, error)

@@ -78,10 +78,9 @@ def compile_library(folder: Path) -> Path:
     path = folder / f"region-{hashlib.sha256(key).hexdigest()[:24]}.so"
     if path.is_file():
         return path
-    compilers = list(filter(None, map(shutil.which, COMPILERS)))
-    if not compilers:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
         raise FileNotFoundError(f"install a C compiler ({', '.join(COMPILERS)})")
-    compiler = compilers[0]
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         output = Path(temporary) / "region.so"
         command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(output), str(SOURCE)]

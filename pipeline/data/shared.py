@@ -130,17 +130,13 @@ class ArrayPickler(pickle.Pickler):
         if not value.flags.c_contiguous:
             value = np.ascontiguousarray(value)  # pickle would copy its bytes
         elif type(value) is np.memmap and value.filename is not None:
-            return _map_file, _place_in_file(value)
+            return np.memmap, _mapping_arguments(value)
         return value.view(np.ndarray).__reduce_ex__(5)
 
 
-def _place_in_file(array: np.memmap) -> tuple[Any, ...]:
-    """Return the arguments of `_map_file` for a memory-mapped array, or a part of one."""
+def _mapping_arguments(array: np.memmap) -> tuple[Any, ...]:
+    """Return the arguments of np.memmap that map an array, or a part of one, copy-on-write."""
     mapped = np.frombuffer(array._mmap, np.uint8)  # type: ignore[attr-defined]
     begin = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
     offset = begin + array.ctypes.data - mapped.ctypes.data
-    return array.filename, array.dtype, offset, array.shape
-
-
-def _map_file(path: str, dtype: Any, offset: int, shape: tuple[int, ...]) -> np.memmap:
-    return np.memmap(path, dtype, "c", offset, shape)
+    return array.filename, array.dtype, "c", offset, array.shape

@@ -1,19 +1,19 @@
-"""Map-style datasets of PyTorch as training and validation splits.
+"""Map-style PyTorch datasets as training and validation splits.
 
     python train.py data.source=mine:build data.root=/data
 
 `data.source=module:function` names a function of the config section `data`. It returns (train, val)
-or (train, val, classes), where a split is anything with `__len__` and `__getitem__`. With
+or (train, val, classes), where a split is any object with `__len__` and `__getitem__`. With
 data.val_fraction or data.val_fold, it returns (train, None).
 
-A sample is (image, label), as torchvision's datasets return it, or a dict. The first sample sets
-the names, dtypes and shapes of the fields. A field is processed by its name:
+A sample is (image, label), as in torchvision's datasets, or a dict. The first sample determines
+the names, dtypes and shapes of the fields. A field is processed according to its name:
 
 image...     a Pillow image, or uint8 or float in [0, 1]: an array [H, W, C] or a tensor [C, H, W].
-             augment.train or augment.val is applied; all images of a sample get the same draws.
+             augment.train or augment.val is applied; all images in a sample get the same draws.
 mask...      [H, W] or [H, W, C]; follows the crops, resizes and flips of `image`.
 points...    float [N, 2] of (x, y) in pixels; follows them as well.
-other names  a number or an array, which arrives in the batch unchanged.
+other names  a number or an array, which is added to the batch unchanged.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ def torch_splits(
     """Wrap the map-style datasets that the function in data.source has returned.
 
     `found`: (train, val) or (train, val, classes), where val is None with data.val_fraction.
-    Raises UserError if they are not such datasets, or their classes are unknown.
+    Raises UserError if they are not such datasets, or if their classes are unknown.
     """
     data = config.data
     key = f"data.source={data.source}"
@@ -77,13 +77,10 @@ def torch_splits(
 def divided(first: Any, second: Any, data: DataConfig, classes: Sequence[str]) -> tuple[Any, Any]:
     """Return both splits; with data.val_fraction or data.val_fold, hold samples out of the first.
 
-    Holds out the same fraction of each class, if the labels are known without loading samples.
+    Holds out the same fraction of each class if the labels are known without loading samples.
     """
     held = held_out(data)
     if held is None:
-        if second is None:
-            cure = "return two datasets, or set data.val_fraction=0.2"
-            raise UserError(f"data.source={data.source}", "returns no validation split", cure)
         return first, second
     if second is not None:
         cure = "return (train, None), or omit this key"
@@ -98,21 +95,22 @@ def divided(first: Any, second: Any, data: DataConfig, classes: Sequence[str]) -
 
 
 class TorchDataset(Dataset):
-    """Applies a split's transforms to the samples of a map-style dataset.
+    """Apply a split's transforms to the samples of a map-style dataset.
 
     Random numbers that its `__getitem__` draws from the global generators of torch, NumPy and
-    Python depend on (seed, epoch, index) only.
+    Python depend only on (seed, epoch, index).
 
     Args:
-        splits: the datasets of all splits; their arrays are shared with the workers.
+        splits: the datasets of all splits; the workers share their arrays.
         position: index of this split in `splits`.
-        num_classes: labels are in [0, num_classes).
-        seed: train.seed.
+        num_classes: labels must be in [0, num_classes).
         is_unit: float images must be in [0, 1], because data.mean and data.std are for this range.
         key: config key=value that names the dataset, for messages.
 
-    Raises UserError if it is not a map-style dataset, or the first sample has an invalid field.
+    Raises UserError if it is not a map-style dataset, or if a field of the first sample is invalid.
     """
+
+    fields: Mapping[str, Field] = {}
 
     def __init__(
         self,
@@ -132,42 +130,36 @@ class TorchDataset(Dataset):
         self.num_classes = num_classes
         self.is_unit = is_unit
         kind = type(self.samples).__name__
-        if not hasattr(self.samples, "__getitem__") or not hasattr(self.samples, "__len__"):
-            wrong = f"{kind} has no __getitem__ or no __len__"
-            raise UserError(key, wrong, "return a map-style dataset for each split")
+        if not hasattr(self.samples, "__len__"):
+            cure = "return a map-style dataset for each split, or set data.val_fraction=0.2"
+            raise UserError(key, f"{kind} has no __len__", cure)
         if not len(self.samples):
             raise UserError(key, f"{kind} has no samples")
         try:
             first = self.read(0, sample_rng(seed, 0, 0))
-            self.first = {name: Field(value.dtype, value.shape) for name, value in first.items()}
+            self.dtypes = dtypes_of(first)
+            self.fields = {name: self._batch_field(name, value) for name, value in first.items()}
             self.first_label = first.get("label")
-            self.images = [name for name in first if name.startswith(IMAGE)]
+            self.names = sorted(first)  # `image` precedes the masks and points that follow it
             self.load(0, sample_rng(seed, 0, 0))
         except UnreadableError as error:
             raise UserError(key, str(error)) from error
         if self.labels is not None:
             for index in (int(self.labels.argmin()), int(self.labels.argmax())):
                 self._check_label(index, self.labels[index])
-        self._fields = {name: self._stated_field(name) for name in first}
 
-    def _stated_field(self, name: str) -> Field:
-        """Return the field of the batches, after the transforms."""
-        field = self.first[name]
-        size = self.transform.image_size
-        if name.startswith(IMAGE):
-            return Field(field.dtype, (size, size, field.shape[2]), image=True)
-        if name.startswith(MASK):
-            return Field(field.dtype, (size, size, *field.shape[2:]))
-        return field
+    def _batch_field(self, name: str, value: np.ndarray) -> Field:
+        """Return the field of the batches, after the transforms, for an untransformed array."""
+        shape = value.shape
+        if name.startswith((IMAGE, MASK)):
+            size = self.transform.image_size
+            shape = size, size, *shape[2:]
+        return Field(value.dtype, shape, image=name.startswith(IMAGE))
 
     @property
     def samples(self) -> Any:
-        """The dataset of PyTorch."""
+        """The PyTorch dataset."""
         return self.splits.value[self.position]
-
-    @property
-    def fields(self) -> Mapping[str, Field]:
-        return self._fields
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -178,17 +170,22 @@ class TorchDataset(Dataset):
         Raises UserError for an invalid field or value, UnreadableError for an OSError.
         """
         sample = self.read(index, rng)
-        self._check(index, sample)
-        seed = rng.getrandbits(64)  # the same draws for each image
+        dtypes = dtypes_of(sample)
+        if dtypes != self.dtypes:
+            expected = f"the first sample has {self.dtypes}"
+            raise UserError(self.name(index), f"has the fields {dtypes}", expected)
+        if self.fields.get("label") == LABEL:
+            self._check_label(index, sample["label"])
+        seed = rng.getrandbits(64)  # all images get the same draws
         pictures = {}
-        for name in self.images:
-            pictures[name] = self.transform(Picture(sample[name]), random.Random(seed))
-            sample[name] = pictures[name].pixels()
-            self._check_range(index, name, sample[name])
-        for name, value in sample.items():
-            if name.startswith((MASK, POINTS)):
+        for name in self.names:
+            if name.startswith(IMAGE):
+                pictures[name] = self.transform(Picture(sample[name]), random.Random(seed))
+                sample[name] = pictures[name].pixels()
+                self._check_range(index, name, sample[name])
+            elif name.startswith((MASK, POINTS)):
                 try:
-                    sample[name] = transform_target(value, pictures[IMAGE])
+                    sample[name] = transform_target(sample[name], pictures[IMAGE])
                 except ValueError as error:
                     raise UserError(self.name(index), f"{name}: {error}") from None
         return sample
@@ -201,28 +198,9 @@ class TorchDataset(Dataset):
         try:
             with seeded(rng):
                 sample = self.samples[index]
-            return arrays_of(sample)  # loads a Pillow image
+            return arrays_of(sample, self.name(index))  # loads a Pillow image
         except OSError as error:
             raise UnreadableError(f"{self.name(index)}: {describe(error)}") from error
-        except InvalidSampleError as error:
-            raise UserError(self.name(index), str(error)) from None
-
-    def _check(self, index: int, sample: Sample) -> None:
-        """Raise UserError if a sample does not have the fields of the first one, or is invalid."""
-        if sample.keys() != self.first.keys():
-            wrong = f"has the fields {', '.join(sample)}"
-            raise UserError(self.name(index), wrong, f"expected {', '.join(self.first)}")
-        for name, value in sample.items():
-            first = self.first[name]
-            shape, expected = value.shape, first.shape
-            if name.startswith((IMAGE, MASK)):  # their height and width may differ
-                shape, expected = shape[2:], expected[2:]
-            if value.dtype != first.dtype or shape != expected:
-                wrong = f"{name} is {value.dtype} {list(value.shape)}"
-                cure = f"the first sample has {first.dtype} {list(first.shape)}"
-                raise UserError(self.name(index), wrong, cure)
-        if self.first.get("label") == LABEL:
-            self._check_label(index, sample["label"])
 
     def _check_label(self, index: int, label: Any) -> None:
         if not is_in_range(label, self.num_classes):
@@ -245,12 +223,12 @@ class TorchDataset(Dataset):
     @cached_property
     def labels(self) -> np.ndarray | None:
         labels = labels_of(self.samples)
-        if labels is None or self.first.get("label") != LABEL:
+        if labels is None or self.fields.get("label") != LABEL:
             return None
         return labels if labels[0] == self.first_label else None  # else a target_transform
 
     def fingerprint(self) -> str:
-        """Hash the labels, names and fields of the samples; not their values, which may vary."""
+        """Hash the samples' labels, names and fields, but not their values, which may vary."""
         digest = hashlib.sha256(str(self.fields).encode())
         if self.labels is not None:
             digest.update(self.labels.tobytes())
@@ -259,35 +237,37 @@ class TorchDataset(Dataset):
         return f"{len(self):,} samples, SHA-256 {digest.hexdigest()[:16]}"
 
 
-class InvalidSampleError(ValueError):
-    """A sample of a dataset that cannot be stored in a batch."""
+def dtypes_of(sample: Sample) -> dict[str, str]:
+    return {name: value.dtype.name for name, value in sample.items()}
 
 
-def arrays_of(sample: Any) -> Sample:
-    """Return the fields of a sample as arrays. Raises InvalidSampleError."""
+def arrays_of(sample: Any, origin: str) -> Sample:
+    """Convert the fields of a sample to arrays; `origin`: the sample, for messages.
+
+    Raises UserError for a sample that cannot be stored in a batch.
+    """
     if isinstance(sample, tuple | list) and len(sample) == 2:
         image, label = sample
         sample = {IMAGE: image, "label": label}
     if not isinstance(sample, Mapping):
-        found = type(sample).__name__
-        raise InvalidSampleError(f"expected a sample (image, label) or a dict, got {found}")
+        wrong = f"a sample is an object of type {type(sample).__name__}"
+        raise UserError(origin, wrong, "return (image, label) or a dict")
     if IMAGE not in sample or TARGET in sample:
-        names = ", ".join(map(str, sample))
-        fix = "rename the image to image, and the class index to label"
-        raise InvalidSampleError(f"a sample has the fields {names}; {fix}")
-    return {str(name): field_array(str(name), value) for name, value in sample.items()}
+        wrong = f"a sample has the fields {', '.join(map(str, sample))}"
+        raise UserError(origin, wrong, "rename the image to image, and the class index to label")
+    return {str(name): field_array(str(name), value, origin) for name, value in sample.items()}
 
 
-def field_array(name: str, value: Any) -> np.ndarray:
-    """Return a field as an array: floats as float32, integers of no dimension as int64."""
+def field_array(name: str, value: Any, origin: str) -> np.ndarray:
+    """Convert a field to an array: floats to float32, integer scalars to int64."""
     if isinstance(value, Tensor):
         value = value.detach()
     if name.startswith(IMAGE):
-        return image_array(name, value)
+        return image_array(name, value, origin)
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
-        expected = "expected a number, an array or a tensor; remove or encode it"
-        raise InvalidSampleError(f"{name} is {type(value).__name__}; {expected}")
+        wrong = f"{name} is {type(value).__name__}; expected a number, an array or a tensor"
+        raise UserError(origin, wrong, "remove or encode it")
     if array.dtype.kind == "f":
         return array.astype(np.float32)
     if name == "label" and array.shape == (1,):
@@ -295,8 +275,8 @@ def field_array(name: str, value: Any) -> np.ndarray:
     return array.astype(np.int64) if array.ndim == 0 else array
 
 
-def image_array(name: str, value: Any) -> np.ndarray:
-    """Return an image as uint8 or float32 [H, W, C]. Raises InvalidSampleError."""
+def image_array(name: str, value: Any, origin: str) -> np.ndarray:
+    """Convert an image to uint8 or float32 [H, W, C]. Raises UserError for any other value."""
     if isinstance(value, Image.Image):
         return rgb_pixels(value)
     array = np.asarray(value)
@@ -306,18 +286,17 @@ def image_array(name: str, value: Any) -> np.ndarray:
         array = array[..., None]
     is_image = array.ndim == 3 and array.size > 0 and array.dtype in (np.uint8, np.float32)
     if not is_image:
-        found = f"{name} is {array.dtype} {list(array.shape)}"
-        expected = "expected uint8 or float, [H, W, C] or a tensor [C, H, W]"
-        raise InvalidSampleError(f"{found}; {expected}")
-    # Planes come first in a tensor, unless only the last axis can hold the channels.
+        wrong = f"{name} is {array.dtype} {list(array.shape)}"
+        raise UserError(origin, wrong, "expected uint8 or float, [H, W, C] or a tensor [C, H, W]")
+    # Channels come first in a tensor, unless only the last axis is short enough for them.
     first = array.shape[0] <= MAX_CHANNELS
     last = array.shape[2] <= MAX_CHANNELS
-    has_planes = first
+    channels_first = first
     if first == last:
-        has_planes = isinstance(value, Tensor)
-    if has_planes:
+        channels_first = isinstance(value, Tensor)
+    if channels_first:
         array = array.transpose(1, 2, 0)
-    return np.ascontiguousarray(array)  # torch has no negative strides
+    return np.ascontiguousarray(array)  # torch does not support negative strides
 
 
 def sample_name(samples: Any, index: int) -> str:
@@ -332,7 +311,7 @@ def sample_name(samples: Any, index: int) -> str:
 
 
 def labels_of(samples: Any) -> np.ndarray | None:
-    """Return the class indices of a dataset, int64 [len], from its attributes; else None."""
+    """Return the class indices of a dataset, int64 [len], from its attributes, or None."""
     if isinstance(samples, Subset):
         labels = labels_of(samples.dataset)
         return None if labels is None else labels[np.asarray(samples.indices)]
@@ -361,18 +340,18 @@ def classes_of(samples: Any) -> Any:
     """Return the class names of a dataset, or the number of classes in its labels, or ()."""
     while isinstance(samples, Subset):
         samples = samples.dataset
+    names = getattr(samples, "classes", hugging_face_names(samples))
+    if names is not None:
+        return names
     labels = labels_of(samples)
-    for names in (getattr(samples, "classes", None), hugging_face_names(samples)):
-        if names is not None:
-            return names
-    if labels is None or len(set(labels.tolist())) != labels.max(initial=-1) + 1:  # with gaps
+    if labels is None or len(np.unique(labels)) <= labels.max(initial=-1):  # a class has no samples
         return ()
-    return len(set(labels.tolist()))
+    return len(np.unique(labels))
 
 
 def class_names(classes: Any) -> tuple[str, ...]:
-    """Return class names as strings. `classes`: an iterable of them, or their number."""
+    """Return class names as strings. `classes`: an iterable of names, or the number of classes."""
     if isinstance(classes, int):
         classes = range(classes)
-    # A class of torchvision's ImageNet is a tuple of synonyms.
+    # Each class of torchvision's ImageNet is a tuple of synonyms.
     return tuple(", ".join(name) if isinstance(name, tuple) else str(name) for name in classes)

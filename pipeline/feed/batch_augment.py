@@ -1,14 +1,14 @@
-"""Transforms of a whole training batch on the device, written as an ordered list in the config.
+"""Transforms of a whole training batch on the device, listed in order in augment.batch.
 
 `train_step` begins with them, inside its CUDA graph. A transform is called with images, float32
 [B, C, S, S]; targets, float32 [B, n]; the numbers that its method `draw` returned for these rows,
-float32 [n, B]; and `partners`, int64 [B], the row that each row is mixed with. It returns images
-and targets, and must not wait for the device.
+float32 [n, B]; and `partners`, int64 [B], the row with which each row is mixed. It returns images
+and targets, and must not synchronize with the device.
 
-`draw` runs on the host before the step. Its generator is a pure function of (seed, step), and it
-returns float [n, rows] for the global batch, of which every rank takes its rows. So neither the
-draws of an image nor its partner depend on the number of ranks. For random numbers per pixel, a
-transform calls torch, which is seeded for each (seed, step, rank).
+`draw` runs on the host before the step. Its generator depends only on (seed, step). It returns
+float [n, rows] for the global batch, from which each rank takes its rows, so an image's draws and
+partner do not depend on the number of ranks. For random numbers per pixel, a transform calls torch,
+which is seeded for each (seed, step, rank).
 """
 
 import math
@@ -20,16 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.constraints import UNIT_INTERVAL, integer_interval, interval, ordered_pair
 from conf.errors import UserError
-from conf.schema import Config
+from conf.schema import UNIT_INTERVAL, Config, integer_interval, interval, ordered_pair
 from pipeline.data.augment import build_by_name, parameter
 from pipeline.data.build import Datasets
 from pipeline.data.field import TARGET, Field
 from pipeline.feed.batch import Batch
 
-# Images are mixed within blocks of this many rows. A rank with a multiple of it mixes the same
-# images as a single process does.
+# Images are mixed within blocks of this many rows. If a rank's batch is a multiple of it, the rank
+# mixes the same images as a single process.
 BLOCK = 4
 ALPHA = interval(0.001, 1000)
 Pair = tuple[Tensor, Tensor]  # images and targets
@@ -37,11 +36,11 @@ Pair = tuple[Tensor, Tensor]  # images and targets
 
 @dataclass(kw_only=True)
 class Mixup:
-    """Blend each image and its target with another one of the batch (arXiv 1710.09412)."""
+    """Blend each image and its target with those of its partner (arXiv 1710.09412)."""
 
-    # The weight is drawn from Beta(alpha, alpha): near 0 or 1 for 0.2, uniform for 1.
+    # Weights follow Beta(alpha, alpha), near 0 or 1 for 0.2 and uniform for 1.
     alpha: float = parameter(ALPHA, 0.2)
-    p: float = parameter(UNIT_INTERVAL, 1.0)  # probability for an image to be blended
+    p: float = parameter(UNIT_INTERVAL, 1.0)  # probability that an image is blended
 
     def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
         return _draw_weights(self.alpha, self.p, rng, rows)[None]
@@ -54,13 +53,13 @@ class Mixup:
 
 @dataclass(kw_only=True)
 class Cutmix:
-    """Paste a random box of another image of the batch into each image (arXiv 1905.04899).
+    """Paste a random box of each image's partner into the image (arXiv 1905.04899).
 
-    The targets are mixed in proportion to the area. Boxes are those of torchvision's CutMix.
+    Targets are mixed in proportion to the area. Boxes are those of torchvision's CutMix.
     """
 
     alpha: float = parameter(ALPHA, 1.0)  # the box's fraction of the area is 1 - Beta(alpha, alpha)
-    p: float = parameter(UNIT_INTERVAL, 1.0)  # probability for an image to get a box
+    p: float = parameter(UNIT_INTERVAL, 1.0)  # probability that an image gets a box
 
     def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
         areas = 1 - _draw_weights(self.alpha, self.p, rng, rows)
@@ -75,19 +74,19 @@ class Cutmix:
 
 @dataclass(kw_only=True)
 class MixupOrCutmix:
-    """Apply mixup or cutmix: one of them, with one weight or box, to each group of images.
+    """Apply mixup or cutmix to each group of images, with one weight or box per group.
 
-    torchvision's RandomChoice([MixUp(), CutMix()]) and timm's Mixup draw once per GPU: with p=1 and
-    switch_p=0.5 this is torchvision's, where `group` is the number of images on a GPU. timm mixes
-    the image i with the last but i, and its boxes may be one pixel larger.
+    torchvision's RandomChoice([MixUp(), CutMix()]) and timm's Mixup draw once per GPU. With p=1,
+    switch_p=0.5 and `group` images per GPU, the result is torchvision's. timm pairs image i with
+    image B - 1 - i, and its boxes may be one pixel larger.
     """
 
-    mixup_alpha: float = parameter(ALPHA, 0.2)  # as alpha of Mixup
-    cutmix_alpha: float = parameter(ALPHA, 1.0)  # as alpha of Cutmix
+    mixup_alpha: float = parameter(ALPHA, 0.2)  # Mixup's alpha
+    cutmix_alpha: float = parameter(ALPHA, 1.0)  # Cutmix's alpha
     p: float = parameter(UNIT_INTERVAL, 1.0)  # probability of either
     switch_p: float = parameter(UNIT_INTERVAL, 0.5)  # probability of cutmix instead of mixup
-    # Images of the global batch that share a draw: 1 for a draw per image, the batch size for one
-    # per batch. The last group is smaller if the batch is no multiple of it.
+    # Images of the global batch that share a draw. 1 draws for each image, the batch size once per
+    # batch. The last group is smaller if the batch is not a multiple of it.
     group: int = parameter(integer_interval(1, 10**6), 128)
 
     def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
@@ -111,23 +110,20 @@ class MixupOrCutmix:
 
 @dataclass(kw_only=True)
 class RandomErasing:
-    """Set a random box of an image to the mean colour, as torchvision does (arXiv 1708.04896)."""
+    """Set a random box of an image to the mean color, like torchvision (arXiv 1708.04896)."""
 
-    p: float = parameter(UNIT_INTERVAL, 0.25)  # probability for an image to lose a box
-    # range of the box's area as a fraction of the image's area
-    scale: Sequence[float] = parameter(ordered_pair(1), (0.02, 0.33))
-    ratio: Sequence[float] = parameter(ordered_pair(1000), (0.3, 3.3))  # of its height / width
+    p: float = parameter(UNIT_INTERVAL, 0.25)  # probability that a box is erased
+    scale: Sequence[float] = parameter(ordered_pair(1), (0.02, 0.33))  # box area / image area
+    ratio: Sequence[float] = parameter(ordered_pair(1000), (0.3, 3.3))  # box height / width
 
     def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
-        """Draw boxes as torchvision does: up to ten tries for a box smaller than the image.
+        """Draw boxes like torchvision, with up to ten tries for a box smaller than the image.
 
-        Returns left, top, right, bottom; an empty box if nothing is erased.
+        Returns left, top, right and bottom; the box is empty if nothing is erased.
         """
         erased = rng.random(rows) < self.p
-        smallest, largest = self.scale
-        narrowest, widest = map(math.log, self.ratio)
-        area = size**2 * rng.uniform(smallest, largest, (10, rows))
-        aspect = np.exp(rng.uniform(narrowest, widest, (10, rows)))
+        area = size**2 * rng.uniform(*self.scale, (10, rows))
+        aspect = np.exp(rng.uniform(*map(math.log, self.ratio), (10, rows)))
         squares = np.stack([area / aspect, area * aspect])
         sizes = np.round(np.sqrt(squares))  # [width or height, try, image]
         fits = (sizes < size).all(axis=0)
@@ -138,7 +134,7 @@ class RandomErasing:
         return np.concatenate([low, low + sides])
 
     def __call__(self, images: Tensor, targets: Tensor, numbers: Tensor, partners: Tensor) -> Pair:
-        return images * _outside(numbers, images), targets  # normalised: the mean is 0
+        return images * _outside(numbers, images), targets  # The mean of normalized images is 0.
 
 
 BATCH_TRANSFORMS: dict[str, Callable[..., Any]] = {
@@ -151,27 +147,26 @@ BATCH_TRANSFORMS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class BatchTransforms:
-    """Batch transforms for training, in order; a batch is this rank's part of the global batch."""
+    """Training batch transforms, in order. Batches are this rank's shard of the global batch."""
 
     transforms: Sequence[Any]
     num_classes: int
     seed: int
-    image_names: Sequence[str]  # of the image fields
-    # The field to mix: class numbers or floating-point numbers. None: only images are changed.
-    label: str | None
-    dtype: torch.dtype = torch.float32  # of the images after the last transform
+    image_names: Sequence[str]  # names of the image fields
+    label: str | None  # field to mix, class indices or floats; with None, only images change
+    dtype: torch.dtype = torch.float32  # dtype of the images after the last transform
     rank: int = 0
     world_size: int = 1
 
     def draw(self, fields: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        """Return fields for `mix`: the numbers of each image field and transform, [B, n].
+        """Return the numbers of every image field and transform as fields for `mix`, [B, n].
 
         All image fields of a batch get the same draws.
         """
         drawn = {}
         for name in self.image_names:
             count, size = len(fields[name]), fields[name].shape[-1]
-            # The 1 distinguishes it from the sampler's generator.
+            # The last number distinguishes it from the sampler's generator.
             rng = np.random.Generator(np.random.PCG64([self.seed, step, 0, 1]))
             for place, transform in enumerate(self.transforms):
                 values = transform.draw(rng, count * self.world_size, size)
@@ -185,9 +180,9 @@ class BatchTransforms:
         All frames of a sample get the same draws. Transforms may work in place.
         """
         fields = dict(batch.fields)
-        partners = self.partners(batch.samples)
+        partners = find_partners(batch.samples)
         for name in self.image_names:
-            images, targets = batch[name], self.targets(batch.fields)
+            images, targets = batch[name], self.targets(batch)
             pixels = images.flatten(1, -3)  # [B, C, H, W]
             mixed = targets[:, None].flatten(1)  # [B, n]
             for place, transform in enumerate(self.transforms):
@@ -198,25 +193,24 @@ class BatchTransforms:
                 fields[TARGET] = mixed.view(targets.shape)
         return Batch(fields, batch.samples, batch.step)
 
-    def targets(self, fields: Mapping[str, Tensor]) -> Tensor:
-        """Return a copy of what is mixed: one-hot float32 [B, classes], or numbers [B, ...]."""
+    def targets(self, batch: Batch) -> Tensor:
+        """Copy the labels to mix as one-hot float32 [B, classes], or as float32 [B, ...]."""
         if self.label is None:
-            first, *_ = fields.values()
-            return torch.zeros(len(first), 0)
-        label = fields[self.label]
+            return torch.zeros(len(batch.samples), 0)
+        label = batch[self.label]
         if label.is_floating_point():
             return label.to(torch.float32, copy=True)
         targets = torch.zeros(len(label), self.num_classes, device=label.device)
         return targets.scatter_(1, label[:, None], 1)  # one_hot writes int64
 
-    def partners(self, rows: Tensor) -> Tensor:
-        """Return the row before each row in its block, int64 [B]; for the first, the last one."""
-        count = len(rows)
-        block = math.gcd(count * self.world_size, count, BLOCK)
-        if block == 1:
-            block = count
-        row = torch.arange(count, device=rows.device)
-        return torch.where(row % block == 0, row + block - 1, row - 1)
+
+def find_partners(rows: Tensor) -> Tensor:
+    """Return the previous row in each row's block, int64 [B]; the last one for the first row."""
+    block = math.gcd(len(rows), BLOCK)
+    if block == 1:
+        block = len(rows)
+    row = torch.arange(len(rows), device=rows.device)
+    return torch.where(row % block == 0, row + block - 1, row - 1)
 
 
 def blend(rows: Tensor, weights: Tensor, partners: Tensor) -> Tensor:
@@ -225,32 +219,31 @@ def blend(rows: Tensor, weights: Tensor, partners: Tensor) -> Tensor:
 
 
 def _draw_weights(alpha: float, p: float, rng: np.random.Generator, rows: int) -> np.ndarray:
-    """Draw float [rows]: with probability p from Beta(alpha, alpha), else 1."""
+    """Draw float [rows] from Beta(alpha, alpha) with probability p, otherwise 1."""
     chosen = rng.random(rows) < p
-    weights = rng.beta(alpha, alpha, rows)
-    return np.where(chosen, weights, 1.0)
+    return np.where(chosen, rng.beta(alpha, alpha, rows), 1.0)
 
 
 def _pasted_boxes(
     areas: np.ndarray, size: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw boxes of cutmix; a part may lie outside the image.
+    """Draw cutmix boxes, which may extend beyond the image, and clip them to it.
 
-    `areas`: float [B], fractions of the image's area. Returns float [4, B], left, top, right,
-    bottom inside the image; and float [B], the fractions that lie inside.
+    `areas`: fractions of the image's area, float [B]. Returns left, top, right and bottom of the
+    clipped boxes, float [4, B], and their fractions of the image's area, float [B].
     """
     half = np.floor(np.sqrt(areas) * size / 2)
-    centre = np.floor(rng.random((2, len(areas))) * size)
-    low = (centre - half).clip(0, size)
-    high = (centre + half).clip(0, size)
+    center = np.floor(rng.random((2, len(areas))) * size)
+    low = (center - half).clip(0, size)
+    high = (center + half).clip(0, size)
     width, height = high - low
     return np.concatenate([low, high]), width * height / size**2
 
 
 def _outside(boxes: Tensor, images: Tensor) -> Tensor:
-    """Return float32 [B, 1, S, S]: 0 in each image's (left, top, right, bottom), 1 outside.
+    """Return a mask float32 [B, 1, S, S], 0 inside each image's box and 1 outside.
 
-    `boxes`: these coordinates, float32 [4, B].
+    `boxes`: left, top, right and bottom, float32 [4, B].
     """
     left, top, right, bottom = boxes[:, :, None]
     pixel = torch.arange(images.shape[-1], device=images.device)
@@ -260,42 +253,31 @@ def _outside(boxes: Tensor, images: Tensor) -> Tensor:
     return (~inside)[:, None].float()
 
 
-def build_batch_transforms(
-    config: Config,
-    datasets: Datasets,
-    dtype: torch.dtype = torch.float32,
-    rank: int = 0,
-    world_size: int = 1,
-) -> BatchTransforms:
-    """Build augment.batch for the training batches, which `mix` turns into `dtype`.
+def build_batch_transforms(config: Config, datasets: Datasets) -> BatchTransforms:
+    """Build the transforms in augment.batch; `open_feed` sets their dtype and rank.
 
-    Raises UserError for an invalid transform, and for a mixing one if the samples have no label.
+    Raises UserError for an invalid transform, or a mixing transform for samples without a label.
     """
     fields = datasets.train.fields
+    images = [name for name, field in fields.items() if field.image]
     transforms = build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    return BatchTransforms(
-        transforms,
-        num_classes=len(datasets.classes),
-        seed=config.train.seed,
-        image_names=[name for name, field in fields.items() if field.image],
-        label=find_mixed_field(transforms, fields),
-        dtype=dtype,
-        rank=rank,
-        world_size=world_size,
-    )
+    label = find_mixed_field(transforms, fields, images)
+    return BatchTransforms(transforms, len(datasets.classes), config.train.seed, images, label)
 
 
-def find_mixed_field(transforms: Sequence[Any], fields: Mapping[str, Field]) -> str | None:
-    """Return the field that batch transforms mix like the images: the only one that is no image.
+def find_mixed_field(
+    transforms: Sequence[Any], fields: Mapping[str, Field], images: Sequence[str]
+) -> str | None:
+    """Return the only field that is not an image, which is mixed like the images.
 
-    None if they mix nothing. Raises UserError if no field, or more than one, can be mixed.
+    Returns None if no transform mixes. Raises UserError if no field or more than one can be mixed.
     """
     if all(isinstance(transform, RandomErasing) for transform in transforms):
         return None
-    others = [name for name, field in fields.items() if not field.image]
+    others = [*(fields.keys() - images)]
     if len(others) == 1:
         field = fields[others[0]]
         if not field.shape or np.dtype(field.dtype).kind == "f":
             return others[0]
-    wrong = f"mixup and cutmix mix a class number or floats; a sample has {', '.join(fields)}"
-    raise UserError("augment.batch", wrong, "leave them out")
+    wrong = f"mixup and cutmix mix one class index or floats; a sample has {', '.join(fields)}"
+    raise UserError("augment.batch", wrong, "remove them")

@@ -1,4 +1,4 @@
-"""When each batch was copied, waited for and trained on, by CUDA events or the host's clock.
+"""Times of each batch's copy, wait and step, from CUDA events or the host's clock.
 
 Recording a CUDA event takes microseconds and never waits for the GPU.
 """
@@ -17,7 +17,7 @@ from pipeline.feed.step_times import StepTimes, column
 
 
 class HostEvent:
-    """A point in time of the host, with the methods of a CUDA event."""
+    """A point in time on the host, with a CUDA event's methods."""
 
     def record(self) -> None:
         self.seconds = time.perf_counter()
@@ -26,7 +26,7 @@ class HostEvent:
         return True
 
     def synchronize(self) -> None:
-        """Nothing has to be waited for."""
+        """Return immediately, because the event has already happened."""
 
     wait = synchronize
 
@@ -38,20 +38,19 @@ class HostEvent:
 class BatchEvents:
     copy_begin: Any = None
     copy_end: Any = None
-    idle: Any = None  # the previous step or pause has ended
-    begin: Any = None  # the step begins: its batch is ready
-    ready: Any = None  # all ranks have their batches
-    end: Any = HostEvent()  # the step has ended; at first, there is none to wait for
-    gpu_idle: bool = False  # the GPU had finished all its work before the step began
+    idle: Any = None  # end of the previous step or pause
+    begin: Any = None  # beginning of the step, when its batch is ready
+    ready: Any = None  # time when all ranks have their batches
+    end: Any = HostEvent()  # end of the step; initially, there is no step to wait for
+    gpu_idle: bool = False  # whether the GPU had finished all its work before the step began
 
 
 class StepClock:
-    """Marks the points in time of every batch, and reads them when the device has passed them."""
+    """Records the events of every batch, and reads them when the device has passed them."""
 
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
-        self._idle: Any = None
-        self._current: BatchEvents | None = None
+        self._current = BatchEvents()  # events without a copy, unless a step is in progress
         self._unread: list[BatchEvents] = []
         self._core = (time.perf_counter(), waited_for_core())  # values at the last reading
 
@@ -62,7 +61,7 @@ class StepClock:
         return event
 
     def seconds_of(self, function: Callable[[], object], times: int) -> float:
-        """Return the seconds of the device for a call of a function, as a mean over some calls."""
+        """Return the device time per call of a function in seconds, averaged over `times` calls."""
         begin = self.now()
         for _ in range(times):
             function()
@@ -71,58 +70,47 @@ class StepClock:
         return begin.elapsed_time(end) / 1000 / times
 
     def start(self) -> None:
-        """Begin an iteration over batches, and forget unread figures of the one before."""
+        """Begin an iteration over batches, and discard unread events of the previous iteration."""
         self._unread.clear()
-        self._current = None
+        self._current = BatchEvents()
         self.skip()
 
     def skip(self) -> None:
-        """Leave out the time since the end of the last step, or the beginning of this one."""
-        now = self.now()
-        self._idle = now
-        if self._current is not None:
-            self._current.idle = now
-            self._current.begin = now
-            self._current.ready = now
+        """Exclude the time since the last step ended or the current step began."""
+        self._current.idle = self._current.begin = self._current.ready = self.now()
 
     def begin_step(self, events: BatchEvents) -> None:
-        """Begin the step of a batch, once the current stream waits for its copy."""
-        events.gpu_idle = self.cuda and self._idle.query()
-        events.idle = self._idle
-        events.begin = self.now()
-        events.ready = events.begin
+        """Begin a batch's step. The current stream must already wait for the batch's copy."""
+        events.idle = self._current.idle
+        events.gpu_idle = self.cuda and events.idle.query()
+        events.begin = events.ready = self.now()
         self._current = events
 
     def ranks_ready(self) -> None:
-        if self._current is not None:
-            self._current.ready = self.now()
+        self._current.ready = self.now()
 
     def end_step(self) -> None:
-        """End the step, if there is one, once all kernels that read its batch are launched.
+        """End the current step, if any, after all kernels that read its batch are launched.
 
-        Taking the next batch does the same.
+        Taking the next batch also ends it.
         """
-        if self._current is not None:
-            self._idle = self.now()
-            self._current.end = self._idle
+        if self._current.copy_end is not None:
+            self._current.end = self.now()
             self._unread.append(self._current)
-            self._current = None
+            self._current = BatchEvents(idle=self._current.end)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Keep the `with` block out of the timing; the consumer is done with its batch."""
+        """Exclude the `with` block from the timing. The consumer must be done with its batch."""
         self.end_step()
         yield
         self.skip()
 
     def step_times(self, steps: int = sys.maxsize, *, skip: int = 0) -> StepTimes:
-        """Return the times of the oldest unread steps, at least one, and count them as read.
+        """Return the times of the oldest unread steps, up to `steps`, and mark them as read.
 
-        Waits until the device has finished them.
-
-        Args:
-            steps: how many, at most those that have ended.
-            skip: leave as many of them out of the figures, but not the last one.
+        At least one step must have ended. Waits until the device has finished these steps. The
+        times exclude the first `skip` of them, but never the last one.
         """
         events = self._unread[:steps]
         del self._unread[:steps]
@@ -133,22 +121,20 @@ class StepClock:
             return np.array([getattr(m, begin).elapsed_time(getattr(m, end)) for m in events])
 
         gaps = ms("idle", "begin")
-        spans = ms("begin", "end")
-        steps_ms = ms("ready", "end")  # without the time for which other ranks were waited for
+        steps_ms = ms("ready", "end")  # without the time spent waiting for other ranks
         copies = ms("copy_begin", "copy_end")
-        total = max(float(gaps.sum() + spans.sum()), 1e-6)
-        if self.cuda:  # until the copy has ended; the host is responsible for the rest of a gap
+        total = max(float(gaps.sum() + ms("begin", "end").sum()), 1e-6)
+        if self.cuda:  # A wait ends with the copy. The host causes the rest of the gap.
             waits = np.clip(ms("idle", "copy_end"), 0, gaps)
             copying = 0.0
-        else:  # copies are made between the steps, by the process that waits for them
+        else:  # The process that waits also copies, between the steps.
             waits = np.maximum(0, gaps - copies)
             copying = float(copies.sum()) / total
         data_wait = float(waits.sum()) / total
         late = max(0.0, float(gaps.sum()) / total - data_wait - copying)
         ranks_wait = float(ms("begin", "ready").sum()) / total
-        began, waited_before = self._core
-        now, waited = time.perf_counter(), waited_for_core()
-        self._core = now, waited
+        previous, self._core = self._core, (time.perf_counter(), waited_for_core())
+        elapsed, waited = np.subtract(self._core, previous)
         return StepTimes(
             steps=len(events),
             seconds=total / 1000,
@@ -157,7 +143,7 @@ class StepClock:
             ranks_wait_fraction=ranks_wait,
             copy_fraction=float(copies.sum()) / total,
             compute_fraction=max(0.0, 1 - data_wait - late - copying - ranks_wait),
-            cpu_wait_fraction=min(1.0, (waited - waited_before) / max(now - began, 1e-6)),
+            cpu_wait_fraction=min(1.0, float(waited) / max(float(elapsed), 1e-6)),
             idle_steps_fraction=float(np.mean(column(events, "gpu_idle"))),
             copy_ms=float(np.median(copies)),
             step_ms=float(np.median(steps_ms)),
@@ -166,9 +152,9 @@ class StepClock:
 
 
 def waited_for_core() -> float:
-    """Return how many seconds this thread has waited for a CPU core, although it was ready to run.
+    """Return how long this thread was ready to run but waited for a CPU core, in seconds.
 
-    Other processes or a CPU quota make it wait. 0 if the kernel does not report it.
+    Other processes or a CPU quota make it wait. Returns 0 if the kernel does not report the time.
     """
     try:
         with open("/proc/thread-self/schedstat", "rb") as file:

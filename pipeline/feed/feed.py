@@ -1,4 +1,4 @@
-"""Batches on the device for training and validation: buffers, workers and prefetchers."""
+"""Batches on the device for training and validation, with their buffers and workers."""
 
 import math
 import sys
@@ -18,18 +18,18 @@ from pipeline.feed import machine
 from pipeline.feed.batch import Batch, ImageFormat
 from pipeline.feed.batch_augment import build_batch_transforms
 from pipeline.feed.loader import Loader, Pool, slots_needed
-from pipeline.feed.pinned import page_locked
+from pipeline.feed.pinned import pinned_memory
 from pipeline.feed.prefetcher import Prefetcher
-from pipeline.feed.ring import REPLACE_OR_SKIP, Ring
+from pipeline.feed.ring import MAX_REPLACEMENTS, REPLACE_OR_SKIP, Ring
 from pipeline.feed.sampler import TrainSampler, val_batches
 from pipeline.feed.step_times import StepTimes
 
-MEASURE_SECONDS = 0.6  # of batches that nothing uses
+MEASURE_SECONDS = 0.6  # duration of `Feed.measure`
 
 
 @dataclass
 class RankInfo:
-    """This rank, and how many there are."""
+    """This rank and the number of ranks."""
 
     rank: int
     size: int
@@ -43,15 +43,15 @@ class Feed:
 
     config: Config
     datasets: Datasets
-    pool: Pool  # the workers
+    pool: Pool
     train: Prefetcher
     val: Prefetcher
-    num_val_batches: int  # number of validation batches, the same on each rank
+    num_val_batches: int  # the same on each rank
     num_cores: int  # number of workers for which this rank has cores
     max_workers: int  # number of workers for which the buffers are allocated
     mix: Callable[[Batch], Batch]  # augment.batch, for a training batch on the device
     decode_mode: str = "cpu"  # mode of the training samples, one of `datasets.decode_modes`
-    step_rate: float = 0.0  # images/s of this rank's step without the loader; 0 if not measured
+    step_rate: float = 0.0  # images/s of this rank's step without the loader; 0 if not benchmarked
 
     @property
     def decoder_name(self) -> str:
@@ -59,23 +59,23 @@ class Feed:
         return self.datasets.train.decoder if self.decode_mode == "cpu" else self.decode_mode
 
     def set_decode_mode(self, mode: str, *, demand: float = math.inf) -> None:
-        """Make the training samples of later iterations in a mode; `demand`: images/s."""
+        """Set the decode mode of later iterations over training samples; `demand`: images/s."""
         self.decode_mode = mode
         workers = max(1, self.pool.active)
         self.datasets.train.stage.set_decode_mode(mode, workers=workers, demand=demand)
 
     def step_times(self, steps: int = sys.maxsize, *, skip: int = 0) -> StepTimes:
-        """Return `StepClock.step_times`, with the images/s and the times of a worker."""
+        """Add the images/s and a worker's times to `StepClock.step_times`."""
         times = self.train.clock.step_times(steps, skip=skip)
         ring = self.train.loader.ring
         rate = times.steps * ring.local_batch_size / times.seconds
         return times._replace(images_per_second=rate, **ring.worker_ms())
 
     def measure(self, first_step: int) -> StepTimes:
-        """Make batches that nothing uses; return their images/s, and the times of a worker."""
+        """Load and discard batches; return their images/s and a worker's times."""
         loader = self.train.loader
         batches = self.train.batches(first_step, sys.maxsize)
-        next(batches)  # not counted: all workers begin with it, and the device may compile
+        next(batches)  # not counted, because all workers begin with it and the device may compile
         loader.ring.replies.clear()
         images = 0
         seconds = 0.0
@@ -87,7 +87,7 @@ class Feed:
 
     @contextmanager
     def for_validation(self) -> Iterator[None]:
-        """Use all workers in the `with` block: the CPU decodes all validation images."""
+        """Use all workers in the `with` block, because the CPU decodes all validation images."""
         before = self.pool.active
         self.pool.activate(len(self.pool.workers))
         yield
@@ -95,7 +95,7 @@ class Feed:
 
 
 def is_measured(config: Config, device: torch.device) -> bool:
-    """Whether loader.workers=auto measures; if not, it starts as many as it has cores for."""
+    """Return whether loader.workers=auto benchmarks; otherwise it starts `num_cores` workers."""
     return config.loader.workers == "auto" and device.type == "cuda"
 
 
@@ -107,10 +107,10 @@ def open_feed(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = False,
 ) -> Iterator[Feed]:
-    """Allocate the batch buffers and start the workers; end them on exit.
+    """Allocate the batch buffers and start the workers; stop them on exit.
 
-    The CPU decodes validation images in every mode, so that a checkpoint has one accuracy.
-    `dtype` and `channels_last`: of the images on the device.
+    The CPU decodes validation images in every mode, so that a checkpoint has only one accuracy.
+    `dtype` and `channels_last` describe the images on the device.
     """
     data = config.data
     num_cores = machine.cores_for_workers(world.local_size)
@@ -119,7 +119,7 @@ def open_feed(
         workers = num_cores
     max_workers = workers
     if is_measured(config, world.device):
-        max_workers = 2 * (num_cores + 1)  # those that wait for storage need no core
+        max_workers = 2 * (num_cores + 1)  # Workers that wait for storage need no core.
     batch_size = config.loader.batch_size
     world_kwargs = {"batch_size": batch_size, "rank": world.rank, "world_size": world.size}
     labels = datasets.train.labels if config.train.class_weights == "sampled" else None
@@ -131,30 +131,31 @@ def open_feed(
         **world_kwargs,
     )
     val_samples = val_batches(num_samples=len(datasets.val), **world_kwargs)
-    highest = datasets.val.fields[IMAGE].highest  # in an evaluation, `train` is a stand-in
+    highest = datasets.val.fields[IMAGE].highest  # In an evaluation, `train` is a placeholder.
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
     local_batch_size = batch_size // world.size
-    # The batch of the step and 4 ready ones (8 were not faster), or 2 of more than 2,048 images.
+    # The step's batch and 4 ready batches (8 were not faster), or 2 if they exceed 2,048 images.
     in_use = 5 if local_batch_size <= 2048 else 3
     needed = partial(slots_needed, batch_size=local_batch_size, workers=max_workers, in_use=in_use)
-    limit = data.max_bad_fraction if data.on_error == "skip" else None
-    slots = needed(datasets.train)
-    train_ring = Ring(datasets.train, local_batch_size, slots, limit, REPLACE_OR_SKIP)
+    replacements = MAX_REPLACEMENTS if data.on_error == "skip" else 0
+    skipping = replacements, data.max_bad_fraction, REPLACE_OR_SKIP
+    train_ring = Ring(datasets.train, local_batch_size, needed(datasets.train), *skipping)
     val_ring = Ring(datasets.val, local_batch_size, needed(datasets.val))
     pool = Pool((train_ring, val_ring), timeout_seconds=config.loader.timeout_seconds)
     train_loader = Loader(pool, 0, train_sampler.samples, in_use)
     val_loader = Loader(pool, 1, val_samples.__getitem__, in_use)
-    mixing = build_batch_transforms(config, datasets, dtype, world.rank, world.size)
-    takes = torch.float32 if mixing.transforms else dtype  # `mix` rounds once, at its end
-    train = Prefetcher(train_loader, replace(images, dtype=takes), mixing.draw)
+    mixing = build_batch_transforms(config, datasets)
+    mixing = replace(mixing, dtype=dtype, rank=world.rank, world_size=world.size)
+    input_dtype = torch.float32 if mixing.transforms else dtype  # `mix` rounds once, at its end.
+    train = Prefetcher(train_loader, replace(images, dtype=input_dtype), mixing.draw)
     val = Prefetcher(val_loader, images)
     feed = Feed(
         config, datasets, pool, train, val, len(val_samples), num_cores, max_workers, mixing.mix
     )
-    locked: AbstractContextManager[Any] = nullcontext()
+    pinned: AbstractContextManager[Any] = nullcontext()
     if train.cuda:
-        locked = page_locked([*train_ring.buffers, *val_ring.buffers])
-    with locked, pool, closing(train), closing(val):
+        pinned = pinned_memory([*train_ring.buffers, *val_ring.buffers])
+    with pinned, pool, closing(train), closing(val):
         pool.activate(workers)
         feed.set_decode_mode(datasets.decode_modes[0])
         yield feed

@@ -1,6 +1,6 @@
-"""The start of worker processes, with nothing but the standard library.
+"""Startup of worker processes, using only the standard library.
 
-train.py calls `start_forkserver` before it imports torch, so that both processes import it at once.
+train.py calls `start_forkserver` before importing torch, so that both processes import it at once.
 """
 
 import multiprocessing
@@ -12,19 +12,19 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
-from conf.errors import LoaderError, reached_limit
+from conf.errors import LoaderError, describe, reached_limit
 
-# On macOS, the import of a library may start threads, and a process with threads must not fork.
-# Elsewhere, a worker that forks from a server with the imports done starts faster.
+# On macOS, importing a library may start threads, and a process with threads must not fork.
+# Elsewhere, a worker forked from a server that has done the imports starts faster.
 START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
-# Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
+# Ctrl-C and a scheduler's signals reach the whole process group. The training process handles them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 def start_forkserver(workers: int | str) -> None:
-    """Start the forkserver, if loader.workers use one; its imports continue in the background."""
+    """Start the forkserver if loader.workers need it. Its imports continue in the background."""
     if START_METHOD == "forkserver" and workers != 0:
-        # If it cannot start, the first worker starts it again, and raises the error.
+        # If this fails, the first worker tries again and raises the error.
         with suppress(LoaderError), starting_children():
             forkserver.ensure_running()
 
@@ -34,16 +34,15 @@ def starting_children() -> Iterator[None]:
     """Block the signals that workers ignore while child processes start.
 
     The forkserver and the resource tracker keep them blocked. The children do not import the main
-    script, and with it torchvision and Hydra. Raises a LoaderError if the system refuses.
+    script, which imports torchvision and Hydra. Raises LoaderError if a process cannot start.
     """
     multiprocessing.set_forkserver_preload(["pipeline.feed.worker"])  # once for all workers
     main: Any = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     spec = getattr(main, "__spec__", None)
-    main.__file__ = None
-    main.__spec__ = None
-    # Python 3.11 does not tell the forkserver where the program's modules are.
-    given = os.environ.get("PYTHONPATH", "")
+    main.__file__ = main.__spec__ = None
+    # Python 3.11 does not pass the program's module path to the forkserver.
+    python_path = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
@@ -51,10 +50,10 @@ def starting_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # the tracker unblocks some
         yield
     except (OSError, EOFError) as error:
-        reason = reached_limit(error) or f"{type(error).__name__}: {error}"
-        raise LoaderError(f"the loader cannot start a worker process: {reason}") from error
+        reason = reached_limit(error) or describe(error)
+        raise LoaderError(f"cannot start a loader worker: {reason}") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.environ["PYTHONPATH"] = given  # empty: as if it were not set
+        os.environ["PYTHONPATH"] = python_path  # "" is equivalent to an unset variable
         main.__file__ = file
         main.__spec__ = spec

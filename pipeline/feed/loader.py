@@ -1,7 +1,7 @@
-"""The pool of worker processes, and the loaders that give it tasks.
+"""Pool of worker processes, and loaders that submit tasks to it.
 
-Data flow, step 4: the training process gives tasks to the workers, and a batch to the
-prefetcher when all its rows are complete; ring.py describes the buffers.
+Data flow, step 4: the training process sends tasks to the workers, and passes a batch to the
+prefetcher when all its rows are complete. ring.py describes the buffers.
 """
 
 import contextlib
@@ -9,11 +9,11 @@ import logging
 import math
 import multiprocessing
 import selectors
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import chain
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -32,49 +32,40 @@ from pipeline.feed.worker import WORKER_NAME, run_task, worker_main
 
 logger = logging.getLogger(__name__)
 
-# Few enough to spread a batch over the workers, enough to make the cost of messages negligible:
-# at 17,000 images/s the training process handles 530 replies per second.
+# Small enough to spread a batch over the workers, and large enough to make the cost of messages
+# negligible. At 17,000 images/s, the training process handles 530 replies per second.
 TASK_ROWS = 32
-MAX_ROWS, MAX_BYTES = 128, 1 << 19  # of a task with small images, which pass at a higher rate
-TASKS_AHEAD = 3  # most unfinished tasks of a worker; measured on an H200
-MAX_NAMED = 10  # unreadable images on the console
-MAX_READING = 4  # images in the message about workers that hang
+MAX_ROWS, MAX_BYTES = 128, 1 << 19  # limits for small images, which pass at a higher rate
+TASKS_AHEAD = 3  # maximum of unfinished tasks per worker; benchmarked on an H200
+MAX_NAMED = 10  # unreadable images to print
+MAX_READING = 4  # images to name in the message about hanging workers
 STOP_SECONDS = 1.0
-CHECK_SECONDS = 1.0  # how often a wait for a stalled worker looks for a signal
-START_SECONDS = 60.0  # until the first reply, for the start of the workers on a busy machine
-POLL_SECONDS = 1e-3  # how late the end of a copy is noticed, while workers receive tasks
+CHECK_SECONDS = 1.0  # interval of checks for a signal while all workers are stalled
+START_SECONDS = 60.0  # extra time until the first reply; workers start slowly on a busy machine
+POLL_SECONDS = 1e-3  # maximum delay in noticing that a copy has ended; workers get tasks meanwhile
 
 
 class StalledError(LoaderError):
-    """All workers are stalled, as by storage that does not answer, and a signal asks to stop."""
+    """A signal requests a stop while all workers are stalled, for example by hanging storage."""
 
 
 @dataclass(eq=False)
 class Worker:
-    """A worker process, and the tasks that it has received and not replied to, in their order."""
+    """A worker process and its unfinished tasks, in order."""
 
     process: BaseProcess
     pipe: connection.Connection
     tasks: deque[Task] = field(default_factory=deque)
 
-    def death(self) -> str:
-        """Wait for the end of a dead process; return its cause."""
-        self.process.join(STOP_SECONDS)
-        code = self.process.exitcode
-        cause = f"exit status {code}"
-        if code == -signal.SIGKILL:
-            cause = "SIGKILL: is the host out of memory?"
-        return f"loader worker {self.process.pid} died ({cause})"
-
 
 @dataclass(eq=False)
 class Pool(contextlib.AbstractContextManager["Pool"]):
-    """Workers for the rings of training and validation, for the whole run.
+    """Workers for the training and validation rings, for the whole run.
 
-    It starts no thread: replies are handled when the main thread calls a method, so that nothing
+    The pool has no thread. It handles replies when the main thread calls a method, so that nothing
     competes with the training loop for the GIL. Until `activate` starts workers, tasks run in this
-    process. A worker is kept until the end of the `with` block, which kills all of them: an idle
-    one costs memory only, and ten new ones take seconds to start.
+    process. The end of the `with` block kills all workers. None is stopped earlier, because an idle
+    worker costs only memory, and starting ten takes seconds.
     """
 
     rings: Sequence[Ring]
@@ -84,30 +75,29 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
 
     def __post_init__(self) -> None:
         self.patience = START_SECONDS + self.timeout_seconds
-        self.stop_requested: Callable[[], bool] = lambda: False  # a StopSignal replaces it
+        self.stop_requested: Callable[[], bool] = lambda: False  # replaced by a StopSignal
         self.waiting: deque[Task] = deque()
         self.unreadable: set[int] = set()  # training samples that were replaced
         self.workers: list[Worker] = []
-        self.selector = selectors.DefaultSelector()  # of all workers; to make one takes 0.1 ms
-        self.active = 0  # workers that receive tasks: the first ones
+        self.selector = selectors.DefaultSelector()  # kept, because creating it takes 0.1 ms
+        self.active = 0  # number of workers that receive tasks, the first ones
 
     @property
     def pids(self) -> list[Any]:
         return [worker.process.pid for worker in self.workers]
 
     def activate(self, workers: int) -> None:
-        """Send tasks to the first `workers` workers, and start those that are missing.
+        """Send tasks to the first `workers` workers, and start the missing ones.
 
-        The others finish their tasks and are idle. At least one worker that has been started stays
-        active. Raises a LoaderError if the system refuses to start one.
+        The remaining workers finish their tasks and become idle. Once a worker has been started, at
+        least one stays active. Raises LoaderError if the system cannot start one.
         """
         self.active = max(workers, min(1, len(self.workers)))
         context: Any = multiprocessing.get_context(self.start_method)
         while len(self.workers) < self.active:
             ours, theirs = context.Pipe()
-            process = context.Process(
-                name=WORKER_NAME, target=worker_main, args=(theirs, self.rings), daemon=True
-            )
+            process = context.Process(target=worker_main, args=(theirs, self.rings), daemon=True)
+            process.name = WORKER_NAME
             with starting_children():
                 process.start()
             theirs.close()
@@ -116,14 +106,14 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         self._dispatch()
 
     def submit(self, task: Task) -> Task:
-        """Queue a task and return it. Tasks start in the order of the calls."""
+        """Queue a task and return it. Tasks start in the order of submission."""
         self.waiting.append(task)
         self._dispatch()
         return task
 
     def done(self, tasks: Sequence[Task]) -> bool:
-        """Whether all these tasks are done; receives pending replies and does not wait."""
-        if not _all_done(tasks):  # a call of `receive` takes 0.1 ms
+        """Receive pending replies without waiting; return whether all these tasks are done."""
+        if not _all_done(tasks):  # because a call of `receive` takes 0.1 ms
             self.receive(timeout=0)
         return _all_done(tasks)
 
@@ -158,11 +148,10 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         for worker in self.workers:
             worker.pipe.close()
             worker.process.kill()
-        # Wait once for all of them: a worker that reads from a stuck mount does not end.
+        # One deadline for all, because a worker that reads from a stuck mount does not end.
         deadline = time.monotonic() + STOP_SECONDS
         for worker in self.workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
-        self.workers = []
 
     def _dispatch(self) -> None:
         while self.waiting and self.workers:
@@ -171,11 +160,11 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                 return
             task = self.waiting.popleft()
             worker.tasks.append(task)
-            with contextlib.suppress(OSError):  # it has died, which `receive` finds out
+            with contextlib.suppress(OSError):  # It has died, and `receive` reports that.
                 worker.pipe.send(task)
 
     def receive(self, timeout: float = POLL_SECONDS) -> bool:
-        """Handle all replies that have arrived; wait up to `timeout` seconds for the first."""
+        """Wait up to `timeout` seconds for a reply and handle all; return whether there was one."""
         ready = self.selector.select(timeout)
         for key, _ in ready:
             self._receive_from(key.data)
@@ -183,22 +172,24 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         return bool(ready)
 
     def _receive_from(self, worker: Worker) -> None:
-        """Handle all replies of a worker: the next call may be a step away."""
+        """Handle all pending replies of a worker, because the next call may be a step away."""
         try:
             while worker.pipe.poll():
                 reply = worker.pipe.recv()
                 self._finish(worker.tasks.popleft(), reply)
         except (EOFError, OSError):
-            death = worker.death()
+            process = worker.process
+            process.join(STOP_SECONDS)
+            death = f"loader worker {process.pid} died with exit status {process.exitcode}"
             if worker.tasks:
                 death += f" while it made {self._current(worker)}"
-            advice = "the same command resumes; if memory is short, set fewer loader.workers"
-            raise LoaderError(f"{death}; {advice}") from None
+            advice = "if memory is short (exit status -9), set fewer loader.workers"
+            raise LoaderError(f"{death}; the same command resumes; {advice}") from None
 
     def _finish(self, task: Task, reply: Reply) -> None:
-        """Record a reply, and the unreadable samples that the task replaced.
+        """Record a reply and its unreadable samples, and log a transform's traceback.
 
-        Raises LoaderError if they are too many or the task failed; logs a transform's traceback.
+        Raises LoaderError if the task failed or too many samples are unreadable.
         """
         task.done = True
         self.patience = self.timeout_seconds
@@ -212,23 +203,21 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
             self._skip(ring, index, message)
 
     def _skip(self, ring: Ring, index: int, message: str) -> None:
-        """Record an unreadable sample. Raises LoaderError if they are too many."""
+        """Record an unreadable sample. Raises LoaderError if there are too many."""
         if index in self.unreadable:
             return
         self.unreadable.add(index)
-        count = len(self.unreadable)
+        count, images = len(self.unreadable), len(ring.dataset)
         if count <= MAX_NAMED:
             logger.warning("skipped %s", message)
-        images = len(ring.dataset)
         limit = ring.max_bad_fraction
-        assert limit is not None, "without a limit, the first one is an error"
         if count > limit * images:
             bad = f"{count:,} of {images:,} training images cannot be read, for example {message}"
             advice = f"{CHECK} and replace the unreadable ones, or raise this limit"
             raise LoaderError(f"data.max_bad_fraction={limit:g}: {bad}; {advice}")
 
     def _current(self, worker: Worker) -> str:
-        """Return the name of the first sample of a worker's task that is not yet complete."""
+        """Return the name of the first incomplete sample in a worker's task."""
         task = worker.tasks[0]
         ring = self.rings[task.ring]
         rows = ring.samples.array[task.slot, task.row : task.row + len(task.samples)]
@@ -247,43 +236,41 @@ class Loader:
     pool: Pool
     number: int  # position of the ring in the pool
     samples: Callable[[int], np.ndarray]  # step -> int64 [n, 2] of (epoch, index), n <= B
-    in_use: int  # batches that the consumer may still read when it asks for another
+    in_use: int  # batches that the consumer may still read when it requests the next one
 
     def __post_init__(self) -> None:
         self.ring = self.pool.rings[self.number]
         self.dataset = self.ring.dataset
         self.queue_size = self.ring.slots - self.in_use
         self.task_rows = task_rows(self.dataset)
-        # The tasks of batches that have not been taken, and the end of the last copy of each slot.
-        self._queue: deque[list[Task]] = deque()
-        self._copied: list[Any] = [HostEvent()] * self.ring.slots
+        self._queue: deque[list[Task]] = deque()  # tasks of each batch that has not been taken
+        self._copied: list[Any] = [HostEvent()] * self.ring.slots  # end of each slot's last copy
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1; workers load `queue_size` ahead."""
-        for tasks in self._queue:  # an iteration that ended early still has slots
-            self.pool.wait(tasks)
+        self.pool.wait([*chain(*self._queue)])  # An iteration that ended early still uses slots.
         self._queue.clear()
         for step in range(start, stop):
             for later in range(step + len(self._queue), min(stop, step + self.queue_size)):
                 self._queue.append(self._submit(later))
             self.pool.wait(self._queue.popleft())
             slot = step % self.ring.slots
-            memory = self.ring.memory  # which the tensors share
+            memory = self.ring.memory  # shared with the tensors
             fields = {name: torch.from_numpy(shared.array[slot]) for name, shared in memory.items()}
             yield Batch(fields, torch.from_numpy(self.ring.samples.array[slot]), step)
 
     def keep_until(self, copied: Any, batch: Batch) -> None:
-        """Let no worker write into a batch before the event of the copy out of it has completed."""
+        """Keep workers from writing into a batch until the event after its copy has completed."""
         self._copied[batch.step % self.ring.slots] = copied
 
     def ready(self) -> bool:
-        """Whether the next batch is complete, so that taking it would not wait."""
+        """Return whether the next batch is complete, so that taking it would not wait."""
         return bool(self._queue) and self.pool.done(self._queue[0])
 
     def _submit(self, step: int) -> list[Task]:
         slot = step % self.ring.slots
         while not self._copied[slot].query():
-            self.pool.receive()  # keeps the host only a few batches ahead of the device
+            self.pool.receive()  # This wait keeps the host only a few batches ahead of the device.
         samples = self.samples(step)
         self.ring.samples.array[slot] = EMPTY_ROW
         tasks = []
@@ -293,19 +280,19 @@ class Loader:
         return tasks
 
     def load_in_process(self, batch: Batch) -> None:
-        """Load a batch again into its slot, in this process. Raises LoaderError."""
+        """Load a batch again into its slot, in this process. Raises LoaderError if that fails."""
         slot = batch.step % self.ring.slots
         self.pool.run_in_process(Task(self.number, slot, 0, self.samples(batch.step)))
 
 
 def task_rows(dataset: Dataset) -> int:
-    """Return how many samples of a dataset are a task: more than TASK_ROWS if they are small."""
+    """Return the number of samples per task, which is above TASK_ROWS for small samples."""
     image = dataset.fields[IMAGE]
     size = np.empty(image.shape, image.dtype).nbytes
     return max(TASK_ROWS, min(MAX_ROWS, MAX_BYTES // size))
 
 
 def slots_needed(dataset: Dataset, batch_size: int, *, workers: int, in_use: int) -> int:
-    """Slots that keep every worker busy while `in_use` batches are being copied."""
+    """Return how many slots keep every worker busy while `in_use` batches are being copied."""
     ahead = workers * TASKS_AHEAD * min(task_rows(dataset), batch_size)
     return max(1, math.ceil(ahead / batch_size)) + 1 + in_use

@@ -1,9 +1,9 @@
-"""Page-locked (pinned) batch buffers, from which copies to a GPU are asynchronous."""
+"""Pinned batch buffers, from which copies to a GPU are asynchronous."""
 
 import logging
 import mmap
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -15,40 +15,39 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def page_locked(arrays: Sequence[SharedArray]) -> Iterator[Future[list[int]]]:
-    """Page-lock arrays in the `with` block, so that copies to a GPU are asynchronous.
+def pinned_memory(arrays: Sequence[SharedArray]) -> Iterator[None]:
+    """Pin (page-lock) arrays in the `with` block, so that copies to a GPU are asynchronous.
 
-    It saves the copy into pinned memory that torch's DataLoader makes. Locking takes a second, so a
-    thread does it while the block begins; what is not locked yet is copied as ordinary memory. The
-    block gets the Future of this thread. If an array cannot be page-locked, it and the rest remain
-    ordinary memory, with a warning. No copy from them may be in progress at the end of the block.
+    This saves the copy into pinned memory that torch's DataLoader makes. Pinning takes a second and
+    runs in a thread while the block begins. Arrays that are not pinned yet are copied as pageable
+    memory. If an array cannot be pinned, it and the rest remain pageable, with a warning. No copy
+    from the arrays may be in progress at the end of the block.
     """
-    # A thread is also needed because CUDA reports a failure to page-lock again, at the next kernel
-    # launch of the same thread.
+    # A separate thread is also needed because CUDA reports a failure to pin again, at the next
+    # kernel launch of the same thread.
     with ThreadPoolExecutor(1) as thread:
-        locking = thread.submit(_lock, arrays, torch.cuda.current_device())
+        pinning = thread.submit(_pin, arrays, torch.cuda.current_device())
         try:
-            yield locking
+            yield
         finally:
-            for address in locking.result():
+            for address in pinning.result():
                 torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _lock(arrays: Sequence[SharedArray], device: int) -> list[int]:
-    """Page-lock arrays until one cannot be; return the addresses of those that are."""
-    locked: list[int] = []
-    torch.cuda.set_device(device)  # else CUDA would use memory of the first GPU for this thread
+def _pin(arrays: Sequence[SharedArray], device: int) -> list[int]:
+    """Pin arrays until one fails; return the addresses of the pinned arrays."""
+    addresses: list[int] = []
+    torch.cuda.set_device(device)  # Otherwise CUDA would use GPU 0's memory for this thread.
     for shared in arrays:
-        # Reads map the pages. CUDA is slower, and blocks the imports of other threads meanwhile.
+        # Reads map the pages, because CUDA is slower and blocks other threads' imports meanwhile.
         pages = shared.array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]
-        with suppress(RuntimeError), ThreadPoolExecutor(8) as threads:  # no more threads allowed
+        with suppress(RuntimeError), ThreadPoolExecutor(8) as threads:  # no more threads
             threads.map(np.sum, np.array_split(pages, 8))
         address, size = shared.array.ctypes.data, shared.array.nbytes
         error = torch.cuda.cudart().cudaHostRegister(address, size, 0)
         if int(error) != 0:
-            text = "%.1f MiB cannot be page-locked (%s), so batch buffers are ordinary memory and "
-            text += "copies to the GPU are slower; raise ulimit -l or the memory limit"
-            logger.warning(text, size / 2**20, error)
+            text = "cannot pin %.1f MiB of batch buffers (%s), so copies to the GPU are slower; "
+            logger.warning(text + "raise ulimit -l or the memory limit", size / 2**20, error)
             break
-        locked.append(address)
-    return locked
+        addresses.append(address)
+    return addresses

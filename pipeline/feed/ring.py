@@ -1,26 +1,26 @@
-"""The ring of batch buffers in shared memory, which workers write and the training process reads.
+"""Ring of batch buffers in shared memory, written by workers and read by the training process.
 
-Data flow, step 4: a batch is one slot of the ring. Workers write samples straight into its
-rows: no tensor per sample, no collate copy and no pin-memory thread. A batch is split into tasks of
-a few rows, so that all workers work on the batch that is needed next. A slot is reused only after
-the copy out of it has completed.
+Data flow, step 4: a batch is one slot of the ring. Workers write samples directly into its rows, so
+there is no tensor per sample, no collate copy and no pin-memory thread. A batch is split into tasks
+of a few rows, so that all workers work on the batch that is needed next. A slot is reused only
+after the copy from it has completed.
 
 class        process    thread   writes
 Loader       training   main     EMPTY_ROW into all rows of a slot, before it submits its tasks
 Pool         training   main     tasks into pipes; replies into Task.done and Ring.replies
-worker_main  worker     main     the samples of a task into the rows of its slot, then its reply
+worker_main  worker     main     a task's samples into the rows of its slot, then its reply
 Prefetcher   training   upload   copies of a slot on the device, and their event into Loader._copied
 Pool         training   upload   after a DeviceDecodeError, the slot again, like a reply
 
-There are no locks: a slot belongs to its tasks until they are done, then to the upload until the
-event of the copy. Without workers, the main thread runs the tasks; without a GPU, it uploads.
+There are no locks. A slot belongs to its tasks until they are done, then to the upload until the
+event of the copy. Without workers, the main thread runs the tasks. Without a GPU, it uploads.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,76 +28,72 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.shared import SharedArray
 from pipeline.feed.step_times import column
 
-EMPTY_ROW = -1  # epoch and index of a row without a sample; a validation does not count it
+EMPTY_ROW = -1  # epoch and index of a row without a sample, which validation does not count
 CHECK = "run `python scripts/doctor.py --all` with the same overrides to check every file"
 REPLACE = f"replace or remove it; {CHECK}"
 REPLACE_OR_SKIP = f"{REPLACE}; data.on_error=skip skips such images, up to data.max_bad_fraction"
-MAX_TRIED = 100  # samples in place of an unreadable one
+MAX_REPLACEMENTS = 100  # samples to try in place of an unreadable one
 
-SlotArrays = dict[str, np.ndarray]  # name of a field -> [B, *shape] of one batch
+SlotArrays = dict[str, np.ndarray]  # field name -> [B, *shape] of one batch
 Skipped = tuple[int, str]  # index and message of an unreadable sample
 
 
 @dataclass(eq=False)
 class Task:
-    """Rows of one slot to fill. They depend on the samples only, so any worker may fill them."""
+    """Rows of one slot to fill. They depend only on the samples, so any worker may fill them."""
 
     ring: int  # position of the ring in the pool
     slot: int
-    row: int  # the first row
+    row: int  # first row
     samples: np.ndarray  # int64 [n, 2] of (epoch, index), one per row
     done: bool = False
 
 
-class Reply(NamedTuple):
-    """The result of a task. A worker replies to its tasks in their order."""
+@dataclass
+class Reply:
+    """The result of a task. A worker replies to its tasks in order."""
 
-    rows: int = 0
+    rows: int
     cpu_seconds: float = 0.0
-    storage_seconds: float = 0.0  # neither computing nor waiting for a core
-    core_seconds: float = 0.0  # ready to run, but waiting for a core
-    skipped: Sequence[Skipped] = ()
-    error: str = ""  # why the task failed
+    storage_seconds: float = 0.0  # time neither computing nor waiting for a core
+    core_seconds: float = 0.0  # time ready to run, but waiting for a core
+    skipped: list[Skipped] = field(default_factory=list)
+    error: str = ""  # reason why the task failed
     trace: str = ""  # traceback of an error that is not about a file
 
 
 @dataclass(eq=False)
 class Ring:
     dataset: Dataset
-    local_batch_size: int  # rows of this rank
+    local_batch_size: int  # rows on this rank
     slots: int
-    # Replace unreadable samples up to this fraction of all; None: the first one is an error.
-    max_bad_fraction: float | None = None
-    remedy: str = REPLACE  # what to do about an unreadable sample
+    replacements: int = 0  # samples to try in place of an unreadable one; with 0, it is an error
+    max_bad_fraction: float = 0.0  # fraction of unreadable samples above which the run fails
+    remedy: str = REPLACE  # advice about an unreadable sample
 
     def __post_init__(self) -> None:
         rows = self.slots, self.local_batch_size
         fields = {**self.dataset.fields, **self.dataset.stage.fields}
-        self.memory: dict[str, SharedArray] = {}  # name of a field -> [slots, B, *shape]
-        for name, field in fields.items():
-            self.memory[name] = SharedArray((*rows, *field.shape), field.dtype)
-        # int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from the
-        # task's if the sample was unreadable and another one replaced it.
+        self.memory: dict[str, SharedArray] = {}  # field name -> [slots, B, *shape]
+        for name, each in fields.items():
+            self.memory[name] = SharedArray((*rows, *each.shape), each.dtype)
+        # int64 [slots, B, 2], (epoch, index) of each row's sample. The index differs from the
+        # task's if that sample was unreadable and has been replaced.
         self.samples = SharedArray((*rows, 2), np.int64)
         self.buffers = [*self.memory.values(), self.samples]
         self.replies: deque[Reply] = deque(maxlen=64)  # the newest replies
 
     def worker_ms(self) -> dict[str, Any]:
-        """Average the newest tasks per image: the fields of `StepTimes` for a worker."""
-        replies = list(self.replies)  # the upload thread may add one meanwhile
+        """Return the `StepTimes` fields about a worker, averaged over the newest tasks' images."""
+        replies = list(self.replies)  # The upload thread may append one at the same time.
         scale = 1e3 / max(1, sum(column(replies, "rows")))
-        cpu = sum(column(replies, "cpu_seconds"))
-        core = sum(column(replies, "core_seconds"))
-        # The clocks of the thread and of the kernel differ slightly.
-        storage = max(0.0, sum(column(replies, "storage_seconds")))
         return {
-            "image_cpu_ms": cpu * scale,
-            "image_storage_ms": storage * scale,
-            "image_cpu_wait_ms": core * scale,
+            "image_cpu_ms": scale * sum(column(replies, "cpu_seconds")),
+            # The maximum is needed because the thread's and the kernel's clocks differ slightly.
+            "image_storage_ms": scale * max(0.0, sum(column(replies, "storage_seconds"))),
+            "image_cpu_wait_ms": scale * sum(column(replies, "core_seconds")),
         }
 
     def candidates(self, index: int) -> Iterable[int]:
-        """Return a sample and, if unreadable ones are skipped, those that may replace it."""
-        if self.max_bad_fraction is None:
-            return [index]
-        return chain([index], islice(self.dataset.replacements(index), MAX_TRIED))
+        """Return a sample and, if unreadable samples are skipped, its possible replacements."""
+        return chain([index], islice(self.dataset.replacements(index), self.replacements))

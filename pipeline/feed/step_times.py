@@ -1,4 +1,4 @@
-"""How the steps of a rank spent their time: the only record of speed."""
+"""Breakdown of a rank's time into steps and waits, the program's only record of speed."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,27 +7,27 @@ import numpy as np
 
 
 class StepTimes(NamedTuple):
-    """How some steps of a rank spent their time. A fraction is one of `seconds`.
+    """Breakdown of the time that some of a rank's steps took. Fractions are of `seconds`.
 
-    The clock measures it, the log writes it, the verdict judges the mean of each rank.
+    The clock measures the times, the log writes them, and the verdict judges each rank's mean.
     """
 
     steps: float = 0.0
-    seconds: float = 0.0  # from the end of the step before the first one, without pauses
-    images_per_second: float = 0.0  # of this rank
+    seconds: float = 0.0  # time since the end of the step before the first one, without pauses
+    images_per_second: float = 0.0  # this rank only
     data_wait_fraction: float = 0.0  # the device was idle because the next batch was not ready
-    late_fraction: float = 0.0  # it was idle although the batch was ready: the host launched late
+    late_fraction: float = 0.0  # it was idle despite a ready batch, because the host launched late
     ranks_wait_fraction: float = 0.0  # the step waited for other ranks to have their batches
-    # Copy, normalization and batch transforms: during the steps on a GPU, between them on a CPU
+    # Copy, normalization and batch transforms, during the steps on a GPU, between them on a CPU
     copy_fraction: float = 0.0
-    compute_fraction: float = 1.0  # the remaining time, which is the step's
+    compute_fraction: float = 1.0  # the remaining time, spent in the step
     cpu_wait_fraction: float = 0.0  # the training thread waited for a CPU core
-    idle_steps_fraction: float = 0.0  # of the steps: the GPU had finished all its work before them
-    throttled_fraction: float = 0.0  # of the rows: the GPU had lowered its clock because of a fault
+    idle_steps_fraction: float = 0.0  # fraction of steps before which the GPU had become idle
+    throttled_fraction: float = 0.0  # fraction of rows in which a fault had lowered the GPU's clock
     copy_ms: float = 0.0  # median
     step_ms: float = 0.0  # median
-    step_worst_ms: float = 0.0  # the slowest step
-    # Times of a worker per image: computing, waiting for storage, and waiting for a CPU core
+    step_worst_ms: float = 0.0  # slowest step
+    # A worker's time per image spent computing, waiting for storage, and waiting for a CPU core
     image_cpu_ms: float = 0.0
     image_storage_ms: float = 0.0
     image_cpu_wait_ms: float = 0.0
@@ -45,7 +45,7 @@ class StepTimes(NamedTuple):
 
     @property
     def possible_images_per_second(self) -> float:
-        """Images/s of the step, had it never waited for images."""
+        """Images/s of the step if it never waited for images."""
         waited = self.data_wait_fraction + self.ranks_wait_fraction
         return self.images_per_second / max(0.01, 1 - waited)
 

@@ -1,6 +1,6 @@
-"""What a worker process does: it fills rows of the batches with samples.
+"""Code of the worker processes, which fill rows of batches with samples.
 
-Data flow, step 4: samples -> rows of each of their fields, in memory that all processes share.
+Data flow, step 4: samples -> rows of each field, in memory shared by all processes.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from pipeline.feed.clock import waited_for_core
 from pipeline.feed.forkserver import IGNORED_SIGNALS
 from pipeline.feed.ring import Reply, Ring, Skipped, SlotArrays, Task
 
-WORKER_NAME = "loader worker"  # of each worker process; other processes unblock signals
-# A worker that waits longer for storage, per sample as a mean of about ten tasks, reads FIRST_AHEAD
-# files at a time, then twice as many. Reading in threads costs 0.1 to 0.2 ms of a core per sample.
+WORKER_NAME = "loader worker"  # name of each worker process; other processes unblock signals
+# If a worker waits longer for storage, per sample averaged over about ten tasks, it reads
+# FIRST_AHEAD files at a time, then twice as many. Threads cost 0.1 to 0.2 ms of a core per sample.
 WAIT_SECONDS = 3e-4
 FIRST_AHEAD = 16
 
@@ -33,46 +33,38 @@ FIRST_AHEAD = 16
 def run_task(
     task: Task, rings: Sequence[Ring], following: Sequence[int] = (), num_ahead: int = 0
 ) -> Reply:
-    """Fill the rows of a task, in a worker. The reply reports an exception; the worker goes on.
+    """Fill the rows of a task. The reply reports an exception, so that the worker continues.
 
-    Args:
-        following: indices of the samples of this task and of those after it.
-        num_ahead: how many of them to read at a time; 0 reads each when it is needed.
+    `following`: sample indices of this task and later ones, of which `num_ahead` are read at a
+    time. With 0, each is read when it is needed.
     """
     ring = rings[task.ring]
     began = time.perf_counter()
     cpu_before = time.thread_time()
     core_before = waited_for_core()
-    # The views of a batch are made once for a task: they take longer than a copy of an image.
+    # Created once per task, because creating the views takes longer than copying an image.
     batch = {name: memory.array[task.slot] for name, memory in ring.memory.items()}
     ring.dataset.stage.begin_rows(batch, range(task.row, task.row + len(task.samples)))
-    skipped: list[Skipped] = []
-    for done, (epoch, index) in enumerate(task.samples.tolist()):
-        ring.dataset.read_ahead(following[done : done + num_ahead])
-        row = task.row + done
-        try:
-            used = _fill_row(ring, batch, row, epoch, index, skipped)
-        except UnreadableError as error:
-            return Reply(error=f"{error}; {ring.remedy}")
-        except LoaderError as error:
-            trace = ""
-            if error.__cause__ is not None:
-                trace = "".join(traceback.format_exception(error.__cause__))
-            return Reply(error=str(error), trace=trace)
-        ring.samples.array[task.slot, row] = epoch, used  # last: the row is complete
-    cpu = time.thread_time() - cpu_before
-    core = waited_for_core() - core_before
-    storage = time.perf_counter() - began - cpu - core  # what remains of the elapsed time
-    return Reply(len(task.samples), cpu, storage, core, skipped)
+    reply = Reply(len(task.samples))
+    try:
+        for row, (epoch, index) in enumerate(task.samples.tolist(), start=task.row):
+            done = row - task.row
+            ring.dataset.read_ahead(following[done : done + num_ahead])
+            used = _fill_row(ring, batch, row, epoch, index, reply)
+            ring.samples.array[task.slot, row] = epoch, used  # last, because it completes the row
+    except LoaderError as error:
+        reply.error = str(error)
+    cpu = reply.cpu_seconds = time.thread_time() - cpu_before
+    core = reply.core_seconds = waited_for_core() - core_before
+    reply.storage_seconds = time.perf_counter() - began - cpu - core  # rest of the elapsed time
+    return reply
 
 
-def _fill_row(
-    ring: Ring, batch: SlotArrays, row: int, epoch: int, index: int, skipped: list[Skipped]
-) -> int:
+def _fill_row(ring: Ring, batch: SlotArrays, row: int, epoch: int, index: int, reply: Reply) -> int:
     """Fill a row with the first readable one of a sample's `candidates`; return its index.
 
-    Adds the unreadable ones to `skipped`. Raises UnreadableError if none can be read, and
-    LoaderError for any other failure: without a reply, the training process would wait.
+    Adds the unreadable ones, or a traceback, to the reply. Turns every exception into LoaderError,
+    because the training process would wait for a missing reply.
     """
     unreadable: list[Skipped] = []
     for candidate in ring.candidates(index):
@@ -81,53 +73,55 @@ def _fill_row(
             _write(ring, batch, row, ring.dataset.load(candidate, rng))
         except UnreadableError as error:
             unreadable.append((candidate, str(error)))
-        except UserError as error:  # an invalid sample; the message names it
+        except UserError as error:  # invalid sample, named by the message
             raise LoaderError(str(error)) from None
-        except Exception as error:  # of a transform or the dataset, or out of memory
+        except Exception as error:  # raised by a transform or the dataset, or out of memory
+            reply.trace = traceback.format_exc()
             failed = "a transform or the dataset failed; see the traceback above"
             text = f"{ring.dataset.name(candidate)}: {describe(error)}: {failed}"
-            raise LoaderError(text) from error
+            raise LoaderError(text) from None
         else:
-            skipped += unreadable
+            reply.skipped += unreadable
             return candidate
     _, text = unreadable[0]
     if len(unreadable) > 1:
-        text += f"; none of its {len(unreadable) - 1} replacements can be read either"
-    raise UnreadableError(text)
+        text += f"; its {len(unreadable) - 1} replacements cannot be read either"
+    raise LoaderError(f"{text}; {ring.remedy}")
 
 
 def _write(ring: Ring, batch: SlotArrays, row: int, sample: Mapping[str, Any]) -> None:
+    """Write a sample's fields into a row. Raises ValueError if one is missing or does not match."""
     for name, rows in batch.items():
         if name in sample:
-            rows[row] = _fitting(name, sample[name], rows)
+            rows[row] = _to_array(name, sample[name], rows)
         elif name not in ring.dataset.stage.fields:
-            raise ValueError(f"the sample lacks {name} of the dataset's `fields`")
+            raise ValueError(f"the sample lacks {name}, which is in the dataset's `fields`")
 
 
-def _fitting(name: str, given: Any, rows: np.ndarray) -> np.ndarray:
-    """Return a field of a sample as an array. Raises ValueError if it is not as stated."""
-    value = np.asarray(given)
+def _to_array(name: str, field: Any, rows: np.ndarray) -> np.ndarray:
+    """Return a field as an array. Raises ValueError if it does not match `rows` [B, *shape]."""
+    value = np.asarray(field)
     shape = rows.shape[1:]
     is_cut = False
-    if value.dtype != rows.dtype and rows.dtype.kind != "f":  # 0.5 would be 0, and 258 would be 2
+    if value.dtype != rows.dtype and rows.dtype.kind != "f":  # 0.5 would become 0, and 258 become 2
         is_cut = bool((value.astype(rows.dtype) != value).any())
     if value.shape != shape or is_cut:
-        stated = f"the dataset states {rows.dtype} {shape} in `fields`"
-        raise ValueError(f"the field {name} is {value.dtype} {value.shape}, and {stated}")
+        expected = f"expected {rows.dtype} {shape}, as in the dataset's `fields`"
+        raise ValueError(f"the field {name} is {value.dtype} {value.shape}, {expected}")
     return value
 
 
 def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
-    """Run tasks, in a worker, until the pipe closes or the training process ends."""
+    """Run tasks in a worker until the pipe closes or the training process ends."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)  # the workers run in parallel, each in one thread
-    torch.default_generator.seed()  # else all workers would draw the same numbers
+    torch.set_num_threads(1)  # The workers already run in parallel.
+    torch.default_generator.seed()  # Otherwise all workers would draw the same numbers.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     tasks: list[Task] = []
     mean_wait = 0.0  # seconds per sample
     num_ahead = 0  # files to read at a time; never reduced, because reading ahead hides the waits
-    with contextlib.suppress(EOFError, OSError):  # the training process closed its end, or died
+    with contextlib.suppress(EOFError, OSError):  # The training process closed the pipe or died.
         while True:
             while not tasks or pipe.poll():
                 tasks.append(pipe.recv())
@@ -142,9 +136,9 @@ def worker_main(pipe: connection.Connection, rings: Sequence[Ring]) -> None:
 
 
 def _unblock_signals(_: object) -> None:
-    """Unblock what the forkserver blocks, in a child of it that is no worker.
+    """Unblock signals that the forkserver blocks, in its child processes other than workers.
 
-    A Pool of a dataset ends its processes by SIGTERM, and would wait for them for ever.
+    Otherwise a dataset's Pool, which ends its processes by SIGTERM, would wait for them forever.
     """
     if current_process().name != WORKER_NAME:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)

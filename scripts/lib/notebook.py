@@ -1,4 +1,4 @@
-"""Train, evaluate and predict from Python, as in a notebook (README.md shows how)."""
+"""Train, evaluate and predict from Python, such as in a notebook (see README.md)."""
 
 import signal
 from itertools import chain
@@ -14,22 +14,22 @@ from scripts.evaluate import evaluate_checkpoint, with_config
 from scripts.lib.trained import open_trained
 from scripts.predict import Predictor, Result, find_files
 
-log_to_stderr()  # what commands print, too
+log_to_stderr()  # the commands' output
 
 
 def forget_files() -> None:
-    """Let recipes and groups be read again: they may have changed since the last call."""
+    """Clear the cached recipes and groups, because the files may have changed since."""
     read_yaml.cache_clear()
     merged.cache_clear()
 
 
 def train(*overrides: str) -> dict[str, Any]:
-    """Train with the overrides of a command; return what summary.json holds."""
+    """Train with command-line overrides; return the contents of summary.json."""
     forget_files()
     config = from_overrides(overrides)
     check_root(config)
     summary = training.train(config)
-    if summary["signal"] == signal.SIGINT:  # the checkpoint is written; a loop ends, too
+    if summary["signal"] == signal.SIGINT:  # the checkpoint is written; also end a loop
         raise KeyboardInterrupt
     return summary
 
@@ -44,7 +44,7 @@ def evaluate(checkpoint: str, *overrides: str) -> dict[str, float]:
 
 
 def predict(checkpoint: str, *paths: str, top: int = 5) -> list[Result]:
-    """Predict the `top` most probable classes of images, given as files or folders."""
+    """Predict the `top` most probable classes of the images at paths of files or folders."""
     trained = open_trained(Path(checkpoint))
     predictor = Predictor(trained, resolve_device(trained.config.train.device), top=top)
     return list(chain.from_iterable(predictor.predict_files(find_files(paths))))

@@ -1,4 +1,4 @@
-"""Work through many items: in threads, in order, with the progress on stderr."""
+"""Process many items in threads and in order, with a progress bar on stderr."""
 
 import sys
 from collections import deque
@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from pipeline.feed import machine
 
-SECONDS = 5.0  # between two states of the progress bar
+SECONDS = 5.0  # between updates of the progress bar, and before it appears
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -24,10 +24,10 @@ def num_cores() -> int:
 def in_threads(
     workers: int, function: Callable[[Item], Result], items: Iterable[Item], ahead: int = 256
 ) -> Iterator[Result]:
-    """Yield the results of a function in the order of the items, of which `ahead` are in work.
+    """Yield a function's results in the order of the items, with `ahead` items in progress.
 
-    Reading, decoding and resizing release the lock of the interpreter, and unlike processes,
-    threads need no time to start. Each thread has one core of torch's.
+    Reading, decoding and resizing release the GIL, and threads start faster than processes.
+    torch uses one core in each thread.
     """
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
     results = deque[Future[Result]]()
@@ -43,7 +43,7 @@ def in_threads(
 
 
 def with_progress(items: Iterable[Item], total: int, unit: str) -> Iterator[Item]:
-    """Pass the items on, with a progress bar on stderr if they take longer than SECONDS."""
+    """Yield the items, with a progress bar on stderr if they take longer than SECONDS."""
     yield from tqdm(
         items, total=total, unit=f" {unit}", delay=SECONDS, mininterval=SECONDS, smoothing=0
     )

@@ -1,4 +1,4 @@
-"""What torchvision, timm and exported files state about trained weights."""
+"""Read metadata of trained weights from torchvision, timm and exported files."""
 
 import json
 import math
@@ -12,50 +12,51 @@ from models.weights import safetensors_metadata
 from models.zoo import import_timm
 
 
-class Stated(NamedTuple):
-    """What a file or a library states about weights."""
+class Metadata(NamedTuple):
+    """Metadata that a file or a library has about weights."""
 
-    # Keys of the config: image sizes, mean, std, augment.val; of an exported file also the model
-    values: dict[str, Any]
-    # Names of the classes, in the order of the logits; empty if they are not stated
+    # Config keys: image sizes, mean, std, augment.val; the model if the project wrote the file
+    config: dict[str, Any]
+    # Class names in the order of the logits; empty if unknown
     classes: tuple[str, ...]
-    # Stated by an exported file only; the shape of an image on the device is (..., C, S, S)
+    # Set only if the project wrote the file; shape of an image on the device: (..., C, S, S)
     num_classes: int | None = None
     image_shape: tuple[int, ...] | None = None
-    fields: Mapping[str, Any] = {}  # fields besides the image, as of `describe_fields`
+    fields: Mapping[str, Any] = {}  # fields besides the image, from `describe_fields`
 
 
-NOTHING = Stated({}, ())
+UNKNOWN = Metadata({}, ())
 
 
-def published(name: str, path: Path) -> Stated:
-    """Return what the library states about a file with weights, perhaps NOTHING.
+def published_metadata(name: str, path: Path) -> Metadata:
+    """Return the library's metadata of a weights file; UNKNOWN if it has none.
 
-    timm states it for each model (with its test size, as timm's validate.py); torchvision for each
-    file, known by its name. `name`: as in `build`. `path`: `pretrained` is what `build` downloads.
+    timm has metadata for each model (with its test size, which timm's validate.py uses),
+    torchvision for each file name. `name`: same as for `build`. `path`: `pretrained` stands for
+    the file that `build` downloads.
     """
     if name.startswith("timm/"):
-        return _of_timm(name.removeprefix("timm/"))
+        return _timm_metadata(name.removeprefix("timm/"))
     from torchvision import models as vision
 
     model, entry = torchvision_files().get(path.name, (name, None))
     if str(path) == "pretrained" and name in vision.list_models(module=vision):
         entry = vision.get_model_weights(name).DEFAULT
     if entry is None or model != name:
-        return NOTHING
+        return UNKNOWN
     transforms = entry.transforms()
-    (side,) = transforms.crop_size
+    (size,) = transforms.crop_size
     (short_side,) = transforms.resize_size
-    values = _preprocessing(side, short_side, transforms.interpolation.value)
-    values["data.image_size"] = side
-    values["data.mean"] = transforms.mean
-    values["data.std"] = transforms.std
-    classes = entry.meta["categories"] or ()  # VGG's features have none
-    return Stated(values, tuple(classes))
+    config = _preprocessing(size, short_side, transforms.interpolation.value)
+    config["data.image_size"] = size
+    config["data.mean"] = transforms.mean
+    config["data.std"] = transforms.std
+    classes = entry.meta["categories"] or ()  # None for VGG's feature weights
+    return Metadata(config, tuple(classes))
 
 
 def stored_name(content: Any) -> str | None:
-    """Return the name of the model that pytorch/examples, timm or torchvision store in a file."""
+    """Return the model name that pytorch/examples, timm or torchvision store in a checkpoint."""
     if not isinstance(content, dict):
         return None
     name = content.get("arch") or getattr(content.get("args"), "model", None)
@@ -63,7 +64,7 @@ def stored_name(content: Any) -> str | None:
 
 
 def torchvision_files() -> dict[str, tuple[str, Any]]:
-    """Return the model and the entry of each file that torchvision publishes, by file name."""
+    """Return torchvision's published weights: file name -> model name and weights entry."""
     from torchvision import models as vision
 
     return {
@@ -73,59 +74,60 @@ def torchvision_files() -> dict[str, tuple[str, Any]]:
     }
 
 
-def _of_timm(name: str) -> Stated:
+def _timm_metadata(name: str) -> Metadata:
     timm = import_timm(f"model.name=timm/{name}")
     try:
-        with torch.device("meta"):  # timm finds a model also by a name that it had before
+        with torch.device("meta"):  # create_model also accepts a model's former names
             model: Any = timm.create_model(name)
     except (RuntimeError, OSError):  # no such model, tag or file
-        return NOTHING  # `build` explains it
-    about = timm.models.PretrainedCfg(**model.pretrained_cfg)
-    input_size = about.test_input_size or about.input_size
-    crop_pct = about.test_crop_pct or about.crop_pct
-    # The check of augment.val refuses what its transforms do not support, such as squash.
-    interpolation = about.interpolation
-    if about.crop_mode != "center":
-        interpolation = about.crop_mode
-    side = input_size[-1]
-    values = _preprocessing(side, math.floor(side / crop_pct), interpolation)
-    values["data.image_size"] = about.input_size[-1]
-    values["data.mean"] = list(about.mean)
-    values["data.std"] = list(about.std)
-    classes = about.label_names or ()
-    return Stated(values, tuple(classes))
+        return UNKNOWN  # `build` raises the error
+    cfg = timm.models.PretrainedCfg(**model.pretrained_cfg)
+    input_size = cfg.test_input_size or cfg.input_size
+    crop_pct = cfg.test_crop_pct or cfg.crop_pct
+    # The check of augment.val rejects crop modes that no transform supports, such as squash.
+    interpolation = cfg.interpolation
+    if cfg.crop_mode != "center":
+        interpolation = cfg.crop_mode
+    size = input_size[-1]
+    config = _preprocessing(size, math.floor(size / crop_pct), interpolation)
+    config["data.image_size"] = cfg.input_size[-1]
+    config["data.mean"] = list(cfg.mean)
+    config["data.std"] = list(cfg.std)
+    classes = cfg.label_names or ()
+    return Metadata(config, tuple(classes))
 
 
-def _preprocessing(side: int, short_side: int, interpolation: str) -> dict[str, Any]:
-    """Return keys that resize to `short_side` and crop `side`."""
+def _preprocessing(size: int, short_side: int, interpolation: str) -> dict[str, Any]:
+    """Return config keys that resize to `short_side` and crop to `size`."""
     resize: dict[str, Any] = {"size": short_side}
     if interpolation != "bilinear":
         resize["interpolation"] = interpolation
-    transforms = [{"resize": resize}, {"center_crop": {"size": side}}]
-    return {"data.val_size": side, "augment.val": transforms}
+    transforms = [{"resize": resize}, {"center_crop": {"size": size}}]
+    return {"data.val_size": size, "augment.val": transforms}
 
 
-def exported(path: Path) -> Stated | None:
-    """Return what a file of scripts/export.py states about itself; None for other files."""
+def exported_metadata(path: Path) -> Metadata | None:
+    """Return the metadata in a file from scripts/export.py; None for other files."""
     if path.suffix != ".safetensors":
         return None
     texts = safetensors_metadata(path)
     if not {"model", "preprocessing", "classes"} <= texts.keys():
         return None
     model = json.loads(texts["model"])
-    about = json.loads(texts["preprocessing"])
-    shape = about["input"]["shape"]
-    side = model["image_size"]
-    values = {
+    preprocessing = json.loads(texts["preprocessing"])
+    shape = preprocessing["input"]["shape"]
+    size = model["image_size"]
+    config = {
         "model.name": model["name"],
         "model.args": model.get("args", {}),
-        "data.image_size": side,
+        "data.image_size": size,
         "data.val_size": shape[-1],
-        "data.mean": about["mean"],
-        "data.std": about["std"],
-        "augment.val": about["transforms"],
-        "data.exif_orientation": about.get("exif_orientation", False),
+        "data.mean": preprocessing["mean"],
+        "data.std": preprocessing["std"],
+        "augment.val": preprocessing["transforms"],
+        "data.exif_orientation": preprocessing.get("exif_orientation", False),
     }
     classes = tuple(json.loads(texts["classes"]))
-    shape = (*shape[1:-2], side, side)  # without the batch, and of the training images
-    return Stated(values, classes, model["num_classes"], shape, about.get("fields", {}))
+    shape = (*shape[1:-2], size, size)  # drop the batch size; use the training image size
+    fields = preprocessing.get("fields", {})
+    return Metadata(config, classes, model["num_classes"], shape, fields)

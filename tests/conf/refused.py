@@ -1,4 +1,4 @@
-"""The answer of the command line to a mistake, and configs that may need more than the core."""
+"""Error messages of the command line, and configs that may need more than the core."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from conf.compose import from_overrides
 from conf.errors import UserError
 from conf.schema import Config
 
-DATA = "data.root=/nowhere"  # composing does not read it
+DATA = "data.root=/nowhere"  # composing does not read the directory
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The error message for `arguments`, without the name of the program."""
+    """Return the error message for `arguments`, without the program's name."""
     with pytest.raises(SystemExit) as stop:
         cli.parse(arguments, script="train.py", purpose="")
     out, err = capsys.readouterr()
@@ -22,7 +22,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def offered(overrides: list[str]) -> Config:
-    """Compose a config; skip the test if this copy of the program lacks what it names."""
+    """Compose a config; skip the test if this copy of the program lacks something that it names."""
     try:
         return from_overrides(overrides)
     except UserError as error:

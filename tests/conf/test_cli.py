@@ -1,4 +1,4 @@
-"""The command line: composing, --help, --cfg job."""
+"""Command line: composing, --help, --cfg job."""
 
 import csv
 import os
@@ -30,16 +30,16 @@ from tests.helpers.processes import (
 
 
 @needs_extras
-def test_help_shows_the_composed_defaults():
-    """Except for these keys: tests/repository/equal has their values."""
+def test_schema_defaults_equal_composed_config():
+    """Except for the keys below, whose values tests/repository/equal checks."""
     composed, declared = config_values(from_overrides([DATA])), config_values(Config())
     differ = {"data.root", "augment.train", "augment.val", "data.val_size", "run.name", "run.dir"}
-    differ |= {"data.on_device", "data.storage"}  # these and the next ones are in config.yaml
+    differ |= {"data.on_device", "data.storage"}  # config.yaml sets this line's keys and the next
     differ |= {"model.rewrite", "log.values", "log.observers"}
     assert {name for name in composed if declared[name] != composed[name]} == differ
 
 
-def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path):
+def test_help_lists_all_keys_without_importing_torch(tmp_path):
     done = run_python("-X", "importtime", ROOT / "train.py", "--help", cwd=tmp_path)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
@@ -52,22 +52,22 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path)
         assert line.endswith(" " + help_texts()[name])
     assert help_texts()["optim.lr"].startswith("peak learning rate for the global batch; it is")
     imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
-    assert "hydra" in imported  # the list does contain imports
+    assert "hydra" in imported  # make sure that the list contains imports
     assert imported.isdisjoint({"torch", "numpy", "tensorboard", "PIL", "pipeline", "engine"})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_flags_of_other_trainers_are_answered_with_keys_that_exist():
+def test_answer_to_foreign_flags_names_existing_keys():
     answers = (FOLDER / "flags.csv").read_text()
     assert set(re.findall(r"\b([a-z]+\.[a-z_]+)=", answers)) <= FIELDS.keys()
-    # The long options of each trainer
+    # Long options of each trainer
     with Path(__file__).with_name("options.csv").open(newline="", encoding="utf-8") as file:
         options = {word for row in csv.DictReader(file) for word in row["options"].split()}
     assert {option for option in options if not answer_to(option)} == set()
     assert "BatchNorm" in answer_to("--bn-momentum")
 
 
-def test_section_help():
+def test_help_text_for_section_and_key():
     group, *keys = cli.help_text("", "", "schedule").splitlines()
     assert group == "  schedule=  constant | cosine | linear | step"
     assert len(keys) == sum(name.startswith("schedule.") for name in FIELDS)
@@ -75,8 +75,8 @@ def test_section_help():
     assert learning_rate == cli.help_text("", "", "optim.lr")
 
 
-def test_output_that_nobody_reads_and_a_full_disk():
-    """As in `python train.py --help | head`, which needs no message."""
+def test_help_with_closed_pipe_and_full_disk():
+    """A closed pipe, as in `python train.py --help | head`, needs no message."""
     command = [sys.executable, ROOT / "train.py", "--help"]
     read, write = os.pipe()
     os.close(read)
@@ -93,8 +93,8 @@ def test_output_that_nobody_reads_and_a_full_disk():
 
 
 @pytest.mark.parametrize("variable", ["PYTHONOPTIMIZE", "PYTHONSAFEPATH"])
-def test_surroundings(variable, tmp_path, monkeypatch):
-    """Python without docstrings, or without the script's folder, for a copy of train.py, too."""
+def test_help_with_python_environment_variables(variable, tmp_path, monkeypatch):
+    """Without docstrings or the script's directory in sys.path; also for a copy of train.py."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv(variable, "2")
     copy = Path(shutil.copy(ROOT / "train.py", tmp_path / "train_mine.py"))
@@ -104,28 +104,28 @@ def test_surroundings(variable, tmp_path, monkeypatch):
     assert "usage: python train_mine.py " in done.stdout
 
 
-def test_an_error_of_the_system_is_one_line(capsys):
-    """With the path; a reader that stops needs no words."""
+def test_run_main_reports_os_error_in_one_line(capsys):
+    """The line includes the path. BrokenPipeError and KeyboardInterrupt print nothing."""
     assert cli.run_main(lambda: len(Path("nowhere").read_text())) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "No such file or directory: 'nowhere'; check the path" in error
     for raised, status in ((BrokenPipeError, 1), (KeyboardInterrupt, 130)):
-        with patch("signal.signal") as handle:  # as before: what runs at exit would print it
+        with patch("signal.signal") as handle:  # restored; at exit, it would print
             assert cli.run_main(Mock(side_effect=raised)) == status
         assert (capsys.readouterr().err, handle.call_args.args[1]) == ("", signal.getsignal(2))
 
 
-def test_ctrl_c_before_torch_is_imported_is_quiet():
+def test_train_py_ctrl_c_before_torch_import_is_silent():
     with Started([sys.executable, ROOT / "train.py", "data=fake"], stdout=PIPE, stderr=PIPE) as run:
         assert run.stdout.readline().startswith("start ")
         run.send_signal(signal.SIGINT)
-        assert (*run.communicate(), run.returncode) == ("", "", -signal.SIGINT)  # a shell: 130
+        assert (*run.communicate(), run.returncode) == ("", "", -signal.SIGINT)  # 130 in a shell
 
 
 @needs_extras
 def test_cfg_job_prints_yaml(capsys):
-    """Without data, too."""
+    """`--cfg job` needs no data."""
     with pytest.raises(SystemExit, match="0"):
         cli.parse(["--cfg", "job", "run.name='yes'"], script="train.py", purpose="")
     printed = yaml.safe_load(capsys.readouterr().out)
@@ -139,12 +139,12 @@ PATHS += ["os:system", "/日本", "/macOS 9.41\u202fAM\xa0(1)", "/not-UTF-8/\udc
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_path_is_taken_literally(path):
+def test_overrides_take_paths_literally(path):
     config = from_overrides([f"data.root={path}", f"run.dir=/x{path}", f"data.train={path}"])
     assert (config.data.root, config.run.dir, config.data.train) == (path, f"/x{path}", path)
 
 
-def test_the_home_folder_in_a_path(monkeypatch):
+def test_overrides_expand_home_in_paths(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     config = from_overrides(["data.root=~/a", "run.dir=~/a", "model.weights=~/a"])
     assert {config.data.root, config.run.dir, config.model.weights} == {"/home/ada/a"}

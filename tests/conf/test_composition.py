@@ -1,4 +1,4 @@
-"""Layers of a config; commands share a run directory if and only if they train the same."""
+"""Config layers. Commands share a run directory if and only if they train the same."""
 
 import csv
 import shlex
@@ -17,16 +17,16 @@ def composed(typed: str) -> Config:
     return offered([DATA, *shlex.split(typed)])
 
 
-# Pairs of commands that train the same, or different things; tests/repository/equal has more.
+# Pairs of commands that train the same ("same") or not; tests/repository/equal has more pairs.
 with Path(__file__).with_name("pairs.csv").open(newline="", encoding="utf-8") as file:
     PAIRS = [*csv.reader(file)]
 SAME, OTHER = ([pair for kind, *pair in PAIRS if kind == wanted] for wanted in ("same", "other"))
-# run_identity holds what these stand for.
+# run_identity contains the content that these keys select.
 IGNORED = ("data.root", "data.val", "loader.decoder", "model.weights")
 
 
 @pytest.mark.parametrize(("one", "other"), SAME)
-def test_the_same_training_has_the_same_directory(one, other):
+def test_run_dir_equal_for_equal_training(one, other):
     first, second = composed(one), composed(other)
     assert first.run == second.run
     ignored = dict.fromkeys(IGNORED)
@@ -34,7 +34,7 @@ def test_the_same_training_has_the_same_directory(one, other):
 
 
 @pytest.mark.parametrize(("one", "other"), OTHER)
-def test_another_training_has_another_directory(one, other):
+def test_run_dir_differs_for_different_training(one, other):
     first, second = composed(one), composed(other)
     assert first.run.dir != second.run.dir
     assert result_keys(first) != result_keys(second)
@@ -45,20 +45,20 @@ def values() -> dict[str, Any]:
     return config_values(offered(["recipe=imagenet_rn50_fast", "data.root=/images"]))
 
 
-def test_a_stored_config_is_unchanged(values):
+def test_from_checkpoint_roundtrip(values):
     assert config_values(from_checkpoint(values)) == values
-    del values["data.on_error"]  # of another version
+    del values["data.on_error"]  # written by a different version
     assert from_checkpoint({**values, "data.former": 3, "ranks": 8}).data.on_error == "raise"
 
 
-def test_former_names_of_a_stored_config(values):
-    """A checkpoint can be evaluated whose transforms and loss have another name today."""
+def test_from_checkpoint_accepts_former_names(values):
+    """A checkpoint whose transforms and loss were renamed since can still be evaluated."""
     former = {**values, "augment.train": ["former"], "train.loss": "former"}
     assert from_checkpoint(former).train.loss == "former"
 
 
-def test_deleted_code_of_a_stored_config(values):
-    """It is left out where it does not affect the result, as in a fork that deletes an extra."""
+def test_from_checkpoint_drops_deleted_code(values):
+    """Drop it if it does not affect the result, for example in a fork that deletes an extra."""
     gone = {**values, "log.observers": ["gone:Observer"], "model.rewrite": "gone:rewrite"}
     assert config_values(from_checkpoint(gone)) == values
     with pytest.raises(
@@ -67,7 +67,7 @@ def test_deleted_code_of_a_stored_config(values):
         from_checkpoint({**values, "model.name": "gone:net"})
 
 
-def test_sizes_follow_the_key(values):
+def test_from_checkpoint_val_size_scales_transforms(values):
     assert values["data.val_size"] == 256
     entries = [
         "v2.RandomInvert",
@@ -85,7 +85,7 @@ def test_sizes_follow_the_key(values):
     assert config.data.image_size == 192
 
 
-def test_overrides_of_a_stored_config(values):
+def test_from_checkpoint_applies_overrides(values):
     config = from_checkpoint(values, ["augment=demo", "data.root=/other", "data.mean=[0,0,0]"])
     assert config.augment.val[0] == {"resize": {"size": 256}}
     assert (config.data.root, config.data.mean) == ("/other", [0, 0, 0])
@@ -99,13 +99,13 @@ def test_overrides_of_a_stored_config(values):
 
 
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", 5.5, [1], {"a": 1}])
-def test_stored_values_are_checked(values, value):
+def test_from_checkpoint_checks_stored_values(values, value):
     says = "only" if isinstance(value, str) else "not allowed"
     with pytest.raises(UserError, match=rf"data\.image_size=.*: {says}"):
         from_checkpoint({**values, "data.image_size": value})
 
 
-def test_paths_may_come_from_the_environment(monkeypatch):
+def test_overrides_resolve_environment_in_paths(monkeypatch):
     monkeypatch.setenv("FOLDER", "/images")
     config = from_overrides(
         ["data.root=${oc.env:FOLDER}/more", "run.dir=${oc.env:NONE,/runs}/${now:%Y}"]

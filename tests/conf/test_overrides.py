@@ -1,4 +1,4 @@
-"""Several mistakes of a command line, names of classes, and the length of a run's name."""
+"""Several errors in one command line, class names as keys, and the length of the run name."""
 
 import os
 
@@ -12,13 +12,13 @@ from tests.conf.refused import DATA
 
 
 def lines(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Return what the lines of an answer begin with, the words that are wrong."""
+    """Return the invalid word that starts each line of the error message."""
     with pytest.raises(SystemExit):
         cli.parse(words.split(), script="train.py", purpose="")
     return [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()]
 
 
-def test_all_mistakes_of_a_command_line_are_answered_at_once(capsys):
+def test_cli_reports_all_errors_at_once(capsys):
     five = "--epochs 90 -b 256 optim.lrr=1 train.precision=bf61 optim=adamww train.seed=1"
     expected = ["--epochs", "-b", "optim.lrr=1", "train.precision=bf61", "optim=adamww"]
     assert lines(five, capsys) == expected
@@ -27,7 +27,7 @@ def test_all_mistakes_of_a_command_line_are_answered_at_once(capsys):
 
 
 @pytest.mark.parametrize("words", ["optim.lr = 0.3", "optim.lr =0.3", "--lr 0.3", "--seed -1"])
-def test_what_follows_a_mistake_is_not_another(words, capsys):
+def test_cli_skips_words_after_an_error(words, capsys):
     assert lines(f"{words} train.epochs=2", capsys) == [words.split()[0]]
 
 
@@ -47,7 +47,7 @@ def test_names_of_classes_are_taken_as_typed(typed, weights):
     assert values == {"train.class_weights": weights}
 
 
-def test_a_run_directory_can_be_created_for_any_name(tmp_path):
+def test_run_name_fits_in_a_file_name(tmp_path):
     keys = ("train.label_smoothing", "train.ema_decay", "optim.weight_decay", "optim.momentum")
     typed = [f"{key}=0.{'123456789' * 3}" for key in (*keys, "optim.lr", "schedule.final_lr")]
     name = from_overrides([DATA, "schedule=cosine", *typed], varied=FIELDS).run.name

@@ -1,4 +1,4 @@
-"""Recipes and groups in files of the user, by their path."""
+"""Recipes and groups in user files, selected by path."""
 
 import shutil
 from pathlib import Path
@@ -26,10 +26,10 @@ train: {epochs: 2}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a recipe, based on one of the program, and a model."""
+    """Create a directory with a model and with a recipe based on a built-in recipe."""
     folder = tmp_path / "it's my $conf, a=b"
     files = {"recipe/mine": RECIPE, "model/wide": "name: resnet50\n"}
-    files["trainer/default"] = "max_epochs: ["  # of another program: not read
+    files["trainer/default"] = "max_epochs: ["  # a different program's; not read
     for name, content in files.items():
         path = folder / f"{name}.yaml"
         path.parent.mkdir(parents=True)
@@ -37,8 +37,8 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_recipe_and_group(folder, monkeypatch):
-    """The absolute path is among the values, which hold in another folder too."""
+def test_from_overrides_reads_recipe_and_group_by_path(folder, monkeypatch):
+    """The overrides contain the absolute path, so they are also valid in a different directory."""
     monkeypatch.setenv("HOME", str(folder.parent))
     config = from_overrides([f"recipe=~/{folder.name}/recipe/mine.yaml"])
     assert (config.model.name, config.optim.lr, config.run.name) == ("resnet50", 0.05, "mine")
@@ -49,7 +49,7 @@ def test_recipe_and_group(folder, monkeypatch):
 
 
 @pytest.mark.usefixtures("toy_runs")
-def test_a_run_needs_the_folder_only_for_its_command(folder, image_root, tmp_path):
+def test_run_is_readable_after_recipe_folder_is_deleted(folder, image_root, tmp_path):
     (folder / "model" / "wide.yaml").write_text("name: resnet_tiny\n")
     run = tmp_path / "run"
     small = [*SMALL_RUN[1:], "train.max_steps=1", f"data.root={image_root}", f"run.dir={run}"]
@@ -63,7 +63,7 @@ def test_a_run_needs_the_folder_only_for_its_command(folder, image_root, tmp_pat
     assert from_checkpoint(config_values(config)).model == config.model
 
 
-MISTAKES = [  # a file of the folder, its content, the message
+MISTAKES = [  # file in the directory, its content, the message
     ("recipe/mine", "optim:\n  lr=0.1", "there is no key optim; write optim=adamw"),
     ("recipe/mine", "defaults: [{model: resnet51}]", "a recipe chooses a group by `- override /"),
     ("recipe/mine", RECIPE + "log: {every_step: 3}", "there is no key log.every_step; did you"),
@@ -74,6 +74,6 @@ MISTAKES = [  # a file of the folder, its content, the message
 
 
 @pytest.mark.parametrize(("name", "content", "says"), MISTAKES)
-def test_mistakes_in_a_file(name, content, says, folder, capsys):
+def test_cli_reports_errors_in_recipe_files(name, content, says, folder, capsys):
     (folder / f"{name}.yaml").write_text(content, errors="surrogateescape")
     assert says in refusal([f"{name.partition('/')[0]}={folder}/{name}.yaml", DATA], capsys)

@@ -1,4 +1,4 @@
-"""Without the environment, every script prints one line: the missing packages and a remedy."""
+"""Outside the environment, every script prints one line with the missing packages and the fix."""
 
 import importlib.util
 import re
@@ -12,13 +12,13 @@ from conf import start
 from tests.helpers.processes import ROOT, run_command
 
 PROGRAMS = ["train.py", *(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))]
-# Of the system: from version 3.14 on, the one in .venv sees that it is in .venv also with -S.
+# The system's Python, because from 3.14 on, the one in .venv detects .venv even with -S.
 PYTHON = sys._base_executable
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_outside_the_environment(program, tmp_path):
-    command = [PYTHON, "-S", ROOT / program, "--help"]  # with only the standard library
+def test_scripts_report_missing_packages(program, tmp_path):
+    command = [PYTHON, "-S", ROOT / program, "--help"]  # standard library only
     done = run_command(command, {"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     names = "hydra-core, pillow, numpy, omegaconf, safetensors, torch, torchvision, tqdm"
@@ -27,7 +27,7 @@ def test_outside_the_environment(program, tmp_path):
     assert done.stderr.endswith("`pip install -r requirements.txt`\n")
 
 
-def test_packages_are_the_required_ones():
+def test_start_packages_equal_requirements():
     """Except jinja2, which torch needs, and tensorboard and plotly, which a run does not need."""
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     lines = (ROOT / "requirements.txt").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Every recipe builds: models, transforms, optimisers. tests/repository/equal has other sizes."""
+"""Every recipe builds models, transforms, optimizers. tests/repository/equal has more sizes."""
 
 import re
 import shlex
@@ -25,7 +25,7 @@ RECIPES = group_names("recipe")
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_builds(recipe):
-    """Its commands, a comment, are valid; the model, on the meta device, fits the last images."""
+    """The commands in its comment are valid; on the meta device, the model takes the last sizes."""
     text = (FOLDER / "recipe" / f"{recipe}.yaml").read_text().replace("\\\n#", "")
     commands = re.findall(r"^#   python train\.py (.*)$", text, re.MULTILINE)
     assert commands, f"{recipe}.yaml: add `#   python train.py ...` to its first comment"
@@ -36,7 +36,7 @@ def test_recipe_builds(recipe):
     side = build_image_transforms(config.augment.train, "augment.train").image_size
     val_side = build_image_transforms(config.augment.val, "augment.val").image_size
     assert (side, val_side) == (config.data.image_size, config.data.val_size)
-    assert {"resize", "random_resized_crop"} & {*config.augment.train[0]}  # a photo is scaled
+    assert {"resize", "random_resized_crop"} & {*config.augment.train[0]}  # photos are resized
     assert "resize" in config.augment.val[0]
     if config.model.name.startswith("timm/") and find_spec("timm") is None:
         return  # the rest needs the model
@@ -55,8 +55,8 @@ SMALL += ["log.every_steps=1", "log.trackers=[]", "train.max_steps=2", "train.de
 
 
 @pytest.mark.usefixtures("toy_runs")
-def test_a_run_continues_with_larger_images(image_root, tmp_path):
-    """As imagenet_rn50_fast; a stop after the change makes no difference. Epoch 1 begins at 5."""
+def test_run_resumes_with_larger_images(image_root, tmp_path):
+    """As in imagenet_rn50_fast; a stop after the change has no effect. Epoch 1 begins at step 5."""
     smaller = ["data.image_size=16", "data.val_size=32", "train.max_steps=5"]
     larger = ["data.val_size=32", "checkpoint.accept_changes=true"]
     weights = set()
@@ -74,7 +74,7 @@ def test_a_run_continues_with_larger_images(image_root, tmp_path):
 @pytest.mark.usefixtures("whole_runs")
 @pytest.mark.parametrize("recipe", MANY)
 def test_recipe_trains(recipe, image_root, tmp_path):
-    """All of it but the numbers of pixels: two steps, then a validation."""
+    """Train two steps and validate with everything but the recipe's image and batch sizes."""
     words = [f"recipe=imagenet_{recipe}", f"data.root={image_root}", f"run.dir={tmp_path}", *SMALL]
     config = offered([*words, *MORE.get(recipe, [])])
     if config.model.name.startswith("timm/"):
@@ -82,7 +82,7 @@ def test_recipe_trains(recipe, image_root, tmp_path):
     assert train.train(config)["step"] == 2
     found = rows(tmp_path, "train")
     assert [row["step"] for row in found] == [1, 2]
-    # Three classes: a loss near that of a guess, ln 3; for bce, ln 2.
+    # With three classes, the loss is near that of guessing, which is ln 3, or ln 2 for bce.
     assert all(0.3 < row["loss"] < 3 for row in found)
     (validated,) = rows(tmp_path, "val")
     assert ("top1_raw" in validated) == (config.train.ema_decay is not None)

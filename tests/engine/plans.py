@@ -1,4 +1,4 @@
-"""A schedule that a test writes down, with the values that it needs."""
+"""A schedule from literal values, and related constants."""
 
 from collections.abc import Callable
 from typing import Any

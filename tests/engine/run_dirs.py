@@ -1,4 +1,4 @@
-"""Run directories of a tiny model, without a training."""
+"""Run directories of a tiny model, without training."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ CONFIG = {"train.best_by": "top1"}
 def state_of(step: int = 0, weight: Any = 0.5) -> TrainState:
     model = nn.Linear(2, 1)
     model.weight.data[0] = torch.tensor(weight)
-    model.register_buffer("mask", torch.tensor(-torch.inf))  # as of an attention
+    model.register_buffer("mask", torch.tensor(-torch.inf))  # like an attention mask
     return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=step)
 
 
@@ -30,7 +30,7 @@ def content_of(step: int, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_checkpoint(path: Path, step: int, **changes: Any) -> Path:
-    """Save a checkpoint with changes of the state."""
+    """Save a checkpoint with a changed state."""
     content = content_of(step, {**state_of(step).state_dict(), **changes})
     path.mkdir(exist_ok=True)
     return checkpoint.save(path / "checkpoints", content, keep=9)
@@ -44,13 +44,13 @@ def directory(path: Path, resume: str = "auto") -> Run:
 def resume_with(
     run: Run, state: TrainState, identity: dict[str, Any] = IDENTITY, stop_step: int = 100
 ) -> None:
-    """Do what `train.train` does with a run directory before the first step."""
+    """Prepare a run directory like `train.train` does before the first step."""
     run.read_checkpoint()
     run.resume(state, {"identity": identity, "config": {}, "model_input": {}}, stop_step)
 
 
 def open_run(path: Path, resume: str = "auto", identity: dict[str, Any] = IDENTITY) -> Path | None:
-    """Open and close a run directory; return the checkpoint to resume."""
+    """Open and close a run directory; return the checkpoint that it resumes."""
     state = state_of()
     with directory(path, resume) as run:
         resume_with(run, state, identity)

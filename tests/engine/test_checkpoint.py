@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, the order of writes, strict JSON, and the thread that writes."""
+"""Checkpoints that are kept, the order of writes, strict JSON, and the writer thread."""
 
 import errno
 import json
@@ -27,30 +27,30 @@ from tests.helpers.results import same
 
 
 def content(number: int, **best: int) -> dict[str, Any]:
-    """A checkpoint whose content depends on its step, and the step of the best one, if any."""
+    """Return a checkpoint whose content depends on its step; `best` may have the best step."""
     weights = torch.full((1000,), float(number))
     return content_of(number, {"weights": weights, "best": best})
 
 
-def test_keep_and_best(tmp_path):
+def test_save_keeps_newest_and_best(tmp_path):
     kept = {1: {1}, 2: {1, 2}, 3: {2, 3}, 4: {3, 4}, 5: {3, 4, 5}, 6: {3, 5, 6}}
     for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3), (6, 3)):
         save(tmp_path, content(step, step=best), keep=2)
         assert {*os.listdir(tmp_path)} == {"best.pt", *map(checkpoint.file_name, kept[step])}
         assert checkpoint.find_checkpoint(tmp_path) == tmp_path / "best.pt"
         assert (tmp_path / "best.pt").samefile(tmp_path / checkpoint.file_name(best))
-    # Other users may read it, as far as the umask lets them.
+    # Other users may read it, as far as the umask allows.
     os.umask(umask := os.umask(0))
     assert stat.S_IMODE((tmp_path / "best.pt").stat().st_mode) == 0o666 & ~umask
-    save(tmp_path, content(7), keep=2)  # validated on other images: no best so far
+    save(tmp_path, content(7), keep=2)  # validated on other images, so there is no best yet
     assert checkpoint.find_checkpoint(tmp_path) == tmp_path / "step-00000007.pt"
     assert {*os.listdir(tmp_path)} == {"step-00000006.pt", "step-00000007.pt"}
     with pytest.raises(UserError, match="holds no checkpoints; give the folder"):
         checkpoint.find_checkpoint(tmp_path.parent)
 
 
-def test_best_without_hard_links(tmp_path, monkeypatch):
-    """Some file systems have none, such as exFAT: the best checkpoint is a copy."""
+def test_save_copies_best_without_hard_links(tmp_path, monkeypatch):
+    """Without hard links, for example on exFAT, the best checkpoint is a copy."""
     refused = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
     monkeypatch.setattr(os, "link", Mock(side_effect=refused))
     for step, best in ((1, 1), (2, 2), (3, 2)):
@@ -59,17 +59,17 @@ def test_best_without_hard_links(tmp_path, monkeypatch):
     assert load(tmp_path / "best.pt")["step"] == 2
 
 
-def test_older_format_is_not_resumed(tmp_path):
+def test_load_newest_rejects_older_format(tmp_path):
     old = save(tmp_path, content(20), keep=2)
     stored = {**torch.load(old), "format": 2}
     torch.save(stored, old)
-    assert checkpoint.is_ours(stored)  # its weights and config can be read
+    assert checkpoint.is_ours(stored)  # its weights and config are readable
     with pytest.raises(UserError, match=f"is of a version of this .* model.weights={old} "):
         load_newest([old])
 
 
-def test_damage_in_the_zip_directory_is_skipped(tmp_path):
-    """Python may pass a directory that torch refuses: the intact file before it is read."""
+def test_load_newest_skips_damaged_zip_directory(tmp_path):
+    """Python may accept a zip directory that torch rejects. The previous file is then loaded."""
     ten, twenty = save(tmp_path, content(10), keep=2), save(tmp_path, content(20), keep=2)
     whole, stored = twenty.read_bytes(), {ten: load(ten), twenty: load(twenty)}
     read = set()
@@ -78,11 +78,11 @@ def test_damage_in_the_zip_directory_is_skipped(tmp_path):
         path, found = load_newest([twenty, ten])
         assert same(found, stored[path]), place
         read.add(path)
-    assert read == {ten, twenty}, "some damage changes nothing"
+    assert read == {ten, twenty}, "expected both harmful and harmless damage"
 
 
-def test_order_of_calls(tmp_path, monkeypatch):
-    """A power cut keeps what is synced: so is all before it is renamed, and removals come last."""
+def test_save_syncs_before_rename(tmp_path, monkeypatch):
+    """A power failure keeps only synced files, so sync before renaming, and remove files last."""
     needs_linux()
     calls = []  # (fsync, name, bytes), (replace, source, target)
 
@@ -101,7 +101,7 @@ def test_order_of_calls(tmp_path, monkeypatch):
 
     def saving(folder, name):
         return [
-            ("unlink", f"{name}.tmp"),  # of a run that was killed
+            ("unlink", f"{name}.tmp"),  # left by a killed run
             ("fsync", f"{name}.tmp", str((folder / name).stat().st_size)),
             ("replace", f"{name}.tmp", name),
             ("fsync", "checkpoints", ""),
@@ -119,10 +119,10 @@ def test_order_of_calls(tmp_path, monkeypatch):
     assert calls == [*both, ("unlink", "step-00000001.pt")]
     calls.clear()
     open_run(tmp_path / "run")
-    assert "run" in {call[1] for call in calls if call[0] == "fsync"}  # the name of checkpoints/
+    assert "run" in {call[1] for call in calls if call[0] == "fsync"}  # the entry checkpoints/
 
 
-def test_numbers_that_are_not_finite_become_null():
+def test_json_text_writes_non_finite_as_null():
     found = {"a": math.nan, "b": [1.5, (math.inf, {"c": -math.inf})], "d": "NaN", "e": True}
     expected = {"a": None, "b": [1.5, [None, {"c": None}]], "d": "NaN", "e": True, "f": 2**70}
     for indent in (None, 2):
@@ -131,7 +131,7 @@ def test_numbers_that_are_not_finite_become_null():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_kind_of_tensor_is_copied(device, tmp_path):
+def test_host_copy_all_tensor_kinds(device, tmp_path):
     """The next step does not change the copy."""
     tied = torch.randn(7, device=device)
     tensors = {
@@ -161,11 +161,11 @@ def test_every_kind_of_tensor_is_copied(device, tmp_path):
         assert torch.equal(stored["tensors"][name], tensor), name
     assert stored["best"] == {"step": 7}
     assert stored["model"]._metadata == model.state_dict()._metadata
-    assert path.stat().st_size < 30_000  # neither ties are stored twice nor a slice's neighbours
+    assert path.stat().st_size < 30_000  # no tensor is stored twice, nor a slice's base
 
 
-def test_one_checkpoint_at_a_time(tmp_path, monkeypatch):
-    """The second copy begins when the first one is written."""
+def test_run_save_waits_for_previous_write(tmp_path, monkeypatch):
+    """The second copy starts when the first one has been written."""
     result, save, order = futures.Future.result, checkpoint.save, []
     release = threading.Event()
 
@@ -195,15 +195,15 @@ def test_one_checkpoint_at_a_time(tmp_path, monkeypatch):
     assert order == ["begins 6", "has written 1", "begins 7", "has written 2"]
 
 
-def test_weights_that_differ_between_ranks_are_told(tmp_path, monkeypatch, caplog):
+def test_run_save_warns_about_unequal_weights(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(World, "has_equal_weights", lambda *_: False)
     with directory(tmp_path) as run:
         resume_with(run, state_of(), {})
         run.save(state_of(5))
-    assert "step 5: the weights differ between the ranks, and the checkpoint" in caplog.text
+    assert "step 5: the weights differ between ranks, and the checkpoint" in caplog.text
 
 
-def test_a_run_in_whose_place_another_one_trains(tmp_path):
+def test_run_save_fails_if_directory_was_moved(tmp_path):
     with directory(tmp_path / "run") as run:
         resume_with(run, state_of(), {})
         run.path.rename(tmp_path / "moved")
@@ -215,7 +215,7 @@ def test_a_run_in_whose_place_another_one_trains(tmp_path):
     assert not os.listdir(other.checkpoints)
 
 
-def test_weights_that_are_not_finite_are_not_written(tmp_path):
+def test_run_save_rejects_non_finite_weights(tmp_path):
     with directory(tmp_path) as run:
         resume_with(run, state_of(), {})
         run.save(state_of(5, weight=3e38))  # large weights are finite

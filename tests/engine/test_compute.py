@@ -1,4 +1,4 @@
-"""How a device computes a model: precision, FLOPs, torch.compile."""
+"""Computing a model on a device: precision, FLOPs, torch.compile."""
 
 import shutil
 from unittest.mock import Mock
@@ -15,7 +15,6 @@ from engine.compute import (
     Compute,
     choose_precision,
     compile_blocks,
-    compile_function,
     count_flops,
     has_equal_blocks,
     is_search_worthwhile,
@@ -31,9 +30,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
 
-def test_compiled_kernels_are_kept_in_the_cache(cache, monkeypatch):
-    """torch chooses the folder for temporary files at its import; a container loses it."""
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # that of this process
+def test_keep_compiled_kernels_uses_cache_dir(cache, monkeypatch):
+    """Otherwise, torch selects a temporary directory when imported, which a container loses."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # set by this process
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     program = "from conf.start import keep_compiled_kernels as keep; keep(); from torch._inductor"
     program += ".runtime import cache_dir_utils as d; print(d.cache_dir(), d.triton_cache_dir(0))"
@@ -41,45 +40,15 @@ def test_compiled_kernels_are_kept_in_the_cache(cache, monkeypatch):
     assert result.stdout.split() == [str(cache / "inductor"), str(cache / "inductor" / "triton")]
 
 
-@pytest.mark.slow
-@NEEDS_COMPILER
-def test_recompute_keeps_fewer_activations():
-    """Activations are computed twice, and the gradients are the same."""
-    network = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
-    weights = {parameter.data_ptr() for parameter in network.parameters()}
-    images = torch.randn(256, 64)
-
-    def gradients(mode):
-        torch._dynamo.reset()
-        network.zero_grad()
-        kept = {}  # address of what the backward pass needs -> bytes
-
-        def keep(tensor):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            result = compile_function(lambda: network(images).square().mean(), mode)()
-        result.backward()
-        return sum(kept.values()), [parameter.grad for parameter in network.parameters()]
-
-    kept, expected = gradients("default")
-    fewer, found = gradients("recompute")
-    assert fewer < kept / 2
-    torch.testing.assert_close(found, expected)
-
-
-def test_blocks_that_differ_are_compiled_with_the_whole_step():
-    """With drop path, each block has its own rate: they would be compiled one by one."""
+def test_has_equal_blocks():
+    """With drop path, each block has a different rate, so blocks would be compiled one by one."""
     assert not has_equal_blocks(nn.Module())
     for rate, are_equal in ((0.1, True), (0.2, False)):
         blocks = nn.Sequential(nn.Dropout(0.1), nn.Dropout(rate))
         assert has_equal_blocks(nn.ModuleDict({"blocks": blocks})) == are_equal
 
 
-def test_compiled_blocks_are_not_compiled_again_for_a_validation():
+def test_for_validation_does_not_compile_blocks():
     compiler = Mock(side_effect=lambda graph, examples: graph)
     block = models.vit.Mlp(3, 4)
     block.compile(backend=compiler)
@@ -92,7 +61,7 @@ def test_compiled_blocks_are_not_compiled_again_for_a_validation():
 
 @pytest.mark.slow
 @NEEDS_COMPILER
-def test_equal_blocks_are_compiled_once():
+def test_compile_blocks_compiles_equal_blocks_once():
     torch._dynamo.reset()
     model, images = short_vit(7, 32), torch.randn(4, 3, 32, 32)
     nn.init.normal_(model.head.weight)
@@ -102,15 +71,15 @@ def test_equal_blocks_are_compiled_once():
     torch._dynamo.utils.counters.clear()
     found = torch.autograd.grad(model(images).square().mean(), list(model.parameters()))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-    # The first of three has its own: its residual stream, the positions, needs no gradient.
+    # The first of three has its own graph; its input, the positions, needs no gradient.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.parametrize(
     ("capability", "auto"), [((9, 0), "bf16"), ((7, 5), "fp16"), ((6, 0), "fp32")]
 )
-def test_precision(monkeypatch, capability, auto):
-    """On older GPUs, torch emulates bf16, and reports it as supported by default."""
+def test_choose_precision(monkeypatch, capability, auto):
+    """Older GPUs emulate bf16, which torch reports as supported by default."""
     monkeypatch.setattr(
         torch.cuda,
         "is_bf16_supported",
@@ -123,7 +92,7 @@ def test_precision(monkeypatch, capability, auto):
 
 
 @pytest.mark.parametrize(
-    ("word", "device", "epochs", "found", "searches"),  # of 5,004.5 steps
+    ("word", "device", "epochs", "found", "searches"),  # epochs have 5,004.5 steps
     [
         ("model.compile=auto", CPU, 90, "off", True),
         ("model.compile=default", CPU, 1, "default", False),
@@ -133,19 +102,19 @@ def test_precision(monkeypatch, capability, auto):
         ("train.deterministic=true", CUDA, 90, "default", False),
     ],
 )
-def test_compile_mode_of_resnet50(word, device, epochs, found, searches):
+def test_resolve_compile_for_resnet50(word, device, epochs, found, searches):
     config = from_overrides(["data=fake", f"train.epochs={epochs}", word])
     steps = round(5_004.5 * epochs)
     assert resolve_compile(config, device, steps, 6.28e12 * steps) == found
     assert is_search_worthwhile(config, steps) == searches
 
 
-class Query(nn.MultiheadAttention):  # like SigLIP's pooling, it gives a parameter to a layer
+class Query(nn.MultiheadAttention):  # passes a parameter to a layer, like SigLIP's pooling
     def forward(self, image):
         return self.out_proj(self.in_proj_weight.expand(1, -1, -1))
 
 
-def test_published_flops():
+def test_count_flops_equals_published():
     """torchvision publishes 4.089 G multiply-adds for ResNet-50 at 224 px; each counts as two."""
     with torch.device("meta"):
         model = models.build("resnet50", num_classes=1000, image_size=224)
@@ -156,16 +125,14 @@ def test_published_flops():
 
 
 class TwoInputs(nn.Module):
-    """With `inner`, its layer does not take the number."""
+    """A network with two inputs."""
 
-    def __init__(self, *, inner: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
-        self.inner = inner
 
     def forward(self, image, age):
-        features = torch.cat([image.mean((2, 3)), age[:, None]], 1)
-        return self.layer(features, age) if self.inner else self.layer(features)
+        return self.layer(torch.cat([image.mean((2, 3)), age[:, None]], 1))
 
 
 def forward_both(network: nn.Module, batch: Batch) -> Tensor:
@@ -177,23 +144,11 @@ def count_two(network: nn.Module, forward, **fields: Field) -> int:
         return count_flops(network.to("meta"), {"image": image_field(8), **fields}, forward)
 
 
-def test_forward_passes_a_second_field():
+def test_count_flops_with_second_field():
     assert count_two(TwoInputs(), forward_both, age=Field(np.float32)) == 2 * 4 * 3
 
 
-def test_a_call_that_the_network_does_not_take_is_one_line():
-    cure = r"; change it to call the network with \("
-    missing = r"^forward\(\) in train\.py: TwoInputs\.forward\(\) missing 1 .*: 'age'"
-    with pytest.raises(UserError, match=rf"{missing}{cure}image, age\)$"):
-        count_two(TwoInputs(), forward)
-    many = r"^forward\(\) in train\.py: Linear\.forward\(\) takes 2 .* 3 were given"
-    with pytest.raises(UserError, match=rf"{many}{cure}input\)$"):
-        count_two(nn.Linear(8, 3), forward_both, age=Field(np.float32))
-    with pytest.raises(TypeError, match=r"^Linear\.forward\(\) takes 2 "):  # not in forward()
-        count_two(TwoInputs(inner=True), forward_both, age=Field(np.float32))
-
-
-def test_a_field_that_samples_lack_is_one_line():
+def test_count_flops_reports_missing_field():
     message = r'^batch\["age"\]: samples have no such field, only image, label; '
     with pytest.raises(UserError, match=message):
         count_two(TwoInputs(), forward_both, label=LABEL)

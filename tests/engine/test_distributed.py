@@ -1,4 +1,4 @@
-"""Ranks: a world of size 1 in this process, and two gloo ranks in processes."""
+"""Ranks: a world of size 1 in this process, and two gloo ranks in child processes."""
 
 import os
 import signal
@@ -28,8 +28,8 @@ from tests.helpers.small_run import command
 from train import build_state, forward
 
 
-def test_variables_of_torchrun(monkeypatch):
-    """Rank 1 of each of two nodes; without WORLD_SIZE, left-over variables mean nothing."""
+def test_join_world_reads_torchrun_variables(monkeypatch):
+    """Rank 1 on the second of two nodes. Without WORLD_SIZE, the other variables are ignored."""
     given = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.append(more))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
@@ -47,13 +47,13 @@ def test_variables_of_torchrun(monkeypatch):
     assert group == {"timeout": timedelta(minutes=10), "rank": 3, "world_size": 4}
 
 
-def test_two_ranks(ranks):
+def test_world_with_two_ranks(ranks):
     done = ranks.run([sys.executable, str(Path(__file__).with_name("two_ranks.py"))], 2)
-    lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # of torch 2.10
+    lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # torch 2.10
     assert lines == ["rank 0 is done", "rank 1 is done"], done.stderr
 
 
-def test_devices(monkeypatch):
+def test_resolve_device(monkeypatch):
     def gpus(number):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
@@ -69,8 +69,8 @@ def test_devices(monkeypatch):
             resolve_device("auto", rank, 3)
 
 
-def test_sync_bn_keeps_weights_and_keys():
-    """Only its conversion: torch computes SyncBatchNorm on GPUs only, as in the next test."""
+def test_sync_bn_conversion_keeps_weights_and_keys():
+    """Only the conversion, because SyncBatchNorm needs a GPU; the next test computes it."""
     config = from_overrides(
         ["data=fake", "model=resnet_tiny", "data.image_size=32", "model.sync_bn=true"]
     )
@@ -84,7 +84,7 @@ def test_sync_bn_keeps_weights_and_keys():
     assert one.state_dict().keys() == two.state_dict().keys()
 
 
-# A low learning rate: rounding does not grow. 23 steps: the last ones are CUDA graphs.
+# The low learning rate keeps rounding errors small. The last of 23 steps are CUDA graphs.
 STEPS = 23
 OPTIONS = [
     *("train.device=cuda", "train.precision=fp32", "train.deterministic=true", "train.epochs=5"),
@@ -108,17 +108,17 @@ def losses(arguments: list[str], folder: Path, gpus: str) -> torch.Tensor:
 @pytest.mark.timeout(720)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("more", [[], COMPILED], ids=["eager", "compiled"])
-def test_sync_bn_trains_two_ranks_as_one_on_the_whole_batch(image_root, tmp_path, more):
+def test_sync_bn_two_ranks_equal_one(image_root, tmp_path, more):
     found = {}
-    # One GPU trains without torch.compile, whose BatchNorm rounds differently; SyncBatchNorm is not
-    # compiled. Seen: equal bits on two H200s in both modes, and on two H100s without compilation;
-    # there, compiled losses differ by up to 0.004, and those of `apart` by 0.13.
+    # One GPU trains without torch.compile, whose BatchNorm rounds differently, because
+    # SyncBatchNorm is not compiled. Two H200s gave equal bits in both modes, and two H100s without
+    # compilation; there, compiled losses differ by up to 0.004, and those of `apart` by 0.13.
     one = tmp_path / "one"
     found["one"] = losses(command(image_root, one, *OPTIONS), one, "0")
-    for name, overrides in (("synchronised", ["model.sync_bn=true", *more]), ("apart", more)):
+    for name, overrides in (("synchronized", ["model.sync_bn=true", *more]), ("apart", more)):
         python, *words = command(image_root, tmp_path / name, *OPTIONS, *overrides)
         found[name] = losses([python, *TORCHRUN, *words], tmp_path / name, "0,1")
-    torch.testing.assert_close(found["synchronised"], found["one"], rtol=1e-2, atol=1e-4)
+    torch.testing.assert_close(found["synchronized"], found["one"], rtol=1e-2, atol=1e-4)
     assert (found["apart"] - found["one"]).abs().max() > 0.02
 
 
@@ -126,7 +126,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_signal_is_received_and_the_handlers_restored(number):
+def test_stop_signal_restores_handlers(number):
     before = [*map(signal.getsignal, STOPS)]
     with StopSignal(ALONE, Pool([])) as stop:
         assert not stop.poll()
@@ -137,13 +137,13 @@ def test_signal_is_received_and_the_handlers_restored(number):
     assert [*map(signal.getsignal, STOPS)] == before
 
 
-def test_repeated_and_ignored_signals(capfd):
-    """A scheduler may send SIGTERM twice; a second Ctrl-C interrupts anything in one process."""
+def test_stop_signal_repeated_and_ignored(capfd):
+    """A scheduler may send SIGTERM twice. A second Ctrl-C interrupts anything in one process."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignal(ALONE, Pool([])) as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop.poll()  # as under nohup
+            assert not stop.poll()  # ignored, like under nohup
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)
@@ -153,6 +153,6 @@ def test_repeated_and_ignored_signals(capfd):
                 os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGHUP, before)
-    with StopSignal(replace(ALONE, size=2), Pool([])):  # torchrun and the terminal send it
+    with StopSignal(replace(ALONE, size=2), Pool([])):  # sent by torchrun and the terminal
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)

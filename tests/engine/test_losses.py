@@ -1,4 +1,4 @@
-"""The losses compared with their formulas."""
+"""Losses compared with their formulas."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ CLASSES, COUNT = 7, 12
 LOGITS = 3 * torch.randn(COUNT, CLASSES, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(COUNT) % CLASSES
 ONE_HOT = torch.nn.functional.one_hot(LABELS, CLASSES).float()
-# Targets as from mixup, cutmix and neither.
+# Targets like those of mixup, cutmix and neither.
 MIXED = ONE_HOT.lerp(ONE_HOT.roll(1, 0), torch.linspace(0, 0.5, COUNT)[:, None])
 
 
@@ -28,19 +28,19 @@ def focal(logits: Tensor, targets: Tensor, *, class_weights: Tensor | None) -> T
     return ((1 - (-losses).exp()) ** 2 * losses).mean()
 
 
-def test_a_loss_gets_the_keys_that_it_takes(monkeypatch):
-    """A key that it does not take is not ignored; tests/mistakes.csv has the other key."""
+def test_build_criterion_passes_accepted_keys(monkeypatch):
+    """Other keys are an error, not ignored; tests/mistakes.csv tests the second of the two keys."""
     monkeypatch.setitem(LOSSES, "focal", focal)
     weights = torch.linspace(0.5, 2, CLASSES)
     criterion = build_criterion(TrainConfig(loss="focal", class_weights="balanced"), weights)
     assert torch.equal(criterion(LOGITS, LABELS), focal(LOGITS, LABELS, class_weights=weights))
-    message = r"^train.label_smoothing=0.1: train.loss=focal does not take it; give .*smoothing=0, "
+    message = r"^train.label_smoothing=0.1: not used by train.loss=focal; set .*smoothing=0, or ch"
     with pytest.raises(UserError, match=message):
         build_criterion(TrainConfig(loss="focal", label_smoothing=0.1))
 
 
 def check_halves(criterion: Criterion) -> None:
-    """The loss of a batch is the mean of its halves: micro-batches and ranks rely on it."""
+    """Check that a batch's loss is the mean of its halves, as micro-batches and ranks require."""
     for targets in (LABELS, MIXED):
         pairs = zip(LOGITS.chunk(2), targets.chunk(2), strict=True)
         halves = torch.stack([criterion(*pair) for pair in pairs])
@@ -48,7 +48,7 @@ def check_halves(criterion: Criterion) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_labels_equal_one_hot_targets(name):
+def test_loss_equal_for_labels_and_one_hot(name):
     loss = build_criterion(TrainConfig(loss=name, label_smoothing=0.1, class_weights="sampled"))
     torch.testing.assert_close(loss(LOGITS, LABELS), loss(LOGITS, ONE_HOT))
     check_halves(loss)
@@ -61,14 +61,14 @@ def weights_of(given: Any, *classes: str) -> list[float] | None:
     return None if weights is None else weights.tolist()
 
 
-def test_balanced_weights_are_scikit_learns():
+def test_class_weights_balanced_equal_sklearn():
     """compute_class_weight("balanced", classes=[0, 1, 2], y=[0] * 6 + [1] * 3 + [2])."""
     assert weights_of("balanced", "a", "b", "c") == pytest.approx([10 / 18, 10 / 9, 10 / 3])
     assert weights_of(None, "a", "b", "c") is None
 
 
 def test_class_weights_by_name():
-    """In any order; the name of a class may be a number."""
+    """They may be in any order; a class name may be a number."""
     for typed in ("{b: 3.0, 7: 0.5}", "{7: 0.5, b: 3}", "{ö: 1, 'b': 3, 7: 0.5}"):
         config = from_overrides(["data=fake", f"train.class_weights={typed}"])
         assert weights_of(config.train.class_weights, "ö", "b", "7") == [1, 3, 0.5]
@@ -82,13 +82,13 @@ def test_named_weights_shows_names_that_look_alike():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_class_weights(smoothing):
-    """The weight of an image's class multiplies all its loss, not as in torch (pytorch#104776)."""
+def test_criterion_class_weights(smoothing):
+    """The weight of an image's class multiplies its whole loss, unlike torch (pytorch#104776)."""
     weights = torch.linspace(0.5, 20, CLASSES)
     criterion = build_criterion(TrainConfig(label_smoothing=smoothing), weights)
     plain = build_criterion(TrainConfig(label_smoothing=smoothing))
     rows, classes = LOGITS.repeat_interleave(CLASSES, 0), torch.arange(CLASSES).repeat(COUNT)
-    pairs = zip(rows.split(1), classes.split(1), strict=True)  # each image, as if of each class
+    pairs = zip(rows.split(1), classes.split(1), strict=True)  # each image with each class
     losses = torch.stack([plain(*pair) for pair in pairs]).view(COUNT, CLASSES)
     for targets, shares in ((LABELS, ONE_HOT), (MIXED, MIXED)):
         expected = (shares * weights * losses).sum(1).mean()
@@ -97,8 +97,8 @@ def test_class_weights(smoothing):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_bce_by_its_formula(smoothing):
-    """That of timm: the threshold comes after smoothing and mixing."""
+def test_bce_formula(smoothing):
+    """The formula is timm's, with the threshold after smoothing and mixing."""
     config = TrainConfig(loss="bce", label_smoothing=smoothing)
     p = LOGITS.double().sigmoid()
     y = (1 - smoothing) * MIXED.double() + smoothing / CLASSES

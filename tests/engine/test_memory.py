@@ -1,4 +1,4 @@
-"""Out of memory: the first step is tried with smaller micro-batches; later, one line helps."""
+"""Out of memory: the first step tries smaller micro-batches; later, the error is one line."""
 
 import errno
 from dataclasses import replace
@@ -33,7 +33,7 @@ def schedule_of(*overrides: str) -> Schedule:
 
 
 def built(*overrides: str, world: World = ALONE) -> Any:
-    """A schedule, and the state, the step and a batch for it."""
+    """Return a schedule, and the state, the step and a batch for it."""
     parts = train.build_parts(schedule_of(*overrides).config, world, {})
     schedule, state = parts.schedule, parts.state
     step = train.TrainStep(parts, lambda batch: batch)
@@ -42,15 +42,15 @@ def built(*overrides: str, world: World = ALONE) -> Any:
 
 
 def limited_loss(most: int, network: nn.Module, batch: Batch, **options: Any) -> Any:
-    """Compute the loss of at most so many images, with gradients: more do not fit."""
+    """Compute a loss with gradients; run out of memory for more than `most` images."""
     if torch.is_grad_enabled() and len(batch.samples) > most:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return toy_loss(network, batch, **options)
 
 
 @pytest.mark.parametrize(("most", "images", "found"), [(64, 64, None), (9, 64, 8), (5, 17, 4)])
-def test_micro_batches_halve_until_they_fit(monkeypatch, caplog, most, images, found):
-    """`found`: the most in a part; None if the schedule stays as it is. The state does, too."""
+def test_fit_memory_halves_micro_batches(monkeypatch, caplog, most, images, found):
+    """`found`: images per micro-batch; None if the schedule and the state do not change."""
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, most))
     given = f"loader.batch_size={images}", "train.ema_decay=0.9"
@@ -71,7 +71,7 @@ def test_micro_batches_halve_until_they_fit(monkeypatch, caplog, most, images, f
     assert params_sha256(state.model) != before
 
 
-def test_not_even_one_image_fits(monkeypatch):
+def test_fit_memory_fails_below_one_image(monkeypatch):
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, 0))
     schedule, _, train_on_batch, batch = built("loader.batch_size=8")
@@ -84,11 +84,11 @@ def test_not_even_one_image_fits(monkeypatch):
     [
         (ALONE, 0, []),
         (CUDA, 0, ["train.micro_batch=128"]),
-        (CUDA, 1, []),  # BatchNorm keeps the number of its images
+        (CUDA, 1, []),  # BatchNorm keeps its batch size
         (replace(CUDA, size=2), 0, ["model.sync_bn=true"]),  # ranks wait in the forward pass
     ],
 )
-def test_what_is_not_tried(world, step, overrides):
+def test_fit_memory_skips_trial(world, step, overrides):
     schedule = schedule_of(*overrides)
     state = TrainState(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), step=step)
     step = FunctionStep(state.model, state, lambda batch: {})
@@ -107,12 +107,12 @@ def test_what_is_not_tried(world, step, overrides):
         (RuntimeError("worker 1 was killed by SIGKILL; is the host out of memory?"), "None"),
     ],
 )
-def test_message(error, says):
+def test_explain_limit_message(error, says):
     assert str(explain_limit(error)).endswith(says)
 
 
-def test_a_run_that_does_not_fit(image_root, tmp_path, monkeypatch):
-    """It trains in parts, also when it is resumed where more memory is free."""
+def test_run_keeps_fitted_micro_batch(image_root, tmp_path, monkeypatch):
+    """It trains in micro-batches, even if it is resumed with more free memory."""
     batch = "loader.batch_size=16"
     whole = run(image_root, tmp_path / "whole", batch)
     parts = run(image_root, tmp_path / "parts", batch, "train.micro_batch=8")
@@ -125,7 +125,7 @@ def test_a_run_that_does_not_fit(image_root, tmp_path, monkeypatch):
 
 
 def train_on_a_full_gpu(mode: str) -> None:
-    """Try and train with a batch that a GPU limited to 8 GiB has no memory for."""
+    """Try and train with a batch that does not fit on a GPU limited to 8 GiB."""
     torch.cuda.set_per_process_memory_fraction(min(1.0, 8 * 2**30 / torch.cuda.mem_get_info()[1]))
     with join_world("cuda") as world:
         size = ["model=resnet18", "data.image_size=224", "loader.batch_size=4096"]
@@ -143,8 +143,8 @@ def train_on_a_full_gpu(mode: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize("compiled", ["off", pytest.param("default", marks=pytest.mark.slow)])
-def test_on_a_gpu(compiled):
-    """In a process of its own: what other tests hold would count as memory of this run."""
+def test_fit_memory_on_gpu(compiled):
+    """Run in a separate process, because memory held by other tests would count."""
     code = f"from tests.engine.test_memory import train_on_a_full_gpu as f; f({compiled!r})"
-    done = run_python("-c", code, seconds=300)  # it compiles again for each size
+    done = run_python("-c", code, seconds=300)  # compiles again for each size
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Which parameters have weight decay, and the options of the optimisers."""
+"""Parameters with weight decay, and the optimizers' options."""
 
 import re
 from collections import Counter
@@ -17,7 +17,7 @@ from models import build
 
 
 def stored_lists() -> dict[str, Counter[str]]:
-    """Model -> `+ name` or `- name` -> how many."""
+    """Return model -> `+ name` or `- name` -> count."""
     text = (Path(__file__).parent / "weight_decay.txt").read_text()
     return {
         model: Counter({name: int(n) for name, n in re.findall(r"^(.*) (\d+)$", lines, re.M)})
@@ -26,7 +26,7 @@ def stored_lists() -> dict[str, Counter[str]]:
 
 
 @pytest.mark.parametrize("name", stored_lists())
-def test_weights_of_linear_and_convolution_layers_are_decayed(name):
+def test_weight_decay_only_on_linear_and_conv_weights(name):
     with torch.device("meta"):
         model = build(name, num_classes=1000, image_size=224)
     shapes = dict(model.named_parameters())
@@ -48,18 +48,18 @@ KEYS = {"betas": (0.8, 0.9), "eps": 1e-5, "momentum": 0.7, "nesterov": True, "we
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_keys_that_have_an_effect(name):
-    """conf.schema lists them, because conf imports no torch."""
+def test_optimizer_keys_with_effect(name):
+    """conf.schema lists them, because conf does not import torch."""
     config = from_overrides(["data=fake", f"optim.name={name}"])
-    for keys in ({"momentum": 0, "nesterov": True}, KEYS):  # without momentum it has no effect
+    for keys in ({"momentum": 0, "nesterov": True}, KEYS):  # no effect without momentum
         optimizer = build_optimizer(nn.Linear(2, 2), replace(config.optim, **keys))
     found = {key for key, value in KEYS.items() if optimizer.defaults.get(key) == value}
     assert found == {key for key in KEYS if not unmet_requirements(config, f"optim.{key}")}
 
 
 @pytest.mark.parametrize("name", ARGS_OPTIMIZERS)
-def test_other_classes_take_lr_and_weight_decay(name):
-    """What betas and eps mean is different in each class: they are given in optim.args."""
+def test_args_optimizers_take_lr_and_weight_decay(name):
+    """The meaning of betas and eps depends on the class, so they must be set in optim.args."""
     config = OptimConfig(name, lr=0.3, weight_decay=0.5)
     optimizer = build_optimizer(nn.Linear(2, 2), config)
     assert type(optimizer).__name__.lower() == name
@@ -70,20 +70,20 @@ def test_other_classes_take_lr_and_weight_decay(name):
         build_optimizer(nn.Linear(2, 2), replace(config, betas=(0.8, 0.9)))
 
 
-def test_every_class_of_torch_is_known():
+def test_args_optimizers_cover_torch_optim():
     classes = {name.lower() for name in vars(torch.optim) if name[0].isupper()}
     assert classes == {"sgd", "adamw", *ARGS_OPTIMIZERS, "lbfgs", "muon", "optimizer", "sparseadam"}
 
 
-def test_what_own_code_raises_keeps_its_traceback():
+def test_build_optimizer_keeps_error_of_custom_code():
     config = OptimConfig("engine.optim:sgd", nesterov=True, args={"dampening": 1})
     with pytest.raises(ValueError, match="zero dampening") as error:
         build_optimizer(nn.Linear(2, 2), config)
     assert error.type is ValueError, "a UserError has no traceback"
 
 
-def test_a_name_of_timm():
-    """It may stand for an option, which a key does not replace."""
+def test_build_optimizer_from_timm():
+    """The name may imply an option that a key does not replace."""
     pytest.importorskip("timm")
     assert build_optimizer(nn.Linear(2, 2), OptimConfig("timm/nesterov")).defaults["nesterov"]
     with pytest.raises(UserError, match="timm has no such optimiser"):

@@ -1,4 +1,4 @@
-"""The run directory: one process at a time; foreign files and refused runs stay unchanged."""
+"""The run directory: one process at a time; foreign files and rejected runs stay unchanged."""
 
 import json
 import multiprocessing
@@ -30,7 +30,7 @@ CREATED = {".lock", "checkpoints", "config.yaml", "overrides.yaml"}
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run directory with checkpoints of steps 10 and 20."""
+    """Create a run directory with checkpoints of steps 10 and 20."""
     path = tmp_path / "run"
     assert open_run(path) is None
     for step in (10, 20):
@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def test_auto_resumes_the_newest_intact_checkpoint(run):
+def test_run_auto_resumes_newest_intact_checkpoint(run):
     ten, twenty = checkpoint.files(run / "checkpoints")
     before = tree(run)
     assert directory(run).read_checkpoint()["identity"] == IDENTITY
@@ -51,15 +51,15 @@ def test_auto_resumes_the_newest_intact_checkpoint(run):
         open_run(run)
 
 
-def test_best_is_linked_after_a_kill(run):
-    """The checkpoint says that it is the best; a kill has prevented best.pt."""
+def test_run_links_best_after_kill(run):
+    """Its content says that it is the best, but a kill prevented best.pt."""
     best = add_checkpoint(run, 30, best={"step": 30, "top1": 50.0})
     assert open_run(run) == best
     assert (run / "checkpoints" / "best.pt").samefile(best)
     assert open_run(run) == best
 
 
-def test_another_best_by_forgets_the_best_if_it_is_accepted(run):
+def test_run_forgets_best_if_best_by_changes(run):
     add_checkpoint(run, 30, best={"step": 30}, last={"step": 30})
     state = state_of()
     opened = directory(run)
@@ -71,24 +71,24 @@ def test_another_best_by_forgets_the_best_if_it_is_accepted(run):
     assert (state.best_validation, state.last_validation) == ({}, {})
 
 
-def test_new_run_starts_from_a_path(run, tmp_path):
+def test_run_resume_from_path(run, tmp_path):
     ten, twenty = checkpoint.files(run / "checkpoints")
     branch = tmp_path / "branch"
     for folder in (run, run / "checkpoints"):
         assert open_run(branch, str(folder)) == twenty
-    assert open_run(branch, str(ten)) == ten  # as if it was killed before its first checkpoint
+    assert open_run(branch, str(ten)) == ten  # a kill before its first checkpoint
     begun = {**CONFIG, "checkpoint.resume": str(ten)}
     content = {**content_of(15, state_of(15).state_dict()), "config": begun}
     own = checkpoint.save(branch / "checkpoints", content, keep=9)
-    ten.rename(tmp_path / "elsewhere.pt")  # as if its run had removed it
+    ten.rename(tmp_path / "elsewhere.pt")  # its run removed it
     assert open_run(branch, str(ten)) == own  # the same command resumes
     check_refused(r"checkpoint\.resume=.*/branch holds a run", branch, branch, str(twenty))
     check_refused("leave the key out to resume it, ", run, run, str(twenty))
 
 
-def test_never_moves_the_old_run_aside(run, tmp_path):
+def test_run_never_moves_old_run_aside(run, tmp_path):
     for path in checkpoint.files(run / "checkpoints"):
-        path.write_bytes(b"partial")  # it does not read the checkpoints
+        path.write_bytes(b"partial")  # the checkpoints are not read
     before = tree(run)
     for number in (1, 2):
         assert open_run(run, "never", {"dataset": "other"}) is None
@@ -112,8 +112,8 @@ def check_refused(message: str, unchanged: Path, *arguments: Any) -> None:
     assert tree(unchanged) == before
 
 
-def test_changes_are_listed_and_accepted():
-    """At most six, those first that cannot change within a run."""
+def test_check_changes_lists_and_accepts():
+    """At most six are listed, starting with those that cannot change within a run."""
     now = {"data.val": "b", "optim.lr": 0.4, "train.seed": 0, "optim.momentum": 0.9}
     stored = {"data.val": "c", "optim.lr": 0.2, "train.seed": 0, "optim.betas": [0.9]}
     changes = changed_keys(stored, now)
@@ -132,15 +132,15 @@ def test_changes_are_listed_and_accepted():
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_a_change_that_no_state_fits_is_refused(name):
+def test_check_changes_rejects_fixed_keys(name):
     changes = changed_keys({"a": 1, name: 1}, {"a": 2, name: 2})
     message = rf"changed \(1\): {name}=1 \(now 2\); give run\.name=NAME to .*, unless one of these"
     with pytest.raises(UserError, match=message):
         check_changes(Path("step-7.pt"), changes, accept=True)
 
 
-def test_a_run_that_another_process_has_continued_is_refused(tmp_path):
-    """It trained between the two steps of this start, and its steps would be lost."""
+def test_run_resume_detects_progress_of_other_process(tmp_path):
+    """It trained between the two steps of this startup; resuming would lose its steps."""
     with directory(tmp_path) as run:
         run.read_checkpoint()
         add_checkpoint(tmp_path, 7)
@@ -149,14 +149,14 @@ def test_a_run_that_another_process_has_continued_is_refused(tmp_path):
 
 
 def hold(path: Path, connection: Connection) -> None:
-    """Open a run directory in another process, until it is killed."""
+    """Open a run directory in a child process until it is killed."""
     signal.alarm(HANGS_SECONDS)
     resume_with(directory(path), state_of(), {})
     connection.send("open")
     connection.recv()
 
 
-def test_second_process_is_refused_until_the_first_one_is_killed(tmp_path):
+def test_run_lock_excludes_second_process(tmp_path):
     here, there = multiprocessing.Pipe()
     arguments = (tmp_path / "run", there)
     holder = multiprocessing.get_context("fork").Process(target=hold, args=arguments)
@@ -179,15 +179,15 @@ COMPLETE = {"status": "finished", "step": 20}
 @pytest.mark.parametrize(
     ("text", "stop_step", "validated", "finished"),
     [
-        (json.dumps(COMPLETE), 10, {"step": 20}, COMPLETE),  # train.max_steps is less now
-        (json.dumps(COMPLETE), 10, {}, None),  # on other images
+        (json.dumps(COMPLETE), 10, {"step": 20}, COMPLETE),  # train.max_steps is lower now
+        (json.dumps(COMPLETE), 10, {}, None),  # other images
         (json.dumps(COMPLETE), 30, {"step": 20}, None),
         (json.dumps({**COMPLETE, "status": "interrupted"}), 20, {"step": 20}, None),
         ('{"status": "fin', 20, {"step": 20}, None),
     ],
 )
-def test_finished_run(run, text, stop_step, validated, finished):
-    """Nothing is written in it; otherwise, an earlier summary is removed."""
+def test_run_finished_summary(run, text, stop_step, validated, finished):
+    """The directory is not changed if finished; otherwise, an earlier summary is removed."""
     add_checkpoint(run, 20, last=validated)
     (run / "config.yaml").write_text("mine")
     (run / "summary.json").write_text(text)

@@ -1,4 +1,4 @@
-"""The schedule of a run: steps, learning rates, validations, log rows, checkpoints, batches."""
+"""Schedule of a run: steps, learning rates, validations, log rows, checkpoints, batches."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from tests.engine.plans import config, schedule
 CPU = torch.device("cpu")
 
 
-def test_count_steps():
+def test_schedule_steps():
     assert schedule(1_281_167, 256, 90).steps == 450_411  # 450,410.3
     assert schedule(100, 50, 0.001).steps == 1
     assert schedule(100, 10, 1.1).steps == 11  # 11.000000000000002 in floating point
@@ -33,14 +33,14 @@ def test_count_steps():
         ("epoch", 1.5, None, 50, [10]),
     ],
 )
-def test_what_is_due(what, epochs, max_steps, every, steps):
+def test_schedule_due(what, epochs, max_steps, every, steps):
     """Ten steps per epoch, log.every_steps=5, checkpoint.every_steps=4."""
     given = schedule(100, 10, epochs, max_steps, every)
     assert [s for s in range(1, given.stop_step + 1) if getattr(given.due(s), what)] == steps
-    assert given.due(given.stop_step + 1).validate  # of a run whose train.max_steps was lowered
+    assert given.due(given.stop_step + 1).validate  # train.max_steps was lowered
 
 
-def test_epochs_of_a_step_and_ten_rows_of_a_short_run():
+def test_schedule_epochs_and_log_interval():
     short = Schedule(schema.Config(train=TrainConfig(epochs=0.5)), 25_600)
     long = Schedule(schema.Config(train=TrainConfig(epochs=9)), 25_600)
     assert (short.stop_step, short.log_every, long.log_every) == (50, 5, 50)
@@ -49,13 +49,13 @@ def test_epochs_of_a_step_and_ten_rows_of_a_short_run():
     assert [*map(given.epochs_ended, (0, 3, 4, 6, 7, 10))] == [0, 0, 1, 1, 2, 3]
     assert [*map(given.epoch, (0, 5, 10))] == pytest.approx([0, 1.5, 3])
     assert schedule(1_281_167, 256).epochs_ended(450_411) == 90
-    assert (given.stop_step, given.epoch(14)) == (14, 4)  # without the rest of the last batch, 4.2
+    assert (given.stop_step, given.epoch(14)) == (14, 4)  # the rest of the last batch would be 4.2
 
 
 def curve(
     name: str, *, warmup: int = 0, total: int = 100, images: int = 10, batch: int = 1, **more: Any
 ) -> Schedule:
-    """Of `total` steps with a peak of 2."""
+    """Return a schedule of `total` steps with a peak of 2."""
     epoch = images / batch
     given = dataclasses.replace(
         config(batch, total / epoch),
@@ -70,7 +70,7 @@ def curve(
     [
         (curve("constant", warmup=4), {0: 0.5, 1: 1, 2: 1.5, 3: 2, 4: 2, 1000: 2}),
         (curve("linear", warmup=4, total=14), {3: 2, 4: 2, 5: 1.8}),
-        # 1,281,167 / 256 = 5004.56 steps per epoch: epoch 30 ends in step 150,136, counted from 0.
+        # 1,281,167 / 256 = 5004.56 steps per epoch; epoch 30 ends in step 150,136, counted from 0.
         (
             curve("step", images=1_281_167, batch=256, total=450_411, step_epochs=30),
             {150_136: 2, 150_137: 0.2, 300_273: 0.2, 300_274: 0.02},
@@ -78,12 +78,12 @@ def curve(
         # 55 / (50 * 1.1) is 0.9999999999999999 in floating point.
         (curve("step", images=50, step_epochs=1.1), {54: 2, 55: 0.2, 109: 0.2, 110: 0.02}),
         (curve("cosine", warmup=20, total=100), {19: 2, 40: 1 + 0.5**0.5, 60: 1, 100: 0}),
-        # The rate does not rise again if a run has more steps than its schedule.
+        # The learning rate does not increase again if a run has more steps than its schedule.
         (curve("cosine", final_lr=0.5), {0: 2, 50: 1.25, 100: 0.5, 150: 0.5, 10_000: 0.5}),
         (curve("linear", final_lr=1.0), {0: 2, 50: 1.5, 100: 1, 150: 1}),
     ],
 )
-def test_learning_rates_by_hand(one, expected):
+def test_schedule_lr_by_hand(one, expected):
     assert {step: one.lr(step) for step in expected} == pytest.approx(expected)
 
 
@@ -91,18 +91,18 @@ def test_learning_rates_by_hand(one, expected):
     ("batch", "micro_batch", "ranks", "found"),
     [
         (100, None, 4, 1),
-        (96, 7, 2, 7),  # of 7 and 6 images
-        (64, 8, 16, 1),  # of 4 images
+        (96, 7, 2, 7),  # 7 and 6 images
+        (64, 8, 16, 1),  # 4 images
     ],
 )
-def test_micro_batches(batch, micro_batch, ranks, found):
-    """Parts of at most train.micro_batch images, for any number of ranks."""
+def test_make_schedule_micro_batches(batch, micro_batch, ranks, found):
+    """Micro-batches have at most train.micro_batch images, for any number of ranks."""
     given = dataclasses.replace(config(batch), train=TrainConfig(micro_batch=micro_batch))
     assert make_schedule(given, 100, World(0, ranks, ranks, CPU), {}).num_micro_batches == found
 
 
 @pytest.mark.parametrize(("batch", "found"), [(12, 10), (2, 5)])
-def test_a_batch_that_the_ranks_cannot_share_is_refused(batch, found):
+def test_make_schedule_rejects_indivisible_batch(batch, found):
     message = rf"^loader\.batch_size={batch}: .* multiple of the 5 ranks; set it to {found}$"
     with pytest.raises(UserError, match=message):
         make_schedule(config(batch), 100, World(0, 5, 5, CPU), {})

@@ -1,4 +1,4 @@
-"""The training state: a stored and loaded state continues bit for bit."""
+"""Training state: a run that loads a saved state is bitwise identical."""
 
 import copy
 import hashlib
@@ -27,7 +27,7 @@ def new_state(name: str, *, seed: int = 0) -> TrainState:
 
 
 def advance(state: TrainState, steps: int) -> None:
-    """Train on images that depend on the step only, with dropout that depends on (seed, step)."""
+    """Train on images that depend only on the step, with dropout seeded by (seed, step)."""
     for _ in range(steps):
         seed_step(0, state.step, 0, torch.device("cpu"))
         take_step(state)
@@ -44,7 +44,7 @@ def take_step(state: TrainState) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_loaded_state_continues_bit_for_bit(tmp_path, name):
+def test_train_state_load_is_bitwise_identical(tmp_path, name):
     straight = new_state(name)
     advance(straight, 3)
     straight.best_validation = {"step": 2, "top1": 40.0}
@@ -54,7 +54,7 @@ def test_loaded_state_continues_bit_for_bit(tmp_path, name):
     assert list(stored["model"]) == list(resnet_tiny(5, 16).state_dict())
 
     resumed = new_state(name, seed=1)
-    resumed.load_state_dict({**stored, "losses": {}})  # an entry of earlier versions
+    resumed.load_state_dict({**stored, "losses": {}})  # key of earlier versions
     assert same(resumed.state_dict(), straight.state_dict())
     assert (resumed.step, resumed.best_validation["step"]) == (3, 2)
     assert resumed.last_validation == straight.last_validation
@@ -63,8 +63,8 @@ def test_loaded_state_continues_bit_for_bit(tmp_path, name):
     assert same(resumed.state_dict(), straight.state_dict())
 
 
-def test_average_of_buffers():
-    """Running statistics are averaged, the number of batches is copied."""
+def test_moving_average_buffers():
+    """Running statistics are averaged; the number of batches is copied."""
     model = nn.BatchNorm1d(1)
     model.register_buffer("mask", torch.tensor(-torch.inf))
     average = MovingAverage(model, 0.25)
@@ -85,7 +85,7 @@ def test_params_sha256():
     assert params_sha256(nn.Linear(3, 3).bfloat16()) != params_sha256(nn.Linear(3, 3).bfloat16())
 
 
-def test_seed_of_a_step():
+def test_seed_step():
     def draw(seed, step, rank):
         torch.rand(step % 7)  # earlier random numbers have no effect
         seed_step(seed, step, rank, torch.device("cpu"))
@@ -97,7 +97,7 @@ def test_seed_of_a_step():
     assert len(set(first.values())) == len(cases)  # also (1, 11) and (11, 1)
 
 
-def test_resumed_optimizer_uses_the_options_of_the_current_config():
+def test_load_state_dict_keeps_current_optim_options():
     """Momentum buffers come from the checkpoint; weight decay and momentum from the config."""
     model = nn.Linear(4, 2)
     sgd = partial(torch.optim.SGD, [*model.parameters()], lr=0.1)
@@ -113,15 +113,15 @@ def test_resumed_optimizer_uses_the_options_of_the_current_config():
         assert torch.equal(first, second)
 
 
-def test_what_an_optimizer_counts_in_its_groups_is_resumed():
-    def built(count):  # as schedule-free optimisers and Prodigy
+def test_load_state_dict_resumes_group_counters():
+    def built(count):  # like schedule-free optimizers and Prodigy
         model = nn.Linear(4, 2)
         groups = [{"params": [*model.parameters()], "count": count}]
         return TrainState(model, torch.optim.SGD(groups, lr=0.1))
 
     before, after, other = map(built, (0, 0, 7))
     before.optimizer.param_groups[0]["count"] = 5
-    for state, found in ((after, 5), (other, 7)):  # the other is built with another option
+    for state, found in ((after, 5), (other, 7)):  # `other` is built with a different option
         state.load_state_dict(before.state_dict())
         with restored_on_exit(state):
             state.optimizer.param_groups[0]["count"] = 6
@@ -130,8 +130,8 @@ def test_what_an_optimizer_counts_in_its_groups_is_resumed():
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "trained"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_everything_is_restored_on_exit(name, steps):
-    """All values are restored, bit for bit and weights in place, also if the block raises."""
+def test_restored_on_exit_restores_everything(name, steps):
+    """All values are restored in place and bitwise identical, even if the block raises."""
     state = new_state(name)
     advance(state, steps)
     state.optimizer.param_groups[0]["lr"] = 0.0123
@@ -163,8 +163,8 @@ def test_everything_is_restored_on_exit(name, steps):
     check()
 
 
-def test_a_checkpoint_of_a_cpu_continues_on_a_gpu():
-    """All of the optimiser's state moves to the GPU, for which the device "meta" stands."""
+def test_load_state_dict_moves_optimizer_to_gpu():
+    """The whole optimizer state moves to the GPU, represented by the device "meta"."""
 
     def build(device, *, capturable):
         model = nn.Linear(3, 3, device=device)

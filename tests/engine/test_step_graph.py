@@ -1,4 +1,4 @@
-"""The training step as a CUDA graph compared with the step whose kernels are launched singly."""
+"""Training step as a CUDA graph, compared with the same step without a graph."""
 
 import copy
 import itertools
@@ -28,7 +28,7 @@ from tests.models.test_vit import short_vit
 SIZE, CLASSES, ROWS, STEPS = 64, 1000, 16, 3 * STEPS_BEFORE_CAPTURE
 OPTIONS = ["data=fake", f"data.image_size={SIZE}", f"loader.batch_size={ROWS}"]
 OPTIONS += ["train.deterministic=true", "model.compile=off"]
-OPTIONS += ["schedule.warmup_epochs=0.1"]  # another learning rate at every step
+OPTIONS += ["schedule.warmup_epochs=0.1"]  # so every step has a different learning rate
 AUGMENT = ["mixup_or_cutmix", {"random_erasing": {"p": 0.5}}]
 
 
@@ -54,7 +54,7 @@ def build(
 
 
 def random_batch(compute: Compute, step: int, *, mixed: bool = False) -> Batch:
-    """A random batch on the device; with `mixed`, what it takes to mix it."""
+    """Return a random batch on the device; `mixed` adds the fields that mixing needs."""
     rng = torch.Generator().manual_seed(step)
     fields = {"label": torch.randint(0, CLASSES, (ROWS,), generator=rng)}
     transforms = mixing(compute, mixed=mixed)
@@ -73,7 +73,7 @@ def train_steps(compute: Compute, train_on_batch: StepGraph) -> None:
 
 
 def weights(state: TrainState) -> list[str]:
-    """Return the digests of the model, and of its average."""
+    """Return the digests of the model and of its EMA."""
     return [params_sha256(state.model), params_sha256(nn.ModuleList([state.ema]))]
 
 
@@ -96,7 +96,7 @@ def weights(state: TrainState) -> list[str]:
         (False, ["model=resnet_tiny", "model.freeze=[conv1,bn1,layer1]", "train.ema_decay=0.9"]),
     ],
 )
-def test_a_graph_gives_the_same_bits(mixed, overrides, world, monkeypatch):
+def test_step_graph_is_bitwise_identical(mixed, overrides, world, monkeypatch):
     monkeypatch.setitem(zoo.OURS, "vit_s16", short_vit)
     found = []
     for refused in ("", "for the comparison"):
@@ -110,11 +110,11 @@ def test_a_graph_gives_the_same_bits(mixed, overrides, world, monkeypatch):
         assert train_on_batch.disabled_reason == refused
         found.append((weights(state), logged))
     assert found[0] == found[1]
-    # Each step has another batch. The head of a ViT begins with zeros: its first losses are equal.
+    # Each step has a different batch. A ViT's head starts at zero, so its first losses are equal.
     assert len({row["loss"] for row in found[0][1]}) >= STEPS - 1
 
 
-def test_a_parameter_group_may_scale_the_learning_rate(world):
+def test_train_step_applies_lr_scale(world):
     compute, state, train_on_batch = build(world, "model=resnet_tiny", "optim.decay_norms=false")
     groups = state.optimizer.param_groups
     groups[0]["lr_scale"] = 0.5
@@ -123,13 +123,13 @@ def test_a_parameter_group_may_scale_the_learning_rate(world):
         train_on_batch(random_batch(compute, number))
         rates.append([group["lr"].item() for group in groups])
     assert rates[0][0] == pytest.approx(0.5 * rates[0][1])
-    assert rates[1] == pytest.approx([2 * rate for rate in rates[0]])  # in the warm-up
+    assert rates[1] == pytest.approx([2 * rate for rate in rates[0]])  # during warm-up
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_fp16_skips_a_step_that_overflows(world, optim):
-    """Within the graph if the optimiser skips it on the device, as torch's fused ones do."""
+def test_step_graph_fp16_skips_overflow(world, optim):
+    """The graph contains the skip if the optimizer supports it, like torch's fused optimizers."""
     compute, state, train_on_batch = build(
         world, "model=resnet_tiny", "train.precision=fp16", f"optim={optim}"
     )
@@ -150,8 +150,8 @@ def test_fp16_skips_a_step_that_overflows(world, optim):
 
 
 @pytest.mark.gpu
-def test_the_end_destroys_the_graph(world):
-    """Also if it is still referred to: NCCL waits for its graphs."""
+def test_step_graph_exit_destroys_graph(world):
+    """Even if it is still referenced, because NCCL waits for its graphs."""
     compute, _, train_on_batch = build(world, "model=resnet_tiny")
     with train_on_batch:
         train_steps(compute, train_on_batch)
@@ -163,8 +163,8 @@ def test_the_end_destroys_the_graph(world):
 
 
 @pytest.mark.gpu
-def test_the_same_bits_after_a_measurement(world):
-    """The optimiser's state moves in memory when a measurement of the step is undone."""
+def test_step_graph_reset_after_measurement(world):
+    """Undoing a benchmark of the step moves the optimizer's state in memory."""
     found = []
     for measured in (True, False):
         compute, state, train_on_batch = build(world, "model=resnet_tiny", "train.ema_decay=0.9")
@@ -179,9 +179,9 @@ def test_the_same_bits_after_a_measurement(world):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("why", ["waits at its end", "waits in the optimiser", "draws on the host"])
-def test_a_step_that_a_graph_would_change_is_not_captured(why, world, caplog):
-    """One line says why, and the steps continue with the same results, dropout included."""
+@pytest.mark.parametrize("reason", ["sync at end", "sync in optimizer", "host random numbers"])
+def test_step_graph_does_not_capture_host_work(reason, world, caplog):
+    """One line reports the reason. Later steps give the same results, including dropout."""
     found = []
     for waits in (True, False):
         compute, state, train_on_batch = build(world, "model.name=efficientnet_b0")
@@ -190,7 +190,7 @@ def test_a_step_that_a_graph_would_change_is_not_captured(why, world, caplog):
 
         def changed(batch, function=launch):
             values = function(batch)
-            if why == "draws on the host":
+            if reason == "host random numbers":
                 np.random.beta(1, 1)
             else:
                 values["loss"].item()
@@ -199,7 +199,7 @@ def test_a_step_that_a_graph_would_change_is_not_captured(why, world, caplog):
         def wait(optimizer, *_):
             optimizer.param_groups[0]["params"][0].grad.sum().item()
 
-        if why == "waits in the optimiser":
+        if reason == "sync in optimizer":
             state.optimizer.register_step_pre_hook(wait)
         else:
             train_on_batch.launch = changed
@@ -212,9 +212,9 @@ def test_a_step_that_a_graph_would_change_is_not_captured(why, world, caplog):
     assert "\n" not in line
 
 
-@pytest.mark.parametrize("where", ["backward", "optimiser"])
-def test_a_step_that_fails_leaves_no_gradients(where):
-    """As a capture that fails; StepGraph calls `clear_gradients`."""
+@pytest.mark.parametrize("where", ["backward", "optimizer"])
+def test_clear_gradients_after_failed_step(where):
+    """A failed capture is similar; StepGraph then calls `clear_gradients`."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 3))
     batch = batch_of(image=torch.ones(3, 3, 2, 2), label=torch.arange(3))
     states = [
@@ -222,7 +222,7 @@ def test_a_step_that_fails_leaves_no_gradients(where):
         for net in (model, copy.deepcopy(model))
     ]
     fail = Mock(side_effect=RuntimeError("operation not permitted when stream is capturing"))
-    if where == "backward":  # after the gradients of the second layer
+    if where == "backward":  # after the second layer's gradients
         hook = states[0].model[1].weight.register_hook(fail)
     else:
         hook = states[0].optimizer.register_step_pre_hook(fail)

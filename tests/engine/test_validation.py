@@ -1,4 +1,4 @@
-"""Validation counts every image once for any batch size; hits are counted as by torch.topk."""
+"""Validation counts each image once for any batch size, and hits like torch.topk."""
 
 import copy
 import math
@@ -40,7 +40,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def padded(images: Tensor, labels: Tensor, size: int) -> Iterator[Batch]:
-    """Split into batches of one size; the last one is filled up with rows that are not valid."""
+    """Split into batches of equal size, padding the last one with invalid rows."""
     for start in range(0, len(images), size):
         rows = torch.arange(start, start + size)
         places = rows.clamp(max=len(images) - 1)
@@ -50,7 +50,7 @@ def padded(images: Tensor, labels: Tensor, size: int) -> Iterator[Batch]:
 
 
 @pytest.mark.parametrize("size", [8, 37, 38])
-def test_result_does_not_depend_on_the_batch_size(model, data, size):
+def test_evaluate_independent_of_batch_size(model, data, size):
     images, labels = data
     (found,) = evaluate([model], measure, padded(images, labels, size), ALONE)
     logits = model.eval()(images)
@@ -67,8 +67,8 @@ def test_result_does_not_depend_on_the_batch_size(model, data, size):
     assert torch.equal(rows["prediction"], logits.argmax(1))
 
 
-def test_rows_are_copies(model, data):
-    """On a GPU, a later batch is written into the memory of an earlier one."""
+def test_evaluate_copies_rows(model, data):
+    """On a GPU, a later batch overwrites an earlier batch's memory."""
 
     def batches():
         reused = next(padded(*data, 8)).clone()
@@ -81,7 +81,7 @@ def test_rows_are_copies(model, data):
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_model_is_unchanged(model, data, mode):
+def test_evaluate_does_not_change_model(model, data, mode):
     def watch(model, batch):
         output = model(batch["image"])
         assert not any((torch.is_grad_enabled(), model.training, output.requires_grad))
@@ -95,8 +95,8 @@ def test_model_is_unchanged(model, data, mode):
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_gpu(model, data):
-    """Until the sums are read, also with deterministic kernels."""
+def test_validation_values_do_not_synchronize(model, data):
+    """Not until the sums are read, even with deterministic kernels."""
     network = copy.deepcopy(model).cuda().eval()
     batches = [on_device(batch, "cuda") for batch in padded(*data, 8)]
     with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
@@ -117,14 +117,14 @@ def test_nothing_waits_for_the_gpu(model, data):
         (torch.full((2, 6), math.nan), [4, 0], (0, 0)),
     ],
 )
-def test_hits_of_odd_rows(logits, labels, expected):
-    """Padding, NaN and inf are no hits; equal logits rank in the order of their classes."""
+def test_accuracy_of_odd_rows(logits, labels, expected):
+    """Padding, NaN and inf are no hits; equal logits rank in class order."""
     found = accuracy(logits, torch.tensor(labels))
     assert tuple(value.sum().item() / 100 for value in found.values()) == expected
 
 
-def test_rows_that_are_no_values():
-    """The images are the logits; a value of a classifier with two classes may need `score`."""
+def test_evaluate_separates_rows_from_values():
+    """The images are the logits. Two-class metrics may need the row value `score`."""
     logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])
     batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
     (found,) = evaluate([nn.Flatten()], measure, [batch], ALONE)
@@ -135,7 +135,7 @@ def test_rows_that_are_no_values():
     assert torch.equal(rows["confidence"], torch.cat([confidence, torch.zeros(1)]))
 
 
-def test_the_best_value_may_be_the_highest_or_the_lowest():
+def test_metrics_prefers():
     for text, better, worse in (("top1", 2.0, 1.0), ("-loss", 1.0, 2.0)):
         metrics = Metrics.of(Config(train=TrainConfig(best_by=text)))
         name = metrics.best_by

@@ -1,4 +1,4 @@
-"""What two ranks compute; test_distributed.py runs it on both, and each checks what it finds."""
+"""Checks that test_distributed.py runs on both of two ranks; each checks its own results."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def refuse_on(world: World, rank: int) -> Path:
 
 
 def check_objects(world: World) -> None:
-    """Results of a rank, or its error on both."""
+    """Check results from one rank, and that its error is raised on both."""
     own = Path(f"runs/{world.rank}")
     assert world.on_rank_0(lambda: own) == Path("runs/0")
     assert world.all_gather({"path": own}) == [{"path": Path(f"runs/{rank}")} for rank in (0, 1)]
@@ -60,7 +60,7 @@ def check_tensors(world: World) -> None:
     assert model.weight[0] == world.rank + 7
 
 
-class ScaledNorm(nn.BatchNorm1d):  # in training alone
+class ScaledNorm(nn.BatchNorm1d):  # scales only in training
     def forward(self, input: Tensor) -> Tensor:
         scale = self.weight if self.training else 1
         return scale * nn.functional.batch_norm(
@@ -74,7 +74,7 @@ def called_with(*shape: int) -> Callable[[nn.Module], Tensor]:
 
 
 def check_running_statistics(world: World) -> None:
-    """They are those of the rank."""
+    """Check that each rank keeps its own statistics."""
     norm = ScaledNorm(3)
     network = world.wrap(norm, called_with(3))
     for _ in range(2):
@@ -83,7 +83,7 @@ def check_running_statistics(world: World) -> None:
 
 
 def check_layers_left_out(world: World) -> None:
-    """Each rank uses another layer."""
+    """Use a different layer on each rank."""
     model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
     model[world.rank](torch.ones(1, 1)).sum().backward()
     average_gradients(model)
@@ -91,7 +91,7 @@ def check_layers_left_out(world: World) -> None:
 
 
 def classifier() -> TrainState:
-    """With weights in channels_last order and a frozen layer."""
+    """Return a state with channels_last weights and a frozen layer."""
     torch.manual_seed(0)
     convolutions = nn.Conv2d(3, 4, 2), nn.Conv2d(4, 4, 1)
     layers = *convolutions, nn.Flatten(), nn.GELU(), nn.Linear(4, 3), nn.Linear(3, 3)
@@ -101,7 +101,7 @@ def classifier() -> TrainState:
 
 
 def check_accumulation(world: World) -> None:
-    """Each rank trains on half of a batch in micro-batches; `wrap` gives both the same weights."""
+    """Train each rank on half a batch in micro-batches; `wrap` gives both the same weights."""
     state, whole = classifier(), classifier()
     if world.rank == 1:
         nn.init.zeros_(state.model[0].weight)
@@ -131,11 +131,11 @@ def check_accumulation(world: World) -> None:
         found, expected = (one.model[layer].weight.detach() for one in (state, whole))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert state.model[5].weight.grad is None
-    assert next(iter(state.model.state_dict())) == "0.weight", "without the prefix `module.`"
+    assert next(iter(state.model.state_dict())) == "0.weight", "expected no prefix `module.`"
 
 
 def check_memory(world: World) -> None:
-    """Rank 1 has memory for 3 of the 8 images of each rank. Rank 0, which has more, follows."""
+    """Rank 1 has memory for 3 of the 8 images per rank. Rank 0 has more, but follows."""
     batch = batch_of(image=torch.randn(8, 3, 2, 2), label=torch.randint(0, 3, (8,)))
     state = classifier()
     network = world.wrap(state.model, called_with(3, 2, 2))
@@ -165,11 +165,11 @@ def check_memory(world: World) -> None:
 
 
 def check_stops(world: World) -> None:
-    """A signal to one rank stops both before the same step."""
+    """Stop both ranks before the same step by a signal to one of them."""
     term, usr1, interrupt = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
     for signals, number, last in (
         ({1: (5, usr1)}, usr1, 5),
-        ({0: (3, interrupt), 1: (3, term)}, term, 3),  # the higher number
+        ({0: (3, interrupt), 1: (3, term)}, term, 3),  # the higher number wins
         ({0: (0, term)}, term, 0),
     ):
         with StopSignal(world, Pool([])) as stop:
@@ -184,7 +184,7 @@ def check_stops(world: World) -> None:
 
 
 def check_validation_stops(world: World) -> None:
-    """A signal to one rank, before its second batch, ends the validation of both."""
+    """A signal to one rank, before its second batch, ends both ranks' validation."""
     batches = [batch_of(step, label=torch.zeros(2)) for step in range(3)]
     for stopped_after, found in ((None, 3), (2, 1)):
         with StopSignal(world, Pool([])) as stop:
@@ -197,12 +197,12 @@ def check_validation_stops(world: World) -> None:
 
             feed: Any = SimpleNamespace(val=SimpleNamespace(batches=val), num_val_batches=3)
             assert len([*validation_batches(feed, stop, num_micro_batches=2)]) == 2 * found
-    (nothing,) = evaluate([nn.Identity()], lambda *_: {}, [], world)  # a signal before the first
+    (nothing,) = evaluate([nn.Identity()], lambda *_: {}, [], world)  # before the first batch
     assert nothing.images == 0
 
 
 def check_equal_weights(world: World) -> None:
-    """Also of two bytes, and in the layout channels_last."""
+    """Include a 2-byte dtype and the channels_last layout."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Conv2d(3, 4, 3), nn.Linear(2, 1).bfloat16())
     model.to(memory_format=torch.channels_last)
@@ -219,7 +219,7 @@ def main() -> None:
         assert (world.size, world.local_size, world.device.type) == (2, 2, "cpu")
         check_objects(world)
         check_tensors(world)
-        for each in (world, replace(world, local_size=1)):  # as if each ran on a node of its own
+        for each in (world, replace(world, local_size=1)):  # a separate node for each
             check_running_statistics(each)
             check_accumulation(each)
             check_memory(each)

@@ -1,4 +1,4 @@
-"""An S3 server of moto, and a proxy in front of it that fails as networks and servers do."""
+"""A moto S3 server behind a proxy that fails like networks and servers do."""
 
 import http.client
 import logging
@@ -12,16 +12,16 @@ from threading import Thread
 from typing import Any
 
 STALLS_SECONDS = 1000.0
-HOPS = {"connection", "transfer-encoding", "content-length", "keep-alive"}  # of one connection
+HOPS = {"connection", "transfer-encoding", "content-length", "keep-alive"}  # per connection
 
 
 class Bucket(ThreadingHTTPServer):
-    """A bucket `photos`, by s3://photos and url/photos.
+    """A bucket `photos`, available as s3://photos and url/photos.
 
     Attributes:
-        fault: of a number of a range request, from 0, returns "", "500", "cut" or "stall".
-        ranges: number of range requests for each path.
-        redirects: whether each request leads to a URL with a new signature.
+        fault: maps a range request's index, from 0, to "", "500", "cut" or "stall".
+        ranges: number of range requests per path.
+        redirects: whether each request is redirected to a URL with a new signature.
     """
 
     daemon_threads = True
@@ -39,7 +39,7 @@ class Bucket(ThreadingHTTPServer):
         self.redirects = False
 
     def put(self, folder: Path, name: str = "") -> None:
-        """Upload the files of a folder, as photos/<name>/<path in it>."""
+        """Upload the files in a directory as photos/<name>/<relative path>."""
         for path in filter(Path.is_file, folder.rglob("*")):
             key = f"/photos/{name}/{path.relative_to(folder)}"
             public = {"x-amz-acl": "public-read"}
@@ -49,7 +49,7 @@ class Bucket(ThreadingHTTPServer):
 
     def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> Any:
         connection = http.client.HTTPConnection("127.0.0.1", self.behind)
-        # Moto asks for no signature, but takes the name of the service from one.
+        # Moto requires no signature, but reads the service name from one.
         connection.request(method, path, body or None, {"Host": "s3.amazonaws.com", **headers})
         return connection.getresponse()
 
@@ -71,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         headers = {key: value for key, value in self.headers.items() if key.lower() not in HOPS}
         fault = ""
-        if headers.get("Range", "bytes=1-1") != "bytes=1-1":  # as which each process asks once
+        if headers.get("Range", "bytes=1-1") != "bytes=1-1":  # each process tests it once
             fault = self.server.fault(self.server.ranges.total())
             self.server.ranges[self.path.partition("?")[0]] += 1
         if fault == "stall":
@@ -93,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, *_: Any) -> None:
-        """Print no line for each request."""
+        """Do not log requests."""
 
 
 @contextmanager

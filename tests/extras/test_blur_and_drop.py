@@ -1,4 +1,4 @@
-"""The blur against the arithmetic of its source, stochastic depth against torchvision's."""
+"""The blur compared with its source's arithmetic, stochastic depth with torchvision's."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from extras.blur_and_drop import BlurredConv
 from tests.helpers.results import same
 
 NAME = "extras.blur_and_drop:resnet"
-# Model -> the number of its blocks, and the module of a block whose output is dropped.
+# Model -> number of blocks, and the block's module whose output is dropped.
 BRANCHES = {"resnet_tiny": (3, "bn2"), "resnet18": (8, "bn2"), "resnet50": (16, "bn3")}
 LAST = 0.6
 
@@ -23,7 +23,7 @@ def build(base: str, size: int = 32, **args: Any) -> nn.Module:
 
 
 def blurred(conv: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-    """The blur of arXiv 1904.11486, a depthwise convolution of what a convolution gets."""
+    """Blur a convolution's input as in arXiv 1904.11486, by a depthwise convolution."""
     row = torch.tensor([1, 2, 1], dtype=inputs[0].dtype)
     channels = inputs[0].shape[1]
     kernel = (torch.outer(row, row) / 16).expand(channels, 1, 3, 3)
@@ -34,8 +34,8 @@ def blurred(conv: nn.Module, inputs: tuple[Tensor]) -> Tensor:
     ("name", "size", "count"),
     [pytest.param("resnet50", 50, 6, marks=pytest.mark.slow), ("resnet_tiny", 32, 4)],
 )
-def test_blur_is_the_published_one(name, size, count):
-    """In the convolutions that FFCV replaces."""
+def test_blur_pool_equals_published(name, size, count):
+    """The blurred convolutions are those that FFCV replaces."""
     ours, theirs = build(name, size, blur_pool=True).double(), build(name, size).double()
     assert sum(isinstance(module, BlurredConv) for module in ours.modules()) == count
     for conv in theirs.modules():
@@ -49,7 +49,7 @@ def test_blur_is_the_published_one(name, size, count):
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-9)
 
 
-def test_weights_are_those_of_the_plain_model():
+def test_blur_and_drop_keeps_initial_weights():
     args = {"base": "resnet18", "blur_pool": True, "stochastic_depth_prob": 0.1}
     more, states = {"zero_init_residual": True}, []
     for name, given in (("resnet18", more), (NAME, args | more)):
@@ -60,7 +60,7 @@ def test_weights_are_those_of_the_plain_model():
 
 
 def dropping(name: str, probability: float) -> nn.Module:
-    """With random scales of the norms, so that every block has an effect."""
+    """Build a model with random scales in its norms, so that every block has an effect."""
     model = build(name, stochastic_depth_prob=probability)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -69,7 +69,7 @@ def dropping(name: str, probability: float) -> nn.Module:
 
 
 def with_hooks(model: nn.Module, name: str) -> nn.Module:
-    """Drop the outputs of the branch of a plain model by torchvision's function."""
+    """Drop a plain model's branch outputs by torchvision's function."""
     from torchvision.ops import stochastic_depth
 
     count, branch = BRANCHES[name]
@@ -85,8 +85,8 @@ def with_hooks(model: nn.Module, name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", BRANCHES)
-def test_it_is_torchvisions_stochastic_depth(name):
-    """Logits and gradients of a training step, from the same state of the generator."""
+def test_stochastic_depth_equals_torchvision(name):
+    """Logits and gradients are equal if the random generator starts in the same state."""
     found, expected = dropping(name, LAST), with_hooks(dropping(name, 0.0), name)
     expected.load_state_dict(found.state_dict())
     images = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))

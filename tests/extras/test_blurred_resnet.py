@@ -1,4 +1,4 @@
-"""The pooling of the ResNet for photos, and its shapes."""
+"""Pooling and shapes of the ResNet for photos."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from extras.blurred_resnet import MaxBlurPool, resnet18
 
 
 @pytest.mark.parametrize("size", [8, 7])
-def test_pooling_by_its_formula(size):
+def test_max_blur_pool_formula(size):
     images = torch.randn(2, 3, size, size, dtype=torch.float64)
     maxima = F.pad(F.max_pool2d(F.pad(images, (1, 1, 1, 1), value=-torch.inf), 3, 1), (1, 1, 1, 1))
     rows = (maxima[:, :, :-2] + 2 * maxima[:, :, 1:-1] + maxima[:, :, 2:]) / 4
@@ -17,10 +17,10 @@ def test_pooling_by_its_formula(size):
 
 
 @pytest.mark.parametrize(("image_size", "first"), [(64, 64), (256, 128)])
-def test_resolution(image_size, first):
-    """The first stage has the resolution of the image, or half of it above 192 px."""
+def test_resnet18_resolutions(image_size, first):
+    """The first stage has the image's resolution, or half of it above 192 px."""
     model = resnet18(5, image_size, widths=(8, 8, 8, 16), depths=(1, 1, 1, 2))
     images = torch.randn(2, 3, image_size, image_size)
     assert model(images).shape == (2, 5)
     assert model[:4](images).shape == (2, 8, first, first)  # up to the first stage
-    assert model[:-3](images).shape == (2, 16, first // 8, first // 8)  # up to the last one
+    assert model[:-3](images).shape == (2, 16, first // 8, first // 8)  # up to the last stage

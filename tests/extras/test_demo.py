@@ -1,4 +1,4 @@
-"""The demo dataset: its images, and that it appears complete or not at all."""
+"""The demo dataset: its images, and that it is written completely or not at all."""
 
 import hashlib
 import itertools
@@ -28,7 +28,7 @@ def drawn(tmp_path: Path) -> Path:
     return tmp_path / "drawn"
 
 
-def test_images_are_jpeg_files_of_many_sizes_in_class_folders(drawn):
+def test_draw_dataset_files(drawn):
     places = itertools.product((("train", 4), ("val", 2)), CLASSES)
     expected = [f"{s}/{c}/{number:04d}.jpg" for (s, count), c in places for number in range(count)]
     files = {name: data for name, data in tree(drawn).items() if data is not None}
@@ -44,16 +44,16 @@ def test_images_are_jpeg_files_of_many_sizes_in_class_folders(drawn):
     assert len(set(files.values())) == 61  # no two are equal
 
 
-@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.3.0", reason="it rounds otherwise")
-def test_the_pixels_are_those_of_version_1():
-    """Results on the demo are compared with those of other versions of the program."""
+@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.3.0", reason="rounds differently")
+def test_draw_image_pixels_of_version_1():
+    """Results on the demo are compared with those of other program versions."""
     digest = hashlib.sha256()
     for label in CLASSES:
         digest.update(draw_image(label, np.random.default_rng(1)).tobytes())
     assert digest.hexdigest()[:16] == "bf187e09b843e8a1"
 
 
-def test_other_files_are_refused_and_untouched(drawn, tmp_path, monkeypatch):
+def test_draw_dataset_rejects_other_files(drawn, tmp_path, monkeypatch):
     root = tmp_path / "photos"
     (root / "train").mkdir(parents=True)
     (root / "train" / "cat.jpg").write_bytes(b"mine")
@@ -64,7 +64,7 @@ def test_other_files_are_refused_and_untouched(drawn, tmp_path, monkeypatch):
     assert tree(root) == {"train": None, "train/cat.jpg": b"mine"}
 
 
-def test_the_first_start_draws_it_and_the_second_resumes(tmp_path, monkeypatch, own_logging):
+def test_demo_recipe_draws_dataset_and_resumes(tmp_path, monkeypatch, own_logging):
     monkeypatch.chdir(tmp_path)
     words = ["recipe=demo", "data.image_size=32", "loader.batch_size=8", "train.device=cpu"]
     words += ["loader.workers=0", "run.dir=run"]

@@ -1,4 +1,4 @@
-"""How a run is compared with its recipe, and which runs are not compared."""
+"""Comparing a run with its recipe, and runs that are not compared."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +27,7 @@ def expectation(
     fitted: int | None = None,
     **changes: Any,
 ) -> Expectation:
-    """Of a run on ImageNet after the validation `last`; `changes` are entries of the recipe."""
+    """Create it for ImageNet after the validation `last`; `changes` replace recipe facts."""
     config = from_overrides(["data.root=/imagenet", *overrides])
     train = type("Images", (), {"__len__": lambda _: 1_281_167, "name": lambda *_: image})()
     datasets = SimpleNamespace(classes=range(1000), train=train, val=range(50_000))
@@ -46,8 +46,8 @@ def row(epoch: int, top1: float = 0.0) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("std", "expected"), [(0.123, "76.1 ± 0.12 is expected"), (None, "76.1 is expected")]
 )
-def test_the_summary_at_the_end(std, expected):
-    """It has the facts of the recipe. A run that stops earlier is not compared."""
+def test_expectation_finish_summary(std, expected):
+    """It contains the recipe's facts. A run that stops earlier is not compared."""
     line = f"recipe    top1 75.70 %: {expected} (published, torchvision IMAGENET1K_V1)"
     compared = {**FACTS, "std": std, "value": "top1", "difference": -0.4, "line": line}
     for words in ([], ["train.best_by=macro_f1"]):
@@ -60,18 +60,18 @@ def test_the_summary_at_the_end(std, expected):
 FREE = ["train.seed=3", "train.precision=fp32", "loader.workers=2", "loader.decoder=gpu"]
 FREE += ["data.train=/elsewhere", "train.max_steps=9", "run.name=mine", "log.every_steps=1"]
 OTHERS = [("classes", 10), ("recipe", "copied"), ("image", "1.png"), ("format", "lossless")]
-OTHERS += [("fitted", 64), ("history", ("began at",))]  # smaller parts; it continues another run
+OTHERS += [("fitted", 64), ("history", ("began at",))]  # smaller micro-batches; continues a run
 
 
 @pytest.mark.parametrize(
     ("typed", "changes", "compared"),
     [
-        (FREE, {}, True),  # what the user and the machine choose
+        (FREE, {}, True),  # chosen by the user and the machine
         (["train.epochs=91"], {}, False),
         *(([], {key: value}, False) for key, value in OTHERS),
         ([], {"image": "tar: 1.PNG", "format": "lossless"}, True),
     ],
 )
-def test_which_runs_are_compared(typed, changes, compared):
+def test_expectation_compared_runs(typed, changes, compared):
     found = expectation(*typed, last=row(3), **changes).finish({})
     assert (found["expectation"] is not None) == compared

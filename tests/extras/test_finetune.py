@@ -1,4 +1,4 @@
-"""Fine-tuning with train.py, from a checkpoint of this project and from files of torchvision."""
+"""Fine-tuning with train.py, from this project's checkpoints and torchvision's files."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ BICUBIC = {"size": 256, "interpolation": "bicubic"}
 
 @pytest.fixture(scope="module")
 def pretrained(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one epoch."""
+    """Train a run of one epoch."""
     folder = tmp_path_factory.mktemp("pretrained") / "run"
     keys = ["data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]"]
     keys += ["model.args={zero_init_residual: true}", "train.epochs=1", "loader.workers=0"]
@@ -31,12 +31,12 @@ def pretrained(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPa
 
 
 def decided(images: int, *typed: str, ranks: int = 1) -> dict[str, Any]:
-    """Dotted key -> value of a config that has been complete."""
+    """Return the dotted key -> value of a completed config."""
     config = from_overrides(["recipe=finetune", "data.root=/nowhere", *typed])
     return config_values(complete(config, images, ranks))
 
 
-def test_values_from_the_number_of_images(pretrained):
+def test_complete_depends_on_number_of_images(pretrained):
     config = from_overrides(["recipe=finetune", "data.root=/x", f"model.weights={pretrained}"])
     weights, images = complete(config, 18).notes
     assert weights.startswith(f"from {pretrained}: ") and "model.name=resnet_tiny" in weights
@@ -49,13 +49,13 @@ def test_values_from_the_number_of_images(pretrained):
         assert values["schedule.warmup_epochs"] == epochs / 10  # 0.1 * 12 has 17 digits
 
 
-def test_override_keys_override_what_the_program_decides(pretrained):
+def test_complete_keeps_overrides(pretrained):
     weights = f"model.weights={pretrained / 'checkpoints' / 'best.pt'}"
     values = decided(36, weights, "loader.batch_size=512", "train.epochs=5", "data.std=[1,1,1]")
     assert values["loader.batch_size"] == 512 and values["optim.lr"] == 0.03
     assert values["schedule.warmup_epochs"] == 0.5
     assert (values["data.mean"], values["data.std"]) == ([0.5] * 3, [1] * 3)
-    assert decided(36, weights, "model.name=resnet_tiny")["model.args"]  # those of the run
+    assert decided(36, weights, "model.name=resnet_tiny")["model.args"]  # the run's args
     values = decided(36, weights, "data.image_size=48")
     crop = values["augment.train"][0]["random_resized_crop"]
     assert crop["size"] == values["data.val_size"] == 48
@@ -69,7 +69,7 @@ def test_override_keys_override_what_the_program_decides(pretrained):
 @pytest.mark.parametrize(
     ("file", "content", "name", "resize"),
     [
-        # torchvision states the preprocessing of its files.
+        # torchvision states the preprocessing for its files.
         ("wide_resnet50_2-9ba9bcbe.pth", lambda w: w, "wide_resnet50_2", {"size": 232}),
         ("efficientnet_b0_rwightman-7f5810bc.pth", lambda w: w, "efficientnet_b0", BICUBIC),
         ("a.pth", lambda w: {"arch": "resnet18", "state_dict": w}, "resnet18", None),
@@ -77,7 +77,7 @@ def test_override_keys_override_what_the_program_decides(pretrained):
         ("a.pth", lambda w: {"arch": "of_timm", "state_dict": w}, "timm/of_timm", None),
     ],
 )
-def test_files_of_other_projects(tmp_path, file, content, name, resize):
+def test_complete_for_files_of_other_projects(tmp_path, file, content, name, resize):
     if name.startswith("timm/"):
         pytest.importorskip("timm")
     model = models.build("resnet_tiny", num_classes=5, image_size=64)
@@ -92,7 +92,7 @@ def test_files_of_other_projects(tmp_path, file, content, name, resize):
     assert decided(36, weights, "model=resnet18")["model.name"] == "resnet18"
 
 
-def test_another_size_keeps_the_share_of_the_image(pretrained, tmp_path):
+def test_complete_size_keeps_crop_ratio(pretrained, tmp_path):
     out = tmp_path / "exported.safetensors"
     words = [str(pretrained), "--to", "safetensors", "--out", str(out), "train.device=cpu"]
     words += ["augment=imagenet", "data.val_size=28"]
@@ -101,12 +101,12 @@ def test_another_size_keeps_the_share_of_the_image(pretrained, tmp_path):
         for size, short_side in ((28, 32), (56, 64)):
             values = decided(36, f"model.weights={out}", f"data.{key}={size}")
             resize, crop = values["augment.val"]
-            assert export.explicit(resize)["resize"]["size"] == short_side
+            assert export.with_all_parameters(resize)["resize"]["size"] == short_side
             assert crop == {"center_crop": {"size": size}}
 
 
-def test_what_is_decided_is_the_same_at_the_next_start(pretrained, image_root, tmp_path):
-    """So it resumes; tests/test_train.py has frozen layers."""
+def test_finetune_resumes_with_same_values(pretrained, image_root, tmp_path):
+    """Therefore it resumes; tests/test_train.py tests frozen layers."""
     words = ["recipe=finetune", f"model.weights={pretrained}", f"data.root={image_root}", *FAST]
     words += ["train.epochs=20", "model.freeze=[conv1,bn1]", f"run.dir={tmp_path / 'run'}"]
     for steps in (1, 2):

@@ -14,8 +14,8 @@ BETAS, EPS, DECAY = (0.9, 0.99), 1e-6, 0.02
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-def test_by_its_formula(zeros):
-    """The trust ratio of weights that are 0 is 1."""
+def test_lamb_formula(zeros):
+    """Weights that are 0 have a trust ratio of 1."""
     model = nn.Linear(3, 2, bias=False)
     if zeros:
         nn.init.zeros_(model.weight)
@@ -33,12 +33,12 @@ def test_by_its_formula(zeros):
         weights = weights - rate * ratio * update
 
         model.weight.grad = torch.from_numpy(gradient).float()
-        optimizer.param_groups[0]["lr"] = torch.tensor(rate)  # as in a CUDA graph
+        optimizer.param_groups[0]["lr"] = torch.tensor(rate)  # a tensor, like in a CUDA graph
         optimizer.step()
         np.testing.assert_allclose(model.weight.detach().numpy(), weights, rtol=1e-5, atol=1e-6)
 
 
-def test_its_options():
+def test_lamb_options():
     config = from_overrides(["data=fake", "optim=lamb", "optim.betas=[0.8,0.95]", "optim.eps=1e-5"])
     assert (config.optim.name, config.changed["optim.name"]) == ("extras.lamb:lamb", "lamb")
     optimizer = build_optimizer(nn.Linear(2, 2), config.optim)

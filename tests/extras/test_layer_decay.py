@@ -1,4 +1,4 @@
-"""Layer-wise learning rates compared with values by hand, and with timm's where it is installed."""
+"""Layer-wise learning rates compared with values by hand, and with timm's if installed."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from models.vit import vit_s16
 
 
 def rates_of(model: nn.Module, kind: str, layer_decay: float) -> dict[str, float]:
-    """Parameter name -> factor of its learning rate, with and without weight decay."""
+    """Return parameter name -> learning rate factor, with and without weight decay."""
     args = {"layer_decay": layer_decay}
     config = OptimConfig(f"extras.layer_decay:{kind}", args, decay_norms=False)
     optimizer = build_optimizer(model, config)
@@ -22,7 +22,7 @@ def rates_of(model: nn.Module, kind: str, layer_decay: float) -> dict[str, float
     return {name: of[id(p)] for name, p in model.named_parameters() if p.requires_grad}
 
 
-def test_by_the_formula():
+def test_layer_decay_formula():
     """decay ** distance from the head; frozen parameters have no group."""
     with torch.device("meta"):
         found = rates_of(vit_s16(10, 32), "adamw", 0.5)
@@ -30,7 +30,7 @@ def test_by_the_formula():
     assert found["blocks.11.mlp.fc2.weight"] == found["norm.weight"] == 0.5
     assert found["blocks.0.norm1.bias"] == 0.5**12
     assert found["patch_embed.proj.weight"] == 0.5**13
-    with torch.device("meta"):  # norms and positions belong to the block before them
+    with torch.device("meta"):  # norms and positions belong to the previous block
         found = rates_of(models.build("vit_b_16", num_classes=10, image_size=32), "adamw", 0.5)
     assert found["class_token"] == found["encoder.pos_embedding"] == 0.5**13
     assert found["encoder.ln.weight"] == 0.5
@@ -42,7 +42,7 @@ def test_by_the_formula():
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "convnext_atto"])
-def test_it_is_timms(name):
+def test_layer_decay_equals_timm(name):
     groups_of = pytest.importorskip("timm.optim").param_groups_layer_decay
     model = models.build(f"timm/{name}", num_classes=3, image_size=224)
     theirs = groups_of(model, layer_decay=0.7)
@@ -50,8 +50,8 @@ def test_it_is_timms(name):
     assert rates_of(model, "adamw", 0.7) == {key: of[id(p)] for key, p in model.named_parameters()}
 
 
-def test_blocks_of_stages():
-    """timm states none for MetaFormers: the stem, 12 blocks, 3 layers between stages, the head."""
+def test_blocks_of_metaformer():
+    """timm defines none for MetaFormers: stem, 12 blocks, 3 layers between stages, head."""
     pytest.importorskip("timm")
     with torch.device("meta"):
         found = blocks(models.build("timm/poolformer_s12", num_classes=7, image_size=64))
@@ -59,7 +59,7 @@ def test_blocks_of_stages():
 
 
 @pytest.mark.parametrize("name", ["densenet121", "swin_t", "maxvit_t", "mobilenet_v3_small"])
-def test_each_parameter_is_in_one_block_and_the_head_is_the_last(name):
+def test_blocks_partition_parameters(name):
     with torch.device("meta"):
         model = models.build(name, num_classes=7, image_size=64)
     found = blocks(model)
@@ -68,7 +68,7 @@ def test_each_parameter_is_in_one_block_and_the_head_is_the_last(name):
     assert {shapes[key][0] for key in found[-1]} == {7}
 
 
-def test_a_factor_that_is_not_one():
+def test_layer_decay_rejects_invalid_factor():
     config = OptimConfig("extras.layer_decay:sgd", {"layer_decay": 1.5})
     with pytest.raises(UserError, match=r"layer_decay=1.5: give a factor > 0"):
         build_optimizer(nn.Linear(2, 2), config)

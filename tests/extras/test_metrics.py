@@ -1,4 +1,4 @@
-"""Metrics of all rows of a split: scikit-learn's on random predictions."""
+"""Metrics over all rows of a split, compared with scikit-learn on random predictions."""
 
 import math
 import warnings
@@ -25,17 +25,17 @@ from tests.helpers.batches import batch_of, toy_values
 from tests.helpers.results import rows
 from tests.helpers.small_run import run
 
-# classes -> their shares of the labels and of the predictions
+# Classes -> weights of labels and of predictions
 SHARES = {
     "balanced": ([1, 1, 1, 1], [1, 1, 1, 1]),
     "unbalanced": ([1000, 100, 10, 1], [30, 10, 3, 1]),
-    "a class without either": ([3, 0, 1, 1], [1, 0, 1, 1]),
+    "an unused class": ([3, 0, 1, 1], [1, 0, 1, 1]),
     "one class of two": ([1, 0], [1, 1]),
 }
 
 
 @pytest.mark.parametrize("case", SHARES)
-def test_macro_means_are_scikit_learns(case):
+def test_macro_means_equal_sklearn(case):
     rng, (of_labels, of_predictions) = np.random.default_rng(0), map(np.array, SHARES[case])
     classes, count = len(of_labels), 500
     label = rng.choice(classes, count, p=of_labels / of_labels.sum())
@@ -45,7 +45,7 @@ def test_macro_means_are_scikit_learns(case):
     columns = torch.from_numpy(label), torch.from_numpy(prediction)
     precision = sklearn.precision_score(label, prediction, **average)
     assert macro_precision(*columns) == pytest.approx(100 * precision)
-    with warnings.catch_warnings(action="ignore"):  # a class that is predicted has no images
+    with warnings.catch_warnings(action="ignore"):  # a predicted class has no images
         recall = sklearn.balanced_accuracy_score(label, prediction)
     assert macro_recall(*columns) == pytest.approx(100 * recall)
     assert macro_f1(*columns) == pytest.approx(100 * sklearn.f1_score(label, prediction, **average))
@@ -53,7 +53,7 @@ def test_macro_means_are_scikit_learns(case):
 
 @pytest.mark.parametrize("ones", [0.5, 0.01])
 @pytest.mark.parametrize("digits", [1, 6], ids=["ties", "no ties"])
-def test_area_under_the_curve_is_scikit_learns(ones, digits):
+def test_roc_auc_equals_sklearn(ones, digits):
     rng = np.random.default_rng(0)
     label = (rng.random(1000) < ones).astype(np.int64)
     score = np.round(rng.random(1000) + 0.3 * label, digits).astype(np.float32)
@@ -62,8 +62,8 @@ def test_area_under_the_curve_is_scikit_learns(ones, digits):
     assert roc_auc(label, np.zeros(1000)) == 50 and roc_auc(label, label) == 100
 
 
-def test_values_of_a_validation_of_two_classes():
-    """The images are the logits. As probabilities, those of the first two would both be 1."""
+def test_metrics_of_two_class_validation():
+    """The images are the logits. As probabilities, the first two scores would both be 1."""
     logits = torch.tensor([[[0.0, 30]], [[0, 40]], [[2, 1]], [[1, 3]], [[math.inf, 0]]])
     batch = batch_of(image=logits, label=torch.tensor([0, 1, 0, 1, 0]))
     (found,) = evaluate([nn.Flatten()], toy_values, [batch], ALONE)
@@ -72,12 +72,12 @@ def test_values_of_a_validation_of_two_classes():
     values = found.values(metrics)
     assert values["macro_precision"] == pytest.approx(100 * (1 + 2 / 3) / 2)
     assert values["macro_f1"] == pytest.approx(100 * (0.5 + 0.8) / 2)
-    assert values["auc"] == pytest.approx(100 * 3 / 6)  # the scores: 30, -1, NaN of inf; and 40, 2
+    assert values["auc"] == pytest.approx(100 * 3 / 6)  # scores 30, -1, NaN of inf; and 40, 2
     assert "score" not in values
     assert not metrics["macro_f1"].console and not metrics["auc"].console
 
 
-def test_expected_calibration_error():
+def test_calibration_error_formula():
     """The formula of arXiv 1706.04599, with bins (0, 1/15], (1/15, 2/15], ..."""
     rng = np.random.default_rng(0)
     confidence = rng.random(500).astype(np.float32)
@@ -89,7 +89,7 @@ def test_expected_calibration_error():
     assert calibration_error(top1, confidence) == pytest.approx(error, abs=1e-5) and error > 5
 
 
-def test_the_best_checkpoint_by_one_of_them(image_root, tmp_path, toy_runs):
+def test_best_by_ece(image_root, tmp_path, toy_runs):
     summary = run(image_root, tmp_path, "loader.workers=0", "train.best_by=-ece")
     found = rows(tmp_path, "val")
     assert summary["best_ece"] == pytest.approx(min(row["ece"] for row in found), abs=1e-3)

@@ -27,7 +27,7 @@ def step(optimizer: torch.optim.Optimizer, model: nn.Module, rate: float, seed: 
     for parameter in model.parameters():
         parameter.grad = torch.from_numpy(rng.normal(size=parameter.shape)).float()
     for group in optimizer.param_groups:
-        group["lr"] = torch.tensor(rate * group.get("lr_scale", 1))  # as in a CUDA graph
+        group["lr"] = torch.tensor(rate * group.get("lr_scale", 1))  # a CUDA graph has tensors
     optimizer.step()
 
 
@@ -49,8 +49,8 @@ def muon_step(weight: np.ndarray, average: np.ndarray, gradient: np.ndarray) -> 
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_by_its_formula(fixed):
-    """The second to fourth convolution are the hidden layers; the others are trained by SGD."""
+def test_muon_formula(fixed):
+    """The second to fourth convolutions are the hidden layers; SGD trains all other layers."""
     model, twin = build(), build()
     args = "optim.args={rate: 0.05, fixed_norm: true}" if fixed else "optim.args={rate: 0.05}"
     config = from_overrides([*OPTIONS, args]).optim
@@ -61,7 +61,7 @@ def test_by_its_formula(fixed):
     averages = {name: np.zeros_like(weight) for name, weight in weights.items()}
     for number, rate in enumerate(RATES):
         stored = optimizer.state_dict()
-        optimizer = build_optimizer(model, config)  # as in a resumed run
+        optimizer = build_optimizer(model, config)  # like a resumed run
         optimizer.load_state_dict(stored)
         step(optimizer, model, rate, number)
         step(others, twin, rate, number)
@@ -73,14 +73,14 @@ def test_by_its_formula(fixed):
             weights[name] = new * 0.2 / np.sqrt(np.mean(new**2)) if fixed else new
     for name, parameter in model.named_parameters():
         if name in HIDDEN:
-            # The error, of products in bf16, is at most 5 % of the way from the initial weights.
+            # Products in bf16 cause an error of up to 5 % of the distance to the initial weights.
             expected = torch.from_numpy(weights[name])
             assert (parameter - expected).norm() < 0.05 * (expected - start[name]).norm()
         else:
             torch.testing.assert_close(parameter, twin.get_parameter(name), rtol=0, atol=0)
 
 
-def test_frozen_and_single_channel_layers_do_not_move_the_first_one():
+def test_hidden_weights_with_frozen_layer():
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.Conv2d(4, 6, 3), nn.Conv2d(6, 6, 3), nn.Linear(6, 2)
     )

@@ -1,4 +1,4 @@
-"""data.root=s3://bucket/photos: the images of tar files behind URLs, of moto's S3 server."""
+"""data.root=s3://bucket/photos: images in tar files behind URLs, served by moto's S3 server."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ STORAGE = "extras.object_storage:tars"
 
 @pytest.fixture(scope="module")
 def tars(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """one/train.tar, one/val.tar; many/train/*.tar, many/val-*.tar; prepared/ with index files."""
+    """Pack one/train.tar, one/val.tar; many/train/*.tar, many/val-*.tar; prepared/ with indexes."""
     root = tmp_path_factory.mktemp("tars")
     for name in ("one", "many"):
         (root / name).mkdir()
@@ -72,13 +72,13 @@ def load(url: str, **parameters: object) -> Index:
 
 @pytest.mark.parametrize("name", ["one", "many", "prepared"])
 @pytest.mark.parametrize("protocol", ["s3", "http"])
-def test_the_images_are_those_of_local_files(bucket, tars, protocol, name):
+def test_tars_equal_local_files(bucket, tars, protocol, name):
     local = load_index(tars / name / "train", key="data.train")
     root = f"{S3}/{name}"
     if protocol == "http":
         root = f"{bucket.url}/photos/{name}"
     url = f"{root}/train"
-    if (protocol, name) == ("http", "many"):  # a web server lists no folder
+    if (protocol, name) == ("http", "many"):  # a web server lists no directory
         url = f"{url}/0.tar"
         local = load_index(tars / name / "train" / "0.tar", key="data.train")
     found = load(url)
@@ -89,15 +89,15 @@ def test_the_images_are_those_of_local_files(bucket, tars, protocol, name):
     assert content(found) == content(local)
     bucket.reset()
     assert content(load(url)) == content(local)
-    assert bucket.ranges.total() == len(found)  # the list of members is cached
+    assert bucket.ranges.total() == len(found)  # the member list is cached
     if protocol == "s3":
         val = load_index(tars / "one/val", key="data.val")
-        # As data.val=s3://...; a URL is no path below data.root.
+        # Equivalent to data.val=s3://..., because a URL is no path below data.root.
         assert content(load(f"/data/{root}/val")) == content(val)
 
 
-def test_an_index_file_of_another_tar_file_is_not_used(bucket, tars, monkeypatch):
-    """Of one of the same size, the headers have other names."""
+def test_tars_ignore_stale_index_file(bucket, tars, monkeypatch):
+    """If both tar files have the same size, names in their headers differ."""
     bucket.put(tars / "prepared", "stale")
     bucket.put(tars / "one", "stale")
     local = load_index(tars / "one/val", key="data.val")
@@ -110,13 +110,13 @@ def test_an_index_file_of_another_tar_file_is_not_used(bucket, tars, monkeypatch
         content(load(f"{S3}/stale/train"))
 
 
-def test_a_redirect_to_another_signature_is_no_change(bucket, tars):
+def test_tars_accept_redirect_to_new_signature(bucket, tars):
     bucket.redirects = True
     found = load(f"{bucket.url}/photos/one/val")
     assert content(found) == content(load_index(tars / "one/val", key="data.val"))
 
 
-def test_a_server_without_range_requests_is_refused(tars):
+def test_tars_reject_server_without_ranges(tars):
     handler = partial(SimpleHTTPRequestHandler, directory=tars)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -127,7 +127,7 @@ def test_a_server_without_range_requests_is_refused(tars):
 
 @pytest.mark.parametrize("protocol", [S3, "http"])
 @pytest.mark.parametrize("fault", ["500", "cut"])
-def test_a_failed_request_is_repeated(bucket, tars, monkeypatch, fault, protocol):
+def test_tars_retry_failed_requests(bucket, tars, monkeypatch, fault, protocol):
     monkeypatch.setattr(index, "PAUSES", (0, 0, 0))
     found = load(f"{protocol}/one/val".replace("http/", f"{bucket.url}/photos/"))
     bucket.fault = lambda number: fault if number % 3 else ""
@@ -137,7 +137,7 @@ def test_a_failed_request_is_repeated(bucket, tars, monkeypatch, fault, protocol
         found.read(0)
 
 
-def test_an_object_that_is_replaced_is_not_read(bucket, tars, monkeypatch):
+def test_tars_detect_replaced_object(bucket, tars, monkeypatch):
     monkeypatch.setattr(index, "PAUSES", ())
     for root in (S3, f"{bucket.url}/photos"):
         bucket.put(tars / "one", "changing")
@@ -150,11 +150,11 @@ def test_an_object_that_is_replaced_is_not_read(bucket, tars, monkeypatch):
         assert content(load(f"{root}/changing/val"))
 
 
-def test_the_cache_keeps_what_was_read(bucket, tars, tmp_path):
+def test_tars_disk_cache(bucket, tars, tmp_path):
     local = content(load_index(tars / "one/train", key="data.train"))
     folder = tmp_path / "disk"
     found = load(f"{S3}/one/train", cache=str(folder))
-    with file_size_limit(100):  # as a full disk
+    with file_size_limit(100):  # like a full disk
         assert content(found) == local
     assert bucket.ranges.total() == 1 + 36
     half = (tars / "one" / "train.tar").stat().st_size / 2e9
@@ -165,7 +165,7 @@ def test_the_cache_keeps_what_was_read(bucket, tars, tmp_path):
             assert content(found) == local
         assert fewest <= bucket.ranges.total() <= most
     (copy,) = folder.iterdir()
-    with copy.open("r+b") as file:  # as a kill or a power failure leaves an image
+    with copy.open("r+b") as file:  # an image after a kill or power failure
         file.seek(int(found.places.array[3, 1]) + 100)
         file.write(bytes(100))
     for requests in (1, 0):
@@ -174,7 +174,7 @@ def test_the_cache_keeps_what_was_read(bucket, tars, tmp_path):
         assert bucket.ranges.total() == requests
 
 
-def test_brackets_in_a_url_are_no_pattern(tars, tmp_path):
+def test_tars_url_brackets_are_literal(tars, tmp_path):
     shutil.copytree(tars / "one", tmp_path / "run[1]")
     (tmp_path / "run1").mkdir()
     shutil.copy(tars / "one" / "val.tar", tmp_path / "run1" / "train.tar")
@@ -182,12 +182,12 @@ def test_brackets_in_a_url_are_no_pattern(tars, tmp_path):
     assert content(found) == content(load_index(tars / "one" / "train", key="data.train"))
 
 
-def test_what_is_wrong_is_said_without_a_password(bucket, tmp_path):
+def test_tars_errors_hide_credentials(bucket, tmp_path):
     secret = bucket.url.replace("//", "//me:hidden@")
     for root, says in (
         (f"{secret}/photos/one", "/photos/one/val: has a password or a query"),
         (f"{bucket.url}/photos/one?key=hidden", "/photos/one: has a password or a query"),
-        (f"{S3}/none", "data.val=s3://photos/none/val: there is no such folder, .tar or .csv file"),
+        (f"{S3}/none", "data.val=s3://photos/none/val: no such folder, .tar or .csv file"),
         ("s3://nothing/none", "; check the network, the credentials, and that the plugin"),
         ("abc://photos", "Protocol not known: abc"),
     ):
@@ -202,8 +202,8 @@ def start(root: object, folder: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_killed_run_resumes_with_equal_weights(bucket, tars, tmp_path, ranks, size):
-    """From any storage, and the ranks share the cache on disk."""
+def test_run_on_tars_resumes_after_kill(bucket, tars, tmp_path, ranks, size):
+    """Images come from any storage; ranks share the disk cache."""
     local = ranks.run(start(tars / "one", tmp_path / "local"), size)
     assert local.returncode == 0, local.stderr
     folder, disk = tmp_path / "run", tmp_path / "disk"
@@ -214,14 +214,14 @@ def test_a_killed_run_resumes_with_equal_weights(bucket, tars, tmp_path, ranks, 
     bucket.reset()
     done = ranks.run(start(f"{S3}/many", folder, *words), size)
     assert done.returncode == 0, done.stderr
-    assert bucket.ranges.total() == 0  # the first start has read the sizes of all files
+    assert bucket.ranges.total() == 0  # the first start has read all file sizes
     assert summary_of(folder)["params_sha256"] == summary_of(tmp_path / "local")["params_sha256"]
     stored = "".join(path.read_text("utf-8", "replace") for path in folder.rglob("*.*"))
     assert S3 in stored and "hidden" not in stored
 
 
-def test_a_stalled_connection_ends_the_run(bucket, tmp_path):
-    """In loader.timeout_seconds, and the message has a URL."""
+def test_run_on_tars_ends_on_stalled_connection(bucket, tmp_path):
+    """It takes loader.timeout_seconds, and the message contains a URL."""
     bucket.fault = lambda number: "stall" if number > 100 else ""
     words = ["loader.workers=1", "loader.timeout_seconds=2", "train.epochs=2000"]
     done = run_command(start(f"{S3}/one", tmp_path / "run", *words))
@@ -230,7 +230,7 @@ def test_a_stalled_connection_ends_the_run(bucket, tmp_path):
     assert says in done.stderr
 
 
-def test_an_unreadable_image_is_named_by_its_url(bucket, tmp_path):
+def test_run_on_tars_names_unreadable_image_url(bucket, tmp_path):
     bucket.fault = lambda number: "500" if number > 100 else ""
     done = run_command(start(f"{bucket.url}/photos/one", tmp_path / "run", "train.epochs=2000"))
     assert done.returncode == 1, done.stderr

@@ -1,4 +1,4 @@
-"""Results of recorded predictions, compared with formulas written out image by image; pictures."""
+"""Results from recorded predictions, compared with formulas per image; pictures."""
 
 import csv
 import json
@@ -35,20 +35,20 @@ def logits() -> Tensor:
 
 @pytest.fixture(scope="module")
 def labels(logits: Tensor) -> Tensor:
-    """Half of them are the prediction."""
+    """Half of them equal the prediction."""
     generator = torch.Generator().manual_seed(2)
     drawn = torch.randint(0, CLASSES, (IMAGES,), generator=generator)
     return torch.where(torch.rand(IMAGES, generator=generator) < 0.5, logits.argmax(1), drawn)
 
 
 def recorded(logits: Tensor, labels: Tensor, dataset: Any = None) -> Predictions:
-    """The images are the logits."""
+    """Record predictions whose images are the logits."""
     batch = batch_of(image=logits, label=labels)
     (validation,) = evaluate([nn.Identity()], toy_values, [batch], ALONE)
     return Predictions(validation.rows, NAMES, dataset)
 
 
-def test_classes_and_confusions(logits, labels):
+def test_predictions_per_class_and_confusions(logits, labels):
     found = recorded(logits, labels)
     pairs = found.confusions
     counts = [count for _, _, count in pairs]
@@ -70,7 +70,7 @@ def test_classes_and_confusions(logits, labels):
         }
 
 
-def test_nan_is_no_hit(tmp_path):
+def test_predictions_with_nan(tmp_path):
     found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long))
     row, other = found.per_class[:2]
     assert row["top1"] == row["f1"] == 0 and row["precision"] is other["f1"] is None
@@ -79,7 +79,7 @@ def test_nan_is_no_hit(tmp_path):
     _write_csv(tmp_path / "confusion.csv", found.confusions)
 
 
-def test_pictures(logits, labels):
+def test_predictions_draw_worst(logits, labels):
     """The 16 images with the largest loss are loaded."""
     loaded = []
 
@@ -95,7 +95,7 @@ def test_pictures(logits, labels):
         assert (sheet[100 + i // 4 * 254, 100 + i % 4 * 200] == index % 256).all()
 
 
-def test_files_of_a_run(image_root, tmp_path, toy_runs):
+def test_pictures_files_of_run(image_root, tmp_path, toy_runs):
     frozen = "model.freeze=[conv1,bn1,layer1,layer2,layer3]", "optim.lr=1e-30"  # nothing changes
     words = "loader.workers=0", "log.trackers=[tensorboard]", *frozen
     summary = run(image_root, tmp_path, *words)
@@ -114,13 +114,13 @@ def test_files_of_a_run(image_root, tmp_path, toy_runs):
     names = {"worst.jpg", "per_class.csv", "confusion.csv", "worst.csv"}
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {*names, "evaluation.json", "hits.json"}
-    for name in names:  # what the run has written about its best checkpoint
+    for name in names:  # written by the run for its best checkpoint
         assert (tmp_path / "out" / name).read_bytes() == (found / name).read_bytes()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_images_are_shown_without_normalisation(device):
-    """Also from channels_last. Each has a tile of 192 px, in rows of 4."""
+def test_draw_batch_undoes_normalization(device):
+    """Including channels_last. Each image has a tile of 192 px, in rows of 4."""
     pixels = torch.randint(0, 256, (20, 3, 6, 6), dtype=torch.uint8)
     format = ImageFormat(torch.device(device), [0.4, 0.5, 0.6], [0.2, 0.3, 0.2])
     images = (pixels.to(device) * format.scale + format.shift).to(memory_format=torch.channels_last)
@@ -145,7 +145,7 @@ GREY = [[[10] * 3, [255] * 3]]
         ([[[[0.04], [1.2]]], [[[0], [0]]]], "float32", GREY),
     ],
 )
-def test_images_of_any_channels_and_dtype(levels, dtype, expected):
-    """The last one has two frames, and a level above 1."""
+def test_rgb_channels_and_dtypes(levels, dtype, expected):
+    """The last image has two frames and a level above 1."""
     found = rgb(np.array(levels, dtype))
     assert found.dtype == np.uint8 and found.tolist() == expected

@@ -1,4 +1,4 @@
-"""Sweeps: -m checks every job, and Hydra runs them as processes with train.py."""
+"""Sweeps: -m checks every job, and Hydra runs jobs as train.py processes."""
 
 import json
 import os
@@ -34,12 +34,12 @@ NAME = "resnet50,data=fake"
         ("model.weights=a/best.pt,b/best.pt", ["a/best.pt", "b/best.pt"]),
     ],
 )
-def test_syntax_of_sweeps(typed, expected):
+def test_sweep_syntax(typed, expected):
     key = typed.partition("=")[0].lstrip("+")
     assert list(Sweep([FAKE, typed]).jobs) == [(f"{key}={value}",) for value in expected]
 
 
-def test_the_configs_of_all_jobs_are_printed(capsys):
+def test_sweep_cfg_job_prints_all_jobs(capsys):
     words = [FAKE, "-m", "train.seed=range(3)", "--cfg", "job"]
     with pytest.raises(SystemExit) as stop:
         cli.parse(words, script="train.py", purpose="")
@@ -48,8 +48,8 @@ def test_the_configs_of_all_jobs_are_printed(capsys):
     assert [config["train"]["seed"] for config in yaml.safe_load_all(printed)] == [0, 1, 2]
 
 
-def test_a_search_is_not_composed():
-    """A plugin draws jobs of any number of combinations, of which only the first is checked."""
+def test_sweep_search_checks_first_job_only():
+    """A plugin draws jobs from any number of combinations; only the first is checked."""
     keys = ("lr", "momentum", "weight_decay", "clip_norm")
     words = [f"optim.{key}=range(0.01,1,0.01)" for key in keys]
     assert len(Sweep([FAKE, "hydra/sweeper=optuna", *words]).jobs) == 1
@@ -65,12 +65,12 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES.items())
-def test_mistakes(words, message, capsys):
+def test_sweep_errors_before_first_job(words, message, capsys):
     """They are found before the first job starts."""
     assert message in refusal(["-m", "data.root=.", *words.split()], capsys)
 
 
-def test_refused_elsewhere(monkeypatch, capsys):
+def test_sweep_rejected_for_scripts_and_torchrun(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.parse(["-m", "optim.lr=1,2", FAKE], script="bench.py", purpose="")
     assert "-m: only train.py has sweeps; start this" in capsys.readouterr().err
@@ -78,8 +78,8 @@ def test_refused_elsewhere(monkeypatch, capsys):
     assert "under torchrun or srun" in refusal(["--multirun", "optim.lr=1,2", FAKE], capsys)
 
 
-# In place of train.py. The file `outcomes` holds the exit status of each job by its seed, or `wait`
-# for SIGTERM or SIGINT, after which it exits as a run does that has saved a checkpoint.
+# Replacement for train.py. The file `outcomes` has each job's exit status by seed, or `wait` to
+# wait for SIGTERM or SIGINT and then exit like a run that has saved a checkpoint.
 SCRIPT = """\
 import json, os, signal, sys
 from pathlib import Path
@@ -109,7 +109,7 @@ if status < 0:
     os.kill(os.getpid(), -status)
 sys.exit(status)
 """
-# An installed plugin of Hydra: it runs the second seed first, and keeps what the jobs return.
+# An installed Hydra plugin. It runs the second seed first and stores the jobs' return values.
 PLUGIN = """\
 from pathlib import Path
 from hydra.core.plugins import Plugins
@@ -128,7 +128,7 @@ ConfigStore.instance().store(group="hydra/sweeper", name="backwards", node=node)
 
 
 def start(folder: Path, outcomes: list[Any], *more: str) -> Started:
-    """Start a sweep over train.seed in a folder; its jobs have the given outcomes."""
+    """Start a sweep over train.seed in a directory; its jobs have the given outcomes."""
     (folder / "train.py").write_text(SCRIPT.format(root=str(ROOT)))
     (folder / "started").write_text("")
     (folder / "outcomes").write_text(json.dumps(outcomes))
@@ -143,7 +143,7 @@ def sweep(folder: Path, outcomes: list[Any], *more: str) -> tuple[int, list[str]
     return process.returncode, (folder / "started").read_text().split(), out
 
 
-def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path):
+def test_sweep_continues_after_failed_job(tmp_path):
     status, started, out = sweep(tmp_path, [0, 1, 0])
     assert (status, started) == (1, ["0", "1", "2"])
     first, _, third = (NAME.replace(",", f",train.seed={seed},") for seed in range(3))
@@ -159,23 +159,23 @@ def test_a_job_that_fails_does_not_stop_the_sweep(tmp_path):
     assert [path.name for path in report.run_folders(own)] == [first, third]
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {first, third, own.name}
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "started", "outcomes", "runs"}
-    # Each job starts again. A signal to a job ends the sweep, and so does a job that is refused.
+    # Each job starts again. A signal to a job or a rejected job ends the sweep.
     assert sweep(tmp_path, [0, -signal.SIGTERM], "recipe=demo,cifar10")[:2] == (143, [*"001"])
     assert sweep(tmp_path, [2, 0, 0])[:2] == (2, ["0"])
-    assert sweep(tmp_path, [-signal.SIGKILL, 0])[:2] == (0, ["0", "1"])  # the memory was full
+    assert sweep(tmp_path, [-signal.SIGKILL, 0])[:2] == (0, ["0", "1"])  # out of memory
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )
-def test_a_signal_reaches_the_job(tmp_path, number):
-    """The job saves, and the sweep ends with its status; also if the sweep itself is killed."""
+def test_sweep_signal_stops_job(tmp_path, number):
+    """The job saves, and the sweep ends with its status, even if the sweep itself is killed."""
     if number == signal.SIGKILL:
         needs_linux()  # prctl
     with start(tmp_path, ["wait", 0]) as process:
         wait_for("the job can receive signals", (tmp_path / "job").exists, process)
         if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # as Ctrl-C in a terminal
+            os.killpg(process.pid, number)  # Ctrl-C in a terminal
         else:
             process.send_signal(number)
         assert process.wait() == (128 + number if number != signal.SIGKILL else -number)
@@ -185,8 +185,8 @@ def test_a_signal_reaches_the_job(tmp_path, number):
     assert (tmp_path / "saved").exists() and (tmp_path / "started").read_text() == "0\n"
 
 
-def test_installed_plugins_run(tmp_path):
-    """They get the overrides that vary, and the best score of each job, or that of a failed one."""
+def test_sweep_runs_installed_plugin(tmp_path):
+    """They get the varied overrides, and each job's best score, or the worst if it failed."""
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "backwards.py").write_text(PLUGIN)
     status, started, _ = sweep(tmp_path, [1, 0], "optim.lr=0.3", "hydra/sweeper=backwards")

@@ -1,4 +1,4 @@
-"""Weights & Biases: what it is told. Failures of observers: tests/engine/log/test_observer.py."""
+"""Weights & Biases: logged data. tests/engine/log/test_observer.py tests failures of observers."""
 
 import sys
 from pathlib import Path
@@ -17,8 +17,8 @@ def start(root: Path, folder: Path, steps: int) -> None:
     train.train(compose(root, folder, "loader.workers=0", *options))
 
 
-def test_the_rows_of_two_starts(image_root, tmp_path, monkeypatch):
-    """The second one continues the run, also in another place; another directory is another."""
+def test_wandb_rows_of_two_starts(image_root, tmp_path, monkeypatch):
+    """The second start continues the run, even if moved. A new directory is a new run."""
     wandb = MagicMock(Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     start(image_root, tmp_path / ("run" * 60), 2)
@@ -27,7 +27,7 @@ def test_the_rows_of_two_starts(image_root, tmp_path, monkeypatch):
     assert settings["silent"] is True  # wandb asks nothing on the terminal
     assert 0 < settings["init_timeout"] <= 60 and 0 < settings["finish_timeout"] <= 60
     assert init["name"] == ("run" * 60)[:128] and init["resume"] == "allow"
-    config = init["config"]  # what affects the result
+    config = init["config"]  # keys that affect the result
     assert config["recipe"] == "demo" and config["loader.batch_size"] == 8
     assert not config.keys() & {"loader.workers", "run.dir", "optim.betas"}
     run.define_metric.assert_called_with("*", step_metric="step")

@@ -1,4 +1,4 @@
-"""Batches of given tensors, and a task in place of train.py's, which a fork may change."""
+"""Batches of given tensors, and a task that replaces train.py's, which a fork may change."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from pipeline.feed.batch import Batch
 
 
 def batch_of(step: int = 0, samples: Tensor | None = None, **fields: Tensor) -> Batch:
-    """Return a batch of fields [B, ...]; by default, of the samples 0, 1, ... of epoch 0."""
+    """Return a batch of fields [B, ...]; the default samples are 0, 1, ... of epoch 0."""
     if samples is None:
         rows = len(next(iter(fields.values())))
         samples = torch.stack([torch.zeros(rows, dtype=torch.int64), torch.arange(rows)], 1)
@@ -28,7 +28,7 @@ def on_device(batch: Batch, device: str) -> Batch:
 
 @contextmanager
 def without_waiting(*, deterministic: bool = False) -> Iterator[None]:
-    """In the `with` block, waiting for the GPU is an error."""
+    """Raise an error in the `with` block if the host synchronizes with the GPU."""
     torch.use_deterministic_algorithms(deterministic)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -41,12 +41,12 @@ def without_waiting(*, deterministic: bool = False) -> Iterator[None]:
 def toy_loss(
     network: nn.Module, batch: Batch, criterion: Criterion = cross_entropy
 ) -> tuple[Tensor, Values]:
-    """Stand in for `train.training_loss`: for the label, or what mixup made of it."""
+    """Replace `train.training_loss`; uses the label or the target from mixup."""
     labels = batch["label"]
     logits = network(batch["image"]).float()
     return criterion(logits, batch.fields.get("target", labels)), classifier_means(logits, labels)
 
 
 def toy_values(network: nn.Module, batch: Batch) -> Values:
-    """Stand in for `train.validation_values`."""
+    """Replace `train.validation_values`."""
     return classifier_values(network(batch["image"]).float(), batch["label"])

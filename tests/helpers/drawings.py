@@ -1,4 +1,4 @@
-"""Synthetic images for tests: textures that a small model can learn."""
+"""Synthetic images for tests, with textures that a small model can learn."""
 
 import math
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image
 
-# A texture maps coordinates whose unit is one period to values in [-1, 1].
+# A texture maps coordinates, in periods, to values in [-1, 1].
 TEXTURES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "stripes": lambda u, v: np.sin(2 * math.pi * u),
     "checks": lambda u, v: np.sin(2 * math.pi * u) * np.sin(2 * math.pi * v),
@@ -18,7 +18,7 @@ TEXTURES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 def draw_image(label: str, rng: np.random.Generator) -> Image.Image:
-    """Draw an RGB image of 128-320 px with a random angle, scale, colours and noise."""
+    """Draw an RGB image of 128-320 px with a random angle, scale, colors and noise."""
     width, height = rng.integers(128, 321, 2).tolist()
     x = np.arange(width)[None, :] * np.ones((height, 1))
     y = np.arange(height)[:, None] * np.ones((1, width))

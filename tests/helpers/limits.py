@@ -1,4 +1,4 @@
-"""Limits of this process, for tests of full disks and of too few open files."""
+"""Process limits, for tests of full disks and of too few open files."""
 
 import resource
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from functools import partial
 
 @contextmanager
 def soft_limit(kind: int, number: int) -> Iterator[None]:
-    """Set a limit of this process, such as resource.RLIMIT_FSIZE, in the `with` block."""
+    """Set a limit for this process, such as resource.RLIMIT_FSIZE, in the `with` block."""
     before = resource.getrlimit(kind)
     resource.setrlimit(kind, (number, before[1]))
     try:
@@ -17,4 +17,4 @@ def soft_limit(kind: int, number: int) -> Iterator[None]:
         resource.setrlimit(kind, before)
 
 
-file_size_limit = partial(soft_limit, resource.RLIMIT_FSIZE)  # the size in bytes of each file
+file_size_limit = partial(soft_limit, resource.RLIMIT_FSIZE)  # size of each file in bytes

@@ -1,4 +1,4 @@
-"""The optimisers of `optim=` whose code is there."""
+"""Optimizers of `optim=` whose code is available."""
 
 from contextlib import suppress
 
@@ -9,5 +9,5 @@ from conf.schema import OptimConfig, group_names
 OPTIMIZERS: dict[str, OptimConfig] = {}
 """Choice of the group -> its values."""
 for choice in group_names("optim"):
-    with suppress(UserError):  # a fork has deleted it
+    with suppress(UserError):  # deleted by a fork
         OPTIMIZERS[choice] = from_overrides(["data=fake", f"optim={choice}"]).optim

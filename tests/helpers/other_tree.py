@@ -1,4 +1,4 @@
-"""Run a script of the current folder, a checkout, in a process of `Ranks`, which has torch."""
+"""Run a script in the current directory, a checkout, in a `Ranks` process, which has torch."""
 
 import os
 import runpy

@@ -1,4 +1,4 @@
-"""Datasets as users of PyTorch write them, for data.source=tests.helpers.own_data:NAME."""
+"""Datasets as PyTorch users write them, for data.source=tests.helpers.own_data:NAME."""
 
 import random
 from pathlib import Path
@@ -36,7 +36,7 @@ def undivided(data):
 
 
 class Noisy(Squares):
-    """Float tensors [C, H, W], with numbers of all global generators."""
+    """Float tensors [C, H, W], with numbers from all global generators."""
 
     def __getitem__(self, index):
         image, label = super().__getitem__(index)
@@ -49,7 +49,7 @@ def noisy(data):
 
 
 class Masks(Squares):
-    """Two images, a mask and points that follow the first one, and a number."""
+    """Two images, a mask and points that follow the first image, and a number."""
 
     def __getitem__(self, index):
         image, label = super().__getitem__(index)
@@ -90,7 +90,7 @@ def folders(data):
 
 
 class Reencoded(CIFAR10):
-    """CIFAR-10 whose files have other MD5 sums."""
+    """CIFAR-10 with other MD5 sums."""
 
     meta = CIFAR10.meta | {"md5": None}
 
@@ -103,7 +103,7 @@ def cifar(data):
 
 
 class FlowersLike(Dataset):
-    """The attributes of torchvision's Flowers102: no targets, no classes."""
+    """The attributes of torchvision's Flowers102, which has neither targets nor classes."""
 
     def __init__(self, root):
         self._image_files = sorted(Path(root).glob("*/*.jpg"))

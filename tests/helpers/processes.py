@@ -1,7 +1,7 @@
-"""Processes that tests start, and functions to observe them; with `ps` where there is no /proc.
+"""Start processes in tests and observe them; with `ps` if there is no /proc.
 
-Tests start programs with `Started`, `run_command` and `run_python` only: nothing is left of them at
-the end, and no wait is endless.
+Tests start programs only with `Started`, `run_command` and `run_python`, so that no process is left
+at the end, and no wait is endless.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from uuid import uuid4
 
 import pytest
 
-HANGS_SECONDS = 100  # a wait that takes longer hangs; less than `timeout` in pyproject.toml
+HANGS_SECONDS = 100  # longer waits hang; less than `timeout` in pyproject.toml
 ROOT = Path(__file__).parents[2]
-needs_extras = pytest.mark.skipif(not (ROOT / "extras").exists(), reason="reads what names extras")
+needs_extras = pytest.mark.skipif(not (ROOT / "extras").exists(), reason="needs extras")
 NONE: Mapping[str, str] = {}
-MARKS = "STARTED_BY_TESTS"  # a variable that processes inherit from each one that starts them
+MARKS = "STARTED_BY_TESTS"  # variable that child processes inherit
 
 
 class Started(subprocess.Popen[str]):
-    """A process in a session of its own; the end of its `with` block kills what is left of it.
+    """A process in a separate session; the end of its `with` block kills all that is left of it.
 
     `variables` are added to the environment; the options are those of subprocess.Popen.
     """
@@ -41,7 +41,7 @@ class Started(subprocess.Popen[str]):
         super().__init__([*map(str, arguments)], **fixed | options)
 
     def members(self) -> set[int]:
-        """Return what runs of the process and of those that it started; on Linux, orphans too."""
+        """Return running processes of this one and its descendants; on Linux, including orphans."""
         if sys.platform == "linux":
             return marked(self.mark)
         return descendants(self.pid, session=True)
@@ -77,7 +77,7 @@ def run_python(
     return run_command([sys.executable, *words], variables, cwd=cwd, seconds=seconds)
 
 
-# pytest-timeout ends the tests without the end of a `with` block; a user may kill them.
+# pytest-timeout ends tests without leaving `with` blocks; a user may kill them.
 REAPER = """
 import os, sys, time
 from tests.helpers.processes import kill_while, marked
@@ -89,7 +89,7 @@ reapers = list[subprocess.Popen[bytes]]()
 
 
 def leave_nothing() -> None:
-    """On Linux, kill what this process starts from now on when it has ended, in whatever way."""
+    """On Linux, kill everything started by this process from now on after it ends in any way."""
     if sys.platform == "linux":
         mark = uuid4().hex
         arguments = [sys.executable, "-c", REAPER, str(os.getpid()), mark]
@@ -99,7 +99,7 @@ def leave_nothing() -> None:
 
 
 def kill_while(running: Callable[[], set[int]]) -> None:
-    """Kill processes, and those that they start in the meantime, until there are none."""
+    """Kill processes, and those that they start in the meantime, until none is left."""
     while found := running():
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
@@ -108,7 +108,7 @@ def kill_while(running: Callable[[], set[int]]) -> None:
 
 
 def wait_for(
-    what: str, condition: Callable[[], object], process: subprocess.Popen[Any] | None = None
+    event: str, condition: Callable[[], object], process: subprocess.Popen[Any] | None = None
 ) -> None:
     """Wait for a condition. Fail after HANGS_SECONDS, or if `process` ends before."""
     __tracebackhide__ = True
@@ -117,19 +117,19 @@ def wait_for(
         ended = process is not None and process.poll() is not None
         if condition():
             return
-        assert not ended, f"ended with status {process.returncode} before: {what}"
-        assert monotonic() < deadline, f"not within {HANGS_SECONDS} s: {what}"
+        assert not ended, f"ended with status {process.returncode} before: {event}"
+        assert monotonic() < deadline, f"not within {HANGS_SECONDS} s: {event}"
         sleep(0.01)
 
 
 def needs_linux() -> None:
-    """Skip the test elsewhere: it uses a function or a file that only Linux has."""
+    """Skip the test on other systems, because it uses a function or file that only Linux has."""
     if sys.platform != "linux":
         pytest.skip("needs Linux")
 
 
 class Process(NamedTuple):
-    """A state as in proc(5): R running, S sleeping, T stopped, Z zombie; and relatives."""
+    """A state as in proc(5): R running, S sleeping, T stopped, Z zombie; and related processes."""
 
     state: str
     parent: int
@@ -137,9 +137,9 @@ class Process(NamedTuple):
 
 
 def processes(which: str = "[0-9]*") -> dict[int, Process]:
-    """Return processes by number: all, or on Linux those whose number fits a pattern."""
+    """Return processes by number: all, or on Linux those whose number matches a pattern."""
     found = {}
-    if sys.platform != "linux":  # the leader of a session also leads a group
+    if sys.platform != "linux":  # a session leader also leads a group
         command = ["ps", "-axo", "pid=,stat=,ppid=,pgid="]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ps:
             for number, state, parent, group in map(str.split, ps.stdout or ()):
@@ -147,20 +147,20 @@ def processes(which: str = "[0-9]*") -> dict[int, Process]:
         del found[ps.pid]
         return found
     for stat in Path("/proc").glob(f"{which}/stat"):
-        with contextlib.suppress(OSError):  # the process ended in the meantime
+        with contextlib.suppress(OSError):  # the process ended meanwhile
             state, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
             found[int(stat.parent.name)] = Process(state, int(parent), int(session))
     return found
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process exists and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     found = processes(str(pid)).get(pid)
     return found is not None and found.state not in "ZX"
 
 
 def descendants(pid: int, *, session: bool = False) -> set[int]:
-    """Return the running ones of a process, its session if `session`, and their descendants."""
+    """Return running descendants of a process and itself; with `session`, also of its session."""
     relatives = {
         number: {process.parent, process.session if session else process.parent}
         for number, process in processes().items()
@@ -173,10 +173,10 @@ def descendants(pid: int, *, session: bool = False) -> set[int]:
 
 
 def marked(mark: str) -> set[int]:
-    """Return the running processes that have inherited a mark; none without /proc."""
+    """Return the running processes that inherited a mark; none without /proc."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is that of another user
+        with contextlib.suppress(OSError):  # ended, or of a different user
             if mark.encode() in path.read_bytes():
                 found.add(int(path.parent.name))
     return found

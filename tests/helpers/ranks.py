@@ -1,4 +1,4 @@
-"""Ranks on the CPU, forked from one process that has imported train.py: faster than torchrun."""
+"""Ranks on the CPU, forked from a process that has imported train.py; faster than torchrun."""
 
 import contextlib
 import gc
@@ -31,7 +31,7 @@ class Ranks(Started):
     def run(
         self, command: Sequence[str], number: int, *, cwd: Path = ROOT, status: int = 0
     ) -> CompletedProcess[str]:
-        """Run `command` on each rank, with the environment of this process; check the status."""
+        """Run `command` on each rank in this process's environment; check the exit status."""
         with self.running(command, number, cwd=cwd) as job:
             done = job.wait()
         assert done.returncode == status, done.stdout + done.stderr
@@ -41,7 +41,7 @@ class Ranks(Started):
     def running(
         self, command: Sequence[str], number: int, *, cwd: Path = ROOT, **environment: str
     ) -> Iterator["Job"]:
-        """Start `command` on each rank; the end of the block waits for the job, or kills it."""
+        """Start `command` on each rank; when the block ends, wait for the job or kill it."""
         with tempfile.TemporaryDirectory() as folder:
             job = {
                 "arguments": list(command[1:]),
@@ -60,7 +60,7 @@ class Ranks(Started):
 
 
 class Job:
-    """A running command; its `pids`: the process that started the ranks, as torchrun; the ranks."""
+    """A running command. `pids` are the ranks' parent process, like torchrun, and the ranks."""
 
     def __init__(self, command: Sequence[str], answers: IO[str], folder: Path) -> None:
         self.command, self.answers, self.folder = command, answers, folder
@@ -68,12 +68,12 @@ class Job:
         self._result: CompletedProcess[str] | None = None
 
     def _answer(self) -> str:
-        """Read one line and no more: `ends_within` waits for what has not been read."""
+        """Read exactly one line, because `ends_within` waits for unread data."""
         line = b""
         while not line.endswith(b"\n"):
             assert self.ends_within(HANGS_SECONDS), f"hangs: {self.command}"
             line += (read := os.read(self.answers.fileno(), 1))
-            assert read, "the process that starts the ranks has ended"
+            assert read, "the process that starts the ranks ended"
         return line.decode()
 
     def ends_within(self, seconds: float) -> bool:
@@ -81,7 +81,7 @@ class Job:
         return bool(connection.wait([self.answers.fileno()], seconds))
 
     def wait(self) -> CompletedProcess[str]:
-        """Wait for the process that has started the ranks; 128 + signal if one ended a rank."""
+        """Wait for the process that started the ranks; 128 + signal if a signal ended a rank."""
         if self._result is None:
             status = int(self._answer())
             outputs = self.read("out"), self.read("err")
@@ -89,7 +89,7 @@ class Job:
         return self._result
 
     def kill(self) -> None:
-        """Kill what has not ended. The pids are still those of the job until its answer is read."""
+        """Kill all that is running. The pids belong to the job until its answer is read."""
         if self._result is None:
             for pid in self.pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -97,7 +97,7 @@ class Job:
             self.wait()
 
     def read(self, name: str) -> str:
-        """Return what the ranks have written to "out" or "err", in rank order."""
+        """Return the ranks' output to "out" or "err", in rank order."""
         return "".join(path.read_text() for path in sorted(self.folder.glob(f"*.{name}")))
 
 
@@ -149,13 +149,13 @@ def start_all(job: dict[str, Any]) -> list[int]:
 
 
 def exit_status(pid: int) -> int:
-    """Wait for a child; return its exit status, 128 + signal if one ended it."""
+    """Wait for a child; return its exit status, or 128 + signal if one ended it."""
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return status if status >= 0 else 128 - status
 
 
 def run_all(job: dict[str, Any]) -> int:
-    """Run a job in a session of its own; return the first exit status of a rank other than 0."""
+    """Run a job in a separate session; return the ranks' first nonzero exit status."""
     launcher = os.fork()
     if launcher == 0:
         os.setsid()
@@ -166,7 +166,7 @@ def run_all(job: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    # The ranks find these imported. The others are those that torch imports when it is used.
+    # Imported for the ranks. The first includes modules that torch imports on use.
     import torch._dynamo  # noqa: F401
 
     import train  # noqa: F401

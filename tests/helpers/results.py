@@ -1,4 +1,4 @@
-"""Functions to read the results of a run, and to compare two runs bit for bit."""
+"""Read results of a run, and compare two runs bit for bit."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def rows(folder: Path, split: str) -> list[dict[str, Any]]:
 
 
 def column(folder: Path, split: str, name: str) -> list[Any]:
-    """Return one value of each row of metrics.jsonl for a split."""
+    """Return one value from each row of metrics.jsonl for a split."""
     return [row[name] for row in rows(folder, split)]
 
 
@@ -28,7 +28,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """Return everything below a folder, with the content of its files."""
+    """Return all paths below a directory, with the content of files."""
     return {
         str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
         for p in sorted(folder.rglob("*"))
@@ -42,7 +42,7 @@ def logged_steps(folder: Path) -> int:
 
 
 def newest(folder: Path) -> Path:
-    """Return the newest intact checkpoint of a run."""
+    """Return a run's newest intact checkpoint."""
     return checkpoint.load_newest(checkpoint.files(folder / "checkpoints")[::-1])[0]
 
 

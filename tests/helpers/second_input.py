@@ -1,4 +1,4 @@
-"""A forward() that reads a second field, in place of train.py's."""
+"""Replacement for train.py's forward() that reads a second field."""
 
 from dataclasses import replace
 
@@ -14,13 +14,13 @@ from scripts.lib.trained import Trained
 
 
 def forward(network: nn.Module, batch: Batch) -> Tensor:
-    """Add the age to the logit of the first class."""
+    """Add the age to the first class's logit."""
     first = torch.eye(3, device=batch["age"].device)[0]
     logits: Tensor = network(batch["image"]) + batch["age"][:, None] * first
     return logits
 
 
 def with_age(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> Trained:
-    """Return a model of images as one of images and ages."""
+    """Turn a model of images into one of images and ages."""
     monkeypatch.setattr(train, "forward", forward)
     return replace(trained, fields={**trained.fields, "age": Field(np.float32)})

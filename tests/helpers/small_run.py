@@ -11,7 +11,7 @@ from tests.helpers import toy
 
 SMALL = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8"]
 SMALL += ["train.device=cpu"]
-# 36 images in batches of 8: 9 steps, validated after steps 5 and 9.
+# 36 images in batches of 8 are 9 steps, validated after steps 5 and 9.
 SMALL_RUN = [*SMALL, "loader.workers=1", "train.epochs=2", "schedule.warmup_epochs=0.5"]
 SMALL_RUN += ["log.every_steps=1", "log.trackers=[]"]
 
@@ -30,5 +30,5 @@ def run(root: Path, folder: Path, *overrides: str) -> dict[str, Any]:
 
 
 def command(root: Path, folder: Path, *overrides: str) -> list[str]:
-    """Return the command line that trains the toy: see `toy_runs` of tests/conftest.py."""
+    """Return the command line that trains the toy task; see `toy_runs` in tests/conftest.py."""
     return [sys.executable, toy.__file__, *overrides_of(root, folder, *overrides)]

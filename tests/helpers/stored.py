@@ -1,4 +1,4 @@
-"""The images of conftest.image_root as tar files and lists."""
+"""Images of conftest.image_root as tar files and lists."""
 
 import csv
 import tarfile
@@ -12,14 +12,14 @@ def images_of(split: Path) -> list[Path]:
 
 
 def as_tar(split: Path, target: Path) -> None:
-    """Pack in an order that is not that of the names, with the folders that tar adds."""
+    """Pack in an order that differs from name order, with the directories that tar adds."""
     with tarfile.open(target, "w") as tar:
         for path in [split, *sorted(split.iterdir()), *reversed(images_of(split))]:
             tar.add(path, str(path.relative_to(split)), recursive=False)
 
 
 def as_tars(split: Path, target: Path) -> None:
-    """Deal the images to three tar files in a folder."""
+    """Distribute the images to three tar files in a directory."""
     target.mkdir()
     for number in range(3):
         with tarfile.open(target / f"{number}.tar", "w") as tar:
@@ -36,6 +36,6 @@ def as_list(split: Path, target: Path) -> None:
 
 
 def samples(index: Index) -> list[tuple[str, str]]:
-    """Return class and name of every sample."""
+    """Return the class and name of every sample."""
     labels = index.labels.array.tolist()
     return [(index.classes[labels[i]], index.name(i)) for i in range(len(index))]

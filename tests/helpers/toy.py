@@ -1,4 +1,4 @@
-"""train.py with the task of these tests, so that a fork's own task does not change them."""
+"""train.py with the tests' task, so that a fork's own task does not affect them."""
 
 import sys
 from pathlib import Path

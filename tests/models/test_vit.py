@@ -1,4 +1,4 @@
-"""The vision transformer: parameter count, initialisation and arithmetic of the paper."""
+"""Vision transformer: number of parameters, initialization, and arithmetic from the paper."""
 
 import math
 
@@ -10,7 +10,7 @@ from models.vit import PatchEmbed, VisionTransformer, positions, vit_s16
 
 
 def short_vit(num_classes: int, image_size: int) -> nn.Module:
-    """A ViT-S/16 with 3 of its 12 blocks: to compile all takes a minute."""
+    """Build a ViT-S/16 with 3 of its 12 blocks, because compiling all of them takes a minute."""
     model = vit_s16(num_classes, image_size)
     del model.blocks[3:]
     return model
@@ -31,8 +31,8 @@ def test_positions_by_hand():
     assert found[0].tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
-def test_blocks_compute_the_same_as_torch():
-    """nn.TransformerEncoderLayer with the same weights and the tanh form of GELU."""
+def test_blocks_equal_torch_encoder_layer():
+    """Compare with nn.TransformerEncoderLayer with the same weights and the tanh form of GELU."""
     torch.manual_seed(0)
     model = small().eval()
     for norm in (m for m in model.modules() if isinstance(m, nn.LayerNorm)):
@@ -60,8 +60,8 @@ def test_blocks_compute_the_same_as_torch():
     assert expected.abs().max() > 0.1
 
 
-def test_other_image_sizes():
-    """Positions are computed from the grid: a model for another size gives the same output."""
+def test_vit_other_image_sizes():
+    """Positions are computed from the grid, so a model built for a different size agrees."""
     torch.manual_seed(0)
     model, other = small(32).eval(), small(48).eval()
     nn.init.normal_(model.head.weight)
@@ -71,8 +71,8 @@ def test_other_image_sizes():
     assert model(torch.randn(1, 3, 16, 40)).shape == (1, 5)
 
 
-def test_the_residual_stream_is_float32_under_autocast():
-    """Also in bf16, the last norm gets float32. tests/extras/kernels compiles it on a GPU."""
+def test_residual_stream_is_float32_under_autocast():
+    """The last norm gets float32 in bf16 as well. tests/extras/kernels compiles it on a GPU."""
     model, seen = small(), []
     model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):

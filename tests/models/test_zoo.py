@@ -29,7 +29,7 @@ def tiny(num_classes: int = 10, seed: int = 0) -> nn.Module:
     ("name", "count", "channels_last"),
     [("resnet_tiny", 308_650, True), ("vit_s16", 21_593_482, False), ("swin_t", 27_527_044, False)],
 )
-def test_names_and_sizes(name, count, channels_last):
+def test_build_names_and_sizes(name, count, channels_last):
     assert name in models.available()
     with torch.device("meta"):
         model = models.build(name, num_classes=10, image_size=64).eval()
@@ -60,19 +60,19 @@ def with_rate(num_classes: int, rate: float) -> nn.Module:
         (resnet18_cifar, {}, 3),
     ],
 )
-def test_a_function_gets_the_image_size_if_it_takes_it(function, args, size):
+def test_build_passes_image_size_if_accepted(function, args, size):
     name = f"{function.__module__}:{function.__name__}"
     model = models.build(name, num_classes=3, image_size=32, args=args)
     assert next(model.parameters()).shape[1] == size
 
 
-def test_the_image_size_is_not_a_required_argument_with_a_different_name():
+def test_build_reports_missing_argument():
     with pytest.raises(UserError, match="missing a required argument: 'rate'"):
         models.build(f"{__name__}:with_rate", num_classes=3, image_size=32)
 
 
-def test_zero_init_residual_makes_each_block_the_identity():
-    """Only the scales of the last norms are zero."""
+def test_zero_init_residual():
+    """Only the scales of each block's last norm are zero."""
     args = {"zero_init_residual": True}
     model = models.build("resnet_tiny", num_classes=10, image_size=32, args=args)
     for (block,) in (model.layer1, model.layer2, model.layer3):
@@ -80,7 +80,7 @@ def test_zero_init_residual_makes_each_block_the_identity():
         assert block.bn1.weight.all()
 
 
-def test_timm_model_for_another_image_size():
+def test_build_timm_model():
     pytest.importorskip("timm")
     model = models.build("timm/vit_tiny_patch16_224", num_classes=3, image_size=64)
     assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
@@ -90,8 +90,8 @@ def test_timm_model_for_another_image_size():
         models.build("timm/resnet18.gone", num_classes=3, image_size=64)
 
 
-def test_names_of_the_hugging_face_hub(monkeypatch):
-    """timm finds what they name."""
+def test_build_hugging_face_hub_name(monkeypatch):
+    """timm resolves these names."""
     timm = SimpleNamespace(__spec__="found", is_model=lambda name: False)
     timm.create_model = lambda name, num_classes, **_: nn.Linear(len(name), num_classes)
     monkeypatch.setitem(sys.modules, "timm", timm)
@@ -101,7 +101,7 @@ def test_names_of_the_hugging_face_hub(monkeypatch):
 
 @pytest.mark.parametrize("channels", [1, 5])
 @pytest.mark.parametrize("name", ["resnet_tiny", "vit_s16", "timm/resnet18"])
-def test_input_channels(name, channels):
+def test_build_input_channels(name, channels):
     if name.startswith("timm/"):
         pytest.importorskip("timm")
     with torch.device("meta"):
@@ -111,13 +111,13 @@ def test_input_channels(name, channels):
     assert found == (channels, 7)
 
 
-def test_torchvision_takes_three_channels():
+def test_build_torchvision_rejects_five_channels():
     with pytest.raises(UserError, match=r"=resnet18: takes images of 3 channels, not 5; "):
         models.build("resnet18", num_classes=7, image_size=32, in_channels=5)
 
 
-def test_head_that_does_not_fit_starts_at_zero(caplog):
-    """The file has another number of classes, or no head."""
+def test_fit_weights_new_head_is_zero(caplog):
+    """The file has a different number of classes, or no head."""
     caplog.set_level("INFO")
     other = tiny(seed=5).state_dict()
     body = dict(other)
@@ -133,7 +133,7 @@ def test_head_that_does_not_fit_starts_at_zero(caplog):
         assert "no head of these classes: fc.weight, fc.bias are new" in caplog.text
 
 
-def test_a_new_head_before_a_relu_learns():
+def test_fit_weights_new_head_before_relu_learns():
     torch.manual_seed(0)
     stored = models.build("squeezenet1_1", num_classes=10, image_size=32).state_dict()
     model = models.build("squeezenet1_1", num_classes=3, image_size=32)
@@ -144,8 +144,8 @@ def test_a_new_head_before_a_relu_learns():
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @pytest.mark.parametrize("named", ['["cat", "dog"]', '["dog", "cat"]', "[]", "cat,dog"])
-def test_the_head_of_other_classes_is_not_kept(tmp_path, caplog, suffix, named):
-    """Also if their number is that of the training; another program need not state JSON."""
+def test_load_weights_drops_head_of_other_classes(tmp_path, caplog, suffix, named):
+    """Even with the right number of classes. Files of other programs need not contain JSON."""
     stored, model, path = tiny(2, seed=5).state_dict(), tiny(2), tmp_path / f"weights{suffix}"
     kept = named in ('["cat", "dog"]', "[]")
     if suffix == ".pt":
@@ -158,7 +158,7 @@ def test_the_head_of_other_classes_is_not_kept(tmp_path, caplog, suffix, named):
     assert torch.equal(model.state_dict()["fc.weight"], kept * stored["fc.weight"])
     assert torch.equal(model.state_dict()["conv1.weight"], stored["conv1.weight"])
     assert bool(caplog.messages) != kept
-    load_weights(model, path, ("cat", "dog", "fox"))  # for which two outputs are no classes
+    load_weights(model, path, ("cat", "dog", "fox"))  # not the classes of the file's 2 outputs
     assert torch.equal(model.state_dict()["fc.weight"], stored["fc.weight"])
 
 
@@ -185,7 +185,7 @@ def test_load_weights_keeps_head_only_in_known_class_order(tmp_path, caplog, cla
 
 
 @pytest.mark.parametrize("name", ["densenet121", "vit_b_32"])
-def test_former_names_of_torchvision(name):
+def test_fit_weights_accepts_former_names(name):
     with torch.device("meta"):
         model = models.build(name, num_classes=7, image_size=32)
     former = {
@@ -198,8 +198,8 @@ def test_former_names_of_torchvision(name):
     fit_weights(model, former, origin="test")
 
 
-def test_layers_with_versions(caplog):
-    """mnasnet needs them; torchvision's oldest weights have no num_batches_tracked."""
+def test_fit_weights_without_num_batches_tracked(caplog):
+    """mnasnet needs version metadata; torchvision's oldest weights lack num_batches_tracked."""
     stored = models.build("mnasnet0_5", num_classes=7, image_size=32).state_dict()
     old = {k: v for k, v in stored.items() if not k.endswith("num_batches_tracked")}
     model = models.build("mnasnet0_5", num_classes=7, image_size=32)
@@ -216,7 +216,7 @@ def test_layers_with_versions(caplog):
         ("bn1.weight", torch.zeros(3), ", 1 of another shape, such as bn1.weight"),
     ],
 )
-def test_refused_weights_do_not_change_the_model(key, value, message):
+def test_fit_weights_mismatch_keeps_model(key, value, message):
     model, stored = tiny(seed=1), dict(tiny(seed=2).state_dict())
     stored.pop(key, None)
     if value is not None:
@@ -227,15 +227,15 @@ def test_refused_weights_do_not_change_the_model(key, value, message):
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"conv1.weight": 5}, {"state": {}}])
-def test_files_that_hold_something_else(tmp_path, content):
+def test_load_weights_rejects_other_content(tmp_path, content):
     path = tmp_path / "weights.pt"
     torch.save(content, path)
     with pytest.raises(UserError, match=r"^model\.weights=.*: is not a state_dict"):
         load_weights(tiny(), path)
 
 
-def test_frozen_modules():
-    """No gradients, and BatchNorm keeps its statistics in training, also in a copy."""
+def test_freeze_modules():
+    """They have no gradients, and BatchNorm keeps its statistics in training, even in a copy."""
     model = tiny(num_classes=3)
     models.freeze(model, ["conv1", "bn1", "layer1"])
     for net in (model, copy.deepcopy(model)):
@@ -252,8 +252,8 @@ def test_frozen_modules():
         assert (net.bn1.training, net.layer2.training) == (False, True)
 
 
-def test_a_part_of_a_module():
-    """layer1 is not layer10, and a parameter alone does not put its module into eval mode."""
+def test_freeze_part_of_module():
+    """layer1 does not match layer10. Freezing only a parameter keeps its module in train mode."""
     model = torch.nn.ModuleDict({f"layer{i}": torch.nn.BatchNorm1d(2) for i in (1, 10)})
     models.freeze(model, ["layer1.weight"])
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
@@ -261,8 +261,8 @@ def test_a_part_of_a_module():
     assert model["layer1"].training
 
 
-def test_resnet18_cifar_computes_the_same_as_torchvision():
-    """With a 3x3 stem, stride 1, no pooling."""
+def test_resnet18_cifar_equals_torchvision():
+    """The stem is 3x3 with stride 1, without pooling."""
     from torchvision.models import resnet18
 
     torch.manual_seed(0)
@@ -271,11 +271,11 @@ def test_resnet18_cifar_computes_the_same_as_torchvision():
     assert list(ours.state_dict()) == list(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
     images = torch.randn(4, 3, 32, 32)
-    for training in (True, False):  # the first one changes the running statistics
+    for training in (True, False):  # the first pass changes the running statistics
         torch.testing.assert_close(ours.train(training)(images), theirs.train(training)(images))
 
 
-def test_initial_convolutions_keep_the_variance():
+def test_resnet18_cifar_initial_variance():
     """Kaiming's fan-out normal: std = sqrt(2 / (out channels * kernel area))."""
     torch.manual_seed(0)
     weight = resnet18_cifar(10, 32).state_dict()["layer4.0.conv1.weight"]

@@ -1,4 +1,4 @@
-"""Small loaders and feeds for the tests of the input pipeline."""
+"""Small loaders and feeds for tests of the input pipeline."""
 
 import random
 import time
@@ -22,18 +22,18 @@ from pipeline.data.shared import SharedArray
 from pipeline.feed.batch import Batch
 from pipeline.feed.feed import Feed, open_feed
 from pipeline.feed.loader import Loader, Pool
-from pipeline.feed.pinned import page_locked
+from pipeline.feed.pinned import pinned_memory
 from pipeline.feed.ring import Ring
 from pipeline.feed.sampler import TrainSampler
 from tests.helpers import results
 from tests.helpers.batches import on_device
 
-SIZE = 32  # side of the images in pixels
+SIZE = 32  # image size in pixels
 CPU = torch.device("cpu")
 
 
 class Stuck(FolderDataset):
-    """Stops at one sample, as at a network file system that does not respond."""
+    """Stops at one sample, like a network file system that does not respond."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -62,7 +62,7 @@ class Stuck(FolderDataset):
 
 
 class Files(FolderDataset):
-    """A list without its files, which are as large as those of ImageNet."""
+    """A list of missing files as large as ImageNet's."""
 
     def __init__(self, count: int) -> None:
         index = Index.of_files(ImageFolder("/none"), {"a": [b"a/1.jpg"] * count})
@@ -79,7 +79,7 @@ def crops(split: Path, kind: type[FolderDataset] = FolderDataset) -> FolderDatas
 
 
 def loaded(dataset: Dataset, samples: np.ndarray) -> dict[str, Tensor]:
-    """The fields of these samples [B, ...], as `load` returns them, without any buffer."""
+    """Return the samples' fields [B, ...] as returned by `load`, without any buffer."""
     found = [
         dataset.load(index, sample_rng(dataset.seed, epoch, index))
         for epoch, index in samples.tolist()
@@ -101,13 +101,13 @@ def open_loader(
     pinned: bool = False,
     **shape: Any,
 ) -> Iterator[Loader]:
-    """Open a loader of one rank; `shape` has further arguments of `Ring`."""
+    """Open a loader for one rank; `shape` has further arguments of `Ring`."""
     ring = Ring(dataset, **{"local_batch_size": 8, "slots": slots} | shape)
     batch_size = ring.local_batch_size
     samples: Any = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3).samples
     with ExitStack() as stack:
         if pinned:
-            stack.enter_context(page_locked(ring.buffers))
+            stack.enter_context(pinned_memory(ring.buffers))
         # the machine may be busy
         pool = stack.enter_context(Pool([ring], timeout_seconds=1000, start_method=start_method))
         pool.activate(workers)
@@ -123,7 +123,7 @@ def opened(
     modes: tuple[str, ...] = ("cpu",),
     **options: Any,
 ) -> Iterator[Feed]:
-    """Open a feed of small batches that Pillow decodes."""
+    """Open a feed of small batches decoded by Pillow."""
     fixed = [f"data.root={root}", "loader.batch_size=6"]
     usual = ["augment=demo", "loader.decoder=pillow", "data.on_device=[]"]
     config = from_overrides([*fixed, *usual, f"loader.workers={workers}", *overrides])
@@ -134,18 +134,18 @@ def opened(
 
 
 def training(feed: Feed) -> list[Batch]:
-    """Nine training batches, on the host."""
+    """Return nine training batches on the host."""
     return [on_device(batch, "cpu").clone() for batch in feed.train.batches(0, 9)]
 
 
 def validation(feed: Feed) -> list[Batch]:
-    """All validation batches, on the host."""
+    """Return all validation batches on the host."""
     batches = feed.val.batches(0, feed.num_val_batches)
     return [on_device(batch, "cpu").clone() for batch in batches]
 
 
 def same(one: Batch, other: Batch) -> bool:
-    """Whether batches have the same fields of the same samples, bit for bit."""
+    """Return whether batches have bitwise identical fields of the same samples."""
     ours, theirs = on_device(one, "cpu"), on_device(other, "cpu")
     return results.same([ours.fields, ours.samples], [theirs.fields, theirs.samples])
 

@@ -1,7 +1,7 @@
-"""Image files as a download or a camera leaves them, most of them made by code.
+"""Image files as left by downloads and cameras, most of them generated.
 
-`KINDS` is the table: a name -> what is in the file, and what the trainer does with it. `damaged`
-mutates JPEGs, which `load_mutated` loads.
+`KINDS` maps a name to a file and to the result of training on it. `damaged` mutates JPEGs, which
+`load_mutated` loads.
 """
 
 import io
@@ -18,10 +18,10 @@ from PIL import Image
 from pipeline.data import decode
 from tests.helpers.drawings import draw_image
 
-# The region decoder's error. Pillow gives grey or wrong pixels instead.
+# Error of the region decoder. Pillow returns gray or wrong pixels instead.
 DAMAGED = "the JPEG data is damaged or truncated"
-SIZE = (90, 70)  # of an image that is trained, in pixels
-# Pillow writes neither a lossless JPEG nor a PNG with 16 bits per channel, which has 12 here.
+SIZE = (90, 70)  # trained images, in pixels
+# Pillow writes neither lossless JPEG nor PNG with 16 bits per channel; this one has 12.
 LOSSLESS, DEEP = (Path(__file__).with_name(name) for name in ("lossless.jpg", "16_bits.png"))
 
 
@@ -41,7 +41,7 @@ def jpeg(mode: str = "RGB", **options: Any) -> bytes:
 
 
 def place(data: bytes, *markers: int) -> int:
-    """Start of the first segment with one of these markers."""
+    """Return the start of the first segment with one of these markers."""
     return next(start for marker, start, _ in decode.segments(data) if marker in markers)
 
 
@@ -66,7 +66,7 @@ def exif(orientation: int) -> Image.Exif:
 
 
 CORRUPT_EXIF = b"\xff\xe1\0\x10Exif\0\0II*\0\xff\xff\xff\xff"
-# The size of the image if it is trained, or a part of the message.
+# Name -> file, and the image's size if it is trained, or part of the message.
 KINDS: dict[str, tuple[Callable[[], bytes], tuple[int, int] | str]] = {
     "jpeg": (jpeg, SIZE),
     "jpeg progressive": (lambda: jpeg(progressive=True), SIZE),
@@ -127,7 +127,7 @@ for number, size in enumerate([(131, 150), (97, 64), (34, 70), (18, 9)]):
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Damage a file in one or two ways; the header, which must be intact for that, comes first."""
+    """Damage a file in one or two ways, first in the header, which must be intact for that."""
     ways = sorted(rng.sample(range(5), rng.choice([1, 1, 2])))
     made = bytearray(data)
     if 0 in ways:  # the size or the sampling factors
@@ -137,7 +137,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
         else:
             factors = (0x11, 0x12, 0x21, 0x22, 0x41, 0x14, 0x13, 0x31, 0x42)
             made[at + 6 + 3 * rng.randrange(3)] = rng.choice(factors)
-    if 1 in ways:  # a segment before the pixels, such as a table, is changed, repeated or missing
+    if 1 in ways:  # change, repeat or remove a segment before the pixels, such as a table
         _, start, end = rng.choice(list(decode.segments(bytes(made))))
         changed = made[start:end]
         changed[rng.randrange(len(changed))] = rng.randrange(256)
@@ -145,7 +145,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     if 2 in ways:
         for _ in range(rng.choice([1, 1, 4, 16])):
             made[rng.randrange(2, len(made))] ^= 1 << rng.randrange(8)
-    if 3 in ways:  # a part of the same or another kind of file
+    if 3 in ways:  # a part of the same or a different kind of file
         other = rng.choice(FILES)
         at, start = rng.randrange(len(other)), rng.randrange(2, len(made))
         made[start : start + rng.randrange(200)] = other[at : at + rng.randrange(200)]
@@ -155,7 +155,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def outcome(data: bytes, decoder: str, draws: Sequence[float], scale: int) -> np.ndarray | str:
-    """The pixels of a region, made about 1 / scale as large, or the error of a decoder."""
+    """Return a region's pixels, reduced to about 1 / scale, or the error of a decoder."""
     try:
         picture = decode.open_picture(data, decoder)
         width, height = picture.size
@@ -169,7 +169,7 @@ def outcome(data: bytes, decoder: str, draws: Sequence[float], scale: int) -> np
 
 
 def load_mutated(numbers: range) -> Counter[str]:
-    """Compare a region of each of many damaged JPEGs with Pillow's, and count what happens."""
+    """Compare regions of many damaged JPEGs with Pillow's, and count the outcomes."""
     counts = Counter[str]()
     for number in numbers:
         rng = random.Random(number)
@@ -180,7 +180,7 @@ def load_mutated(numbers: range) -> Counter[str]:
         if isinstance(made, str):
             assert isinstance(pillows, str) or made == DAMAGED, f"{what}: {made}"
             assert "\n" not in made, what
-        elif not isinstance(pillows, str):  # an error, if the damage is below the region
+        elif not isinstance(pillows, str):  # an error if the damage is below the region
             np.testing.assert_array_equal(made, pillows, what)
         counts["named" if isinstance(made, str) else "trained"] += 1
     return counts

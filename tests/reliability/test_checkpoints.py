@@ -1,4 +1,4 @@
-"""Foreign, hostile and damaged checkpoints: refused in one line, and no code in them runs."""
+"""Foreign, hostile and damaged checkpoints are rejected in one line, without running their code."""
 
 import os
 import random
@@ -33,20 +33,20 @@ class Touch:
         return os.system, ("touch executed",)
 
 
-# No checkpoint, and no file with weights: every reader refuses it.
+# Neither checkpoints nor weights, so every reader rejects them.
 FILES: dict[str, Callable[[Content, Path], object]] = {
     "directory": lambda _, path: path.mkdir(),
     "empty": lambda _, path: path.touch(),
     "text": lambda _, path: path.write_text("step: 5\n" * 1000),
     "zip without a pickle": lambda _, path: zipfile.ZipFile(path, "w").writestr("a/data.pkl", b""),
-    "zip cut off": lambda content, path: [torch.save(content, path), os.truncate(path, 5000)],
-    "one bit": lambda content, path: flip(content["state"]["model"]["fc.weight"], content, path),
+    "truncated zip": lambda content, path: [torch.save(content, path), os.truncate(path, 5000)],
+    "bit flip": lambda content, path: flip(content["state"]["model"]["fc.weight"], content, path),
     "os.system": lambda _, path: torch.save(Touch(), path),
 }
 
 
 def flip(weight: torch.Tensor, content: Content, path: Path) -> None:
-    """Write a file with one bit of a weight changed."""
+    """Write a file with one flipped bit in a weight."""
     torch.save(content, path)
     data = bytearray(path.read_bytes())
     data[data.index(weight.numpy().tobytes()) + 2] ^= 1
@@ -55,7 +55,7 @@ def flip(weight: torch.Tensor, content: Content, path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def taken(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint after 5 of 9 steps of a run with a moving average."""
+    """Return the checkpoint after 5 of 9 steps of a run with an EMA."""
     folder = tmp_path_factory.mktemp("runs") / "small"
     small_run.run(image_root, folder, *OPTIONS, "train.max_steps=5")
     return folder / "checkpoints" / "step-00000005.pt"
@@ -68,7 +68,7 @@ def content(taken: Path) -> Content:
 
 @pytest.fixture(scope="module")
 def readers(taken: Path, image_root: Path) -> list[Reader]:
-    """What opens a path: a run that resumes from it, or has it as its newest one, and weights."""
+    """Return functions that open a path to resume from it, as newest checkpoint or as weights."""
     config = small_run.compose(image_root, taken.parents[1], *OPTIONS)
     parts = train.build_parts(config, ALONE, checkpoint.load(taken))
     metadata = checkpoint_metadata(parts)
@@ -100,7 +100,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(reader: Reader, path: Path) -> None:
-    """Check that a file is refused in one line that names it, and that nothing is created."""
+    """Check that a file is rejected in one line with its path, and that nothing is created."""
     with pytest.raises((UserError, RunError)) as error:
         reader(path)
     message = str(error.value)
@@ -110,37 +110,20 @@ def refused(reader: Reader, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_file_that_is_no_checkpoint(kind, content, readers, path):
+def test_readers_reject_files_that_are_no_checkpoint(kind, content, readers, path):
     FILES[kind](content, path)
     for reader in readers:
         refused(reader, path)
 
 
 @pytest.mark.parametrize("changed", [{"format": 1}, {"identity": None}, {"state": {"model": {}}}])
-def test_checkpoint_of_something_else(changed, content, readers, path):
+def test_resume_rejects_foreign_checkpoint(changed, content, readers, path):
     torch.save(content | changed, path)
     refused(readers[0], path)
 
 
-def test_parts_had_other_names(content, readers, image_root, path):
-    """A checkpoint of an earlier version is taken as one of this: no reader refuses everything."""
-    identity = dict(content["identity"])
-    identity["pixels"] = identity.pop("decode_mode")
-    identity["fitted_batch"] = identity.pop("fitted_micro_batch")
-    old = {**content, "identity": identity}
-    old["plan"] = old.pop("model_input")
-    torch.save(old, path)
-    for reader in readers:
-        reader(path)
-    assert (path.parents[1] / "run").exists()
-    resume = f"checkpoint.resume={path}"
-    resumed = small_run.run(image_root, path.parents[1] / "resumed", *OPTIONS, resume)
-    straight = small_run.run(image_root, path.parents[1] / "straight", *OPTIONS)
-    assert resumed["params_sha256"] == straight["params_sha256"]
-
-
 def detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
-    """Damage a file; return whether loading refuses it, or has the same content anyway."""
+    """Damage a file; return whether loading rejects it, or still returns the same content."""
     data, rng = bytearray(whole), random.Random(seed)
     start, way = rng.randrange(len(data)), rng.randrange(3)
     if way == 0:
@@ -158,6 +141,6 @@ def detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_damage_is_detected(count, taken, content, path):
+def test_checkpoint_load_detects_damage(count, taken, content, path):
     whole = taken.read_bytes()
     assert not [seed for seed in range(count) if not detected(whole, path, seed, content)]

@@ -1,4 +1,4 @@
-"""Whatever ends a run, at an instant that a seed draws: the same command ends with its weights."""
+"""Whatever ends a run at a random, seeded instant, the same command ends with its weights."""
 
 import os
 import random
@@ -18,26 +18,26 @@ from tests.helpers.small_run import command
 from tests.helpers.stored import as_tar, as_tars
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
-# 36 images in batches of 12: 18 steps, validated after steps 9 and 18.
+# 36 images in batches of 12 are 18 steps, validated after steps 9 and 18.
 RUN = ["loader.batch_size=12", "train.epochs=6", "train.validate_every_epochs=3"]
 RUN += ["train.ema_decay=0.9", "augment.batch=[mixup]", "checkpoint.every_steps=4"]
 RUN += ["loader.timeout_seconds=1000"]  # workers start slowly on a busy machine
-# Two starts in three need no process that forks workers, which imports torch.
+# Two of three starts need no forkserver, which imports torch.
 WORKERS = ("loader.workers=0", "loader.workers=0", "loader.workers=2")
 DECODERS = ("pillow", "region")
-# So many images that no epoch ends: a rank can only be stopped in a step.
+# With so many images, no epoch ends, so a rank can stop only within a step.
 ONLY_STEPS = ["train.epochs=2000", "loader.workers=0", "data=fake", "data.fake_images=100000"]
 
 
 def kill_all(job: Job) -> None:
-    """As a cluster does, with the workers."""
+    """Kill ranks and workers, like a cluster does."""
     os.killpg(job.pids[0], KILL)
 
 
 def kill_ranks(job: Job) -> None:
-    """The workers must end by themselves."""
+    """Kill only the ranks; their workers must end by themselves."""
     for pid in job.pids[1:]:
-        with suppress(ProcessLookupError):  # it has ended because another one did
+        with suppress(ProcessLookupError):  # ended because of a different rank
             os.kill(pid, KILL)
 
 
@@ -47,7 +47,7 @@ def stop(job: Job) -> None:
 
 @pytest.fixture(scope="module")
 def roots(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The same images in each storage."""
+    """Store the same images in each storage."""
     found = [image_root]
     for pack, suffix in ((as_tar, ".tar"), (as_tars, "")):
         found.append(tmp_path_factory.mktemp("storage"))
@@ -57,17 +57,17 @@ def roots(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Pa
 
 
 def outcome(folder: Path) -> list[Any]:
-    """Return the state at the end, and the rows: an unkilled run has each of them once."""
+    """Return the final state and the rows; a run without kills has each row once."""
     steps, losses = column(folder, "train", "step"), column(folder, "train", "loss")
     state = stored(folder)
-    del state["optimizer"]["param_groups"]  # after a start that only validates: another lr
+    del state["optimizer"]["param_groups"]  # differ in lr after a start that only validates
     return [state, rows(folder, "val"), steps, losses]
 
 
 def run(seed: int, size: int, roots: list[Path], folder: Path, ranks: Ranks, seconds: float) -> Any:
-    """End a run once or twice within some seconds, then let it end; return how it has ended."""
+    """End a run once or twice within some seconds, then let it finish; return the result."""
     chosen = random.Random(seed)
-    # A rank that is stopped before it knows the others leaves them waiting: torchrun kills them.
+    # A rank that stops before it has joined leaves the other ranks waiting; torchrun kills them.
     ways = (kill_all, kill_ranks, stop) if size == 1 else (kill_all, kill_ranks)
     for instant in [*(chosen.uniform(0, seconds) for _ in range(chosen.choice([1, 1, 2]))), None]:
         loader = [chosen.choice(WORKERS), f"loader.decoder={chosen.choice(DECODERS)}"]
@@ -79,7 +79,7 @@ def run(seed: int, size: int, roots: list[Path], folder: Path, ranks: Ranks, sec
     return job.wait()
 
 
-# The seeds of `make test` stop a run, kill all of it or only its ranks, with and without workers.
+# Seeds of `make test` stop a run, kill all of it or only its ranks, with and without workers.
 HUNDRED = [(100, 25, 1), (125, 25, 1), (150, 25, 2), (175, 25, 3)]
 
 
@@ -87,8 +87,8 @@ HUNDRED = [(100, 25, 1), (125, 25, 1), (150, 25, 2), (175, 25, 3)]
     ("first", "count", "size"),
     [(4, 4, 1), (10, 2, 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in HUNDRED)],
 )
-def test_ends_at_random_instants(first, count, size, roots, tmp_path, ranks):
-    """Some seeds, compared with a run that nothing ended."""
+def test_run_resumes_after_random_kills(first, count, size, roots, tmp_path, ranks):
+    """Several seeds are compared with a run that nothing ended."""
     started = time.monotonic()
     whole = tmp_path / "whole"
     ranks.run(command(roots[0], whole, *RUN, WORKERS[-1]), size)
@@ -102,9 +102,9 @@ def test_ends_at_random_instants(first, count, size, roots, tmp_path, ranks):
     assert not wrong
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
-def test_sigterm_while_all_workers_are_stalled(image_root, tmp_path, ranks):
-    """As on storage that does not answer: there is a checkpoint before the scheduler kills."""
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to find the workers")
+def test_run_saves_on_sigterm_with_stalled_workers(image_root, tmp_path, ranks):
+    """If storage does not respond, there is a checkpoint before the scheduler kills the run."""
     start = command(image_root, tmp_path / "run", "train.epochs=2000", "loader.workers=2")
     with ranks.running(start, 1) as job:
         wait_for("three steps", lambda: logged_steps(tmp_path / "run") >= 3)
@@ -131,8 +131,8 @@ def test_ranks_save_when_torchrun_is_killed(image_root, tmp_path, ranks):
 
 
 @pytest.mark.parametrize("number", [KILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_a_rank_that_is_lost_ends_the_others(number, image_root, tmp_path, ranks):
-    """Killed, or without an answer for 10 times loader.timeout_seconds."""
+def test_lost_rank_ends_other_ranks(number, image_root, tmp_path, ranks):
+    """Killed, or unresponsive for 10 times loader.timeout_seconds."""
     start = command(image_root, tmp_path / "run", *ONLY_STEPS, "loader.timeout_seconds=1")
     with ranks.running(start, 2) as job:
         wait_for("three steps", lambda: logged_steps(tmp_path / "run") >= 3)

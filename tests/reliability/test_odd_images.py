@@ -1,4 +1,4 @@
-"""Odd image files are trained or named in one line, with the pixels of Pillow."""
+"""Odd image files are trained or named in one line, with Pillow's pixels."""
 
 import io
 
@@ -10,25 +10,25 @@ from pipeline.data import decode
 from tests.pipeline.loaders import SIZE, crops
 from tests.reliability.odd_images import KINDS, drawn
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # as in a worker
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # workers ignore them
 
 
 @pytest.fixture(autouse=True)
 def _filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new arrays, so that pixels that a decoder leaves out differ."""
+    """Fill new arrays, so that pixels skipped by a decoder differ."""
     monkeypatch.setattr(np, "empty", lambda shape, dtype=float, **_: np.full(shape, 171, dtype))
 
 
 def pillows(data: bytes) -> np.ndarray:
     with Image.open(io.BytesIO(data)) as image:
         if image.format == "TIFF" and image.getexif().get(0x0112, 1) != 1:
-            return np.asarray(drawn())  # Pillow would turn it
+            return np.asarray(drawn())  # Pillow would rotate it
         if image.mode.startswith("I;16"):  # Pillow would clip it to 8 bits
             return np.stack([np.asarray(image) >> 8] * 3, axis=-1)
         return np.asarray(image.convert("RGB"))
 
 
-def test_each_kind_is_trained_or_named(tmp_path):
+def test_decoders_train_or_name_every_file_kind(tmp_path):
     """With every CPU decoder; all files are named .jpg."""
     (tmp_path / "train" / "a").mkdir(parents=True)
     files = [make() for make, _ in KINDS.values()]

@@ -1,8 +1,8 @@
-"""README.md and docs/: commands are valid, links lead somewhere, and keys and files exist.
+"""README.md and docs/: commands and links are valid, and keys and files exist.
 
-The commands in blocks (```sh), in the text and in benchmarks/ are read by the parsers of the
-programs, in a folder with stand-ins for the reader's files. Those of other programs begin with
-python3. Those of docs/fork.md and tasks.md, and after `git apply`, are run by test_examples.py.
+Commands in blocks (```sh), in the text and in benchmarks/ are parsed by the programs, in a
+directory with placeholders for the reader's files. Commands for other programs begin with python3.
+test_examples.py runs those in docs/fork.md and tasks.md, and after `git apply`.
 """
 
 import re
@@ -20,10 +20,10 @@ from conf.compose import from_overrides
 from conf.overrides import read_overrides
 from conf.schema import FIELDS, NAMES, SECTIONS, group_names
 from scripts.lib import notebook
-from tests.helpers.processes import ROOT, needs_extras
+from tests.helpers.processes import ROOT, needs_extras, run_python
 
 DOCS = ROOT / "docs"
-OF_FORKS = {DOCS / "fork.md", DOCS / "tasks.md"}  # their commands run after their changes
+OF_FORKS = {DOCS / "fork.md", DOCS / "tasks.md"}  # commands run after their changes
 PAGES = [ROOT / "README.md", *sorted({*DOCS.glob("*.md")} - OF_FORKS)]
 COMMAND = re.compile(r"(?<![\w/.-])(?:python|torchrun|make|pip|sbatch) [^|;>#\n]*")
 IN_A_ROOT = re.compile(r"""(?<=[\s="])/(?=(?:imagenet\w*|cifar10|photos|images)\b)""")
@@ -40,20 +40,20 @@ def text_of(page: Path) -> str:
 
 
 def inline_of(page: Path) -> list[str]:
-    """Return the `code` of a page outside blocks, without code that has a placeholder."""
+    """Return the `code` on a page outside blocks, without code that has a placeholder."""
     code = re.findall(r"`([^`]+)`", text_of(page))
     return [each for each in dict.fromkeys(code) if not PLACEHOLDERS.search(each)]
 
 
 def commands_of(page: Path) -> list[str]:
-    """Return the commands of the blocks, also those in a loop or a pipe, and of the text."""
+    """Return commands from blocks, including those in a loop or a pipe, and from the text."""
     blocks = re.findall(r"^ *```sh\n((?!git apply).*?)^ *```$", page.read_text(), re.M | re.S)
     inline = re.findall(r"^(?:python|torchrun) \S+ \S.*", "\n".join(inline_of(page)), re.M)
     return commands_in("\n".join([*blocks, *inline]))
 
 
 def commands_in(text: str) -> list[str]:
-    """Return the commands in lines of a shell, each once."""
+    """Return each command in lines of a shell once."""
     text = re.sub(r"^#.*", "", text.replace("\\\n", " "), flags=re.M)
     return list(dict.fromkeys(COMMAND.findall(text)))
 
@@ -67,10 +67,10 @@ COMMANDS |= {path.name: commands_in(path.read_text()) for path in ROOT.glob("ben
 
 @pytest.fixture
 def desk(tmp_path: Path, image_root: Path, monkeypatch: Any) -> None:
-    """The current folder, with stand-ins for the files of a reader; data.root may be missing."""
+    """Change to a directory with placeholders for a reader's files; data.root may be missing."""
     monkeypatch.setattr(cli, "check_root", lambda config: None)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path[:])  # the scripts change these three
+    monkeypatch.setattr(sys, "path", sys.path[:])  # changed by the scripts, like the two below
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     checkpoints = [f"runs/{run}/checkpoints/step-00112590.pt" for run in RUNS]
@@ -84,7 +84,7 @@ def desk(tmp_path: Path, image_root: Path, monkeypatch: Any) -> None:
 
 
 def check_train(words: list[str]) -> None:
-    """Compose the config as train.py does, or those of a sweep, and print it."""
+    """Compose the config like train.py, or a sweep's configs, and print it."""
     cli.parse([*words, "--cfg", "job"], script="train.py", purpose="")
 
 
@@ -94,14 +94,14 @@ def check_script(path: str, words: list[str], monkeypatch: Any) -> None:
     imports, block, _ = (ROOT / path).read_text().split(guard)
     part = imports + guard + block.partition("\n\n")[0]
     monkeypatch.setattr(sys, "argv", [path, *words])
-    # Without onnx, export.py refuses the format at once.
+    # Without onnx, export.py rejects the format immediately.
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     names = {"__name__": "__main__", "__file__": str(ROOT / path), "__doc__": path}
     exec(compile(part, str(ROOT / path), "exec"), names)
 
 
 def check_command(line: str, monkeypatch: Any) -> None:
-    """Check a command in the current folder, whose folders a page may write as /imagenet."""
+    """Check a command in the current directory; a page may write its folders as /imagenet."""
     text = re.sub(r"\$\w+", "1", IN_A_ROOT.sub(f"{Path.cwd()}/", line))
     match shlex.split(text):
         case ["python", "train.py", *rest]:
@@ -125,13 +125,13 @@ def check_command(line: str, monkeypatch: Any) -> None:
         case ["python", "-", *_]:
             pass
         case _:
-            pytest.fail(f"no check for the command: {line}")
+            pytest.fail(f"no check for this command: {line}")
 
 
 @needs_extras
 @pytest.mark.usefixtures("desk")
 @pytest.mark.parametrize("page", COMMANDS)
-def test_commands_are_valid(page, monkeypatch):
+def test_docs_commands_are_valid(page, monkeypatch):
     for line in COMMANDS[page]:
         try:
             check_command(line, monkeypatch)
@@ -140,13 +140,13 @@ def test_commands_are_valid(page, monkeypatch):
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that a forge makes of the headings."""
+    """Return the anchors that a forge generates from the headings."""
     headings = re.findall(r"^#+ (.*)$", text_of(page), re.M)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted(OF_FORKS)], ids=lambda page: page.name)
-def test_links_files_and_keys_exist(page):
+def test_docs_links_files_and_keys_exist(page):
     text = page.read_text().replace("](#", f"]({page.name}#")
     for name, anchor in re.findall(r"\]\((?!https://)([^)\s#]*)#?([^)\s]*)\)", text):
         path = page.parent / name
@@ -156,14 +156,14 @@ def test_links_files_and_keys_exist(page):
     code = "\n".join(re.findall(r"`([^`\n]+)`", text))
     files = re.findall(rf"\b(?:{FOLDERS})/[\w/]+\.(?:py|md|yaml|c|patch)\b", code)
     for name in {*files} - {"conf/recipe/mine.yaml"}:
-        assert (ROOT / name).exists(), f"{page.name}: there is no {name}"
+        assert (ROOT / name).exists(), f"{page.name}: {name} not found"
     keys = re.findall(rf"(?<![\w/.])((?:{'|'.join(SECTIONS)})\.[a-z]\w*)(?![\w.(])", code)
     assert {*keys} <= FIELDS.keys() | FILES, page.name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_overrides_are_valid(page):
-    """Those that stand in `code`, also with options after them."""
+def test_docs_overrides_are_valid(page):
+    """Overrides in `code`, including those followed by options."""
     for code in inline_of(page):
         key, equals, _ = code.strip("'").partition("=")
         if equals and key in NAMES:
@@ -171,8 +171,8 @@ def test_overrides_are_valid(page):
 
 
 @needs_extras
-def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capfd):
-    """It trains, evaluates and predicts; the notebook of docs/ calls the same functions."""
+def test_readme_python_runs(tmp_path, monkeypatch, capfd):
+    """It trains, evaluates and predicts; the notebook in docs/ calls the same functions."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     monkeypatch.chdir(tmp_path)
     exec(code.replace("train.epochs=2", "train.max_steps=2"), {})
@@ -181,30 +181,26 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capfd):
     assert "'top1': " in out and "'probability': " in out
 
 
-def test_a_notebook_sees_a_changed_recipe_and_an_interrupt(tmp_path, monkeypatch):
+def test_notebook_train_rereads_recipe_and_interrupts(tmp_path, monkeypatch):
     monkeypatch.setattr(notebook.training, "train", lambda config: {"signal": config.optim.lr})
     for lr in (0.5, 0.001):
         (tmp_path / "mine.yaml").write_text(f"optim: {{lr: {lr}}}\n")
         assert notebook.train(f"recipe={tmp_path / 'mine.yaml'}", "data=fake")["signal"] == lr
     with pytest.raises(KeyboardInterrupt):
-        notebook.train("data=fake", "optim.lr=2")  # the number of SIGINT
+        notebook.train("data=fake", "optim.lr=2")  # 2 is SIGINT
 
 
 @needs_extras
 @pytest.mark.parametrize("recipe", group_names("recipe"))
-def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe):
-    """docs/accuracy.md has a row with these facts."""
+def test_expectation_has_all_facts(recipe):
     from tests.extras.test_expectation import FACTS
 
-    config = from_overrides([f"recipe={recipe}", "data.root=/data"])
-    expect = config.expect
-    if expect is None:
-        pytest.skip("the recipe states no accuracy")
-    assert expect.keys() == FACTS.keys() and expect["recipe"] == recipe
-    hardware, time, source = expect["hardware"], expect["time"], expect["source"]
-    top1 = f"{expect['top1']:g}"
-    if expect["std"]:
-        top1 += f" ± {expect['std']:.2g}"
-    row = re.escape(" | ".join(["", hardware, time, top1, f"{source} |"]))
-    about = rf"^\| `{recipe}` \| [^|]+, {config.train.epochs:g}\b[^|]*{row}"
-    assert re.search(about, (DOCS / "accuracy.md").read_text(), re.MULTILINE), about
+    expect = from_overrides([f"recipe={recipe}", "data.root=/data"]).expect
+    assert expect is None or (expect.keys() == FACTS.keys() and expect["recipe"] == recipe)
+
+
+@needs_extras
+def test_recipe_table_matches_the_files():
+    """Accuracies and times in docs/ are those in conf/recipe/*.yaml."""
+    done = run_python(ROOT / ".ci" / "recipes", "--check")
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}run .ci/recipes"

@@ -1,7 +1,7 @@
-"""examples/*.patch: each applies, trains, is killed and resumed, and has its effect.
+"""examples/*.patch: each applies, trains, resumes after a kill, and has its effect.
 
-The commands are those of docs/fork.md, reading.md and tasks.md, in a copy of the tracked files.
-`make test` trains two steps of each; what takes longer is slow.
+The commands come from docs/fork.md, reading.md and tasks.md, and run in a copy of the tracked
+files. `make test` trains two steps of each; longer tests are slow.
 """
 
 import math
@@ -20,7 +20,7 @@ from tests.helpers.results import rows, summary_of
 
 pytestmark = needs_extras
 OTHER_TREE = ROOT / "tests" / "helpers" / "other_tree.py"
-TRAINS_SECONDS = 600  # a training that takes longer hangs
+TRAINS_SECONDS = 600  # longer training hangs
 Words = list[str]
 ON_CPU = ["train.device=cpu", "loader.workers=0", "log.every_steps=1"]
 SMALL_BATCH = "loader.batch_size=8"
@@ -28,16 +28,16 @@ FEW_IMAGES = [SMALL_BATCH, "data=folder", "data.root=data/demo"]  # not those of
 
 
 class Example(NamedTuple):
-    """The commands of a patch in docs/, without `git apply` and `python`."""
+    """Commands in docs/ for a patch, without `git apply` and `python`."""
 
     patches: Words
     before: list[Words]  # draw images, or train a teacher
     training: Words
-    after: list[Words]  # what reads the run
+    after: list[Words]  # read the run
 
 
 def read_page(page: str) -> dict[str, Example]:
-    """Return the examples of a page of docs/ by the names of their patches."""
+    """Return the examples on a page of docs/ by patch name."""
     examples = {}
     text = (ROOT / "docs" / page).read_text().replace("\\\n", " ")
     for block in re.findall(r"^```sh\n(git apply .*?)^```$", text, re.M | re.S):
@@ -77,7 +77,7 @@ class Fork:
         self.run(["-m", *tool, *sources])
 
     def training(self, *overrides: str) -> Words:
-        """Return the words of the training; that of the demo gets a few images."""
+        """Return the arguments of the training; the demo's get a few images."""
         words = [*self.example.training, *overrides]
         if self.name in TASKS:
             return words
@@ -86,7 +86,7 @@ class Fork:
         return [*words, *FEW_IMAGES]
 
     def train(self, *overrides: str) -> Path:
-        """Run the training; return its folder."""
+        """Train; return the run directory."""
         self.run(self.training(*ON_CPU, *overrides))
         return self.newest_run
 
@@ -113,10 +113,10 @@ def skip_without_package(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory, image_root: Path) -> Path:
-    """The tracked files, with few images in data/demo."""
+    """Copy the tracked files, with few images in data/demo."""
     root = tmp_path_factory.mktemp("examples") / "tree"
     for name in filter(None, run_command(["git", "ls-files", "-z"]).stdout.split("\0")):
-        if (ROOT / name).is_file():  # not deleted since
+        if (ROOT / name).is_file():  # not deleted
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, root / name)
     (root / "data").mkdir()
@@ -124,13 +124,13 @@ def tree(tmp_path_factory: pytest.TempPathFactory, image_root: Path) -> Path:
     return root
 
 
-def test_each_patch_has_its_commands():
+def test_examples_have_commands():
     patches = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.patch")}
     assert patches == {patch for example in EXAMPLES.values() for patch in example.patches}
 
 
-def test_the_tests_that_a_fork_keeps_are_collected(tree, tmp_path):
-    """The first command of fork.md deletes nothing that other tests import."""
+def test_fork_tests_are_collected(tree, tmp_path):
+    """The first command in fork.md deletes nothing that other tests import."""
     shutil.copytree(tree, tmp_path / "tree", symlinks=True)
     page = (ROOT / "docs" / "fork.md").read_text()
     first, *_ = re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S)
@@ -139,8 +139,8 @@ def test_the_tests_that_a_fork_keeps_are_collected(tree, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_dataset_of_the_page_trains(tree, tmp_path, ranks):
-    """The file in docs/fork.md, with the command below it; it is at most as long as it claims."""
+def test_fork_page_dataset_trains(tree, tmp_path, ranks):
+    """The file in docs/fork.md, with the command below it; its length is as stated there."""
     root = shutil.copytree(tree, tmp_path / "tree", symlinks=True)
     page = (ROOT / "docs" / "fork.md").read_text()
     (source,) = re.findall(r"^```python\n# mine\.py.*?\n(.*?)^```$", page, re.M | re.S)
@@ -160,13 +160,13 @@ def test_patch_trains_two_steps(name, tree, tmp_path, ranks):
     skip_without_package(name)
     two_steps = [*ON_CPU, "train.max_steps=2", "log.trackers=[]"]
     for words in [*fork.example.before, fork.training()]:
-        # In a process that has imported torch already
+        # In a process that has already imported torch
         short = [*words, *two_steps] if words[0] == "train.py" else words
         ranks.run([sys.executable, str(OTHER_TREE), *short], 1, cwd=fork.root)
     assert summary_of(fork.newest_run)["step"] == 2
 
 
-# The score that a training reaches; with -, lower ones are better.
+# Score that training reaches; - marks scores where lower is better.
 SCORES = {
     "multi_label": ("map", 85),
     "regression": ("-mae", 0.15),
@@ -187,7 +187,7 @@ def check_score(name: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_killed_training_ends_as_a_whole_one(name, tree, tmp_path):
+def test_patch_resumes_after_kill(name, tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", name)
     fork.check_sources("mypy", f"--cache-dir={tree.with_name('mypy')}")
     if name == "storage":
@@ -206,7 +206,7 @@ def test_killed_training_ends_as_a_whole_one(name, tree, tmp_path):
         assert summary_of(killed)[key] == summary_of(whole)[key]
 
 
-SAME_WEIGHTS = ("storage", "grad_norm", "grad_cam", "roc", "profiler", "mlflow")  # as without
+SAME_WEIGHTS = ("storage", "grad_norm", "grad_cam", "roc", "profiler", "mlflow")  # unchanged
 LOGGED = {"grad_norm": "grad_norm", "two_heads": "auxiliary_loss"}
 WRITTEN = {"grad_norm": "report.html", "grad_cam": "grad_cam/00*.png", "roc": "curves.html"}
 WRITTEN["profiler"] = "profile/steps-1-3.json.gz"
@@ -214,7 +214,7 @@ WRITTEN["profiler"] = "profile/steps-1-3.json.gz"
 
 @pytest.fixture(scope="module")
 def unchanged(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps of the demo without a patch."""
+    """Train four steps of the demo without a patch."""
     root = tmp_path_factory.mktemp("unchanged") / "tree"
     shutil.copytree(tree, root, symlinks=True)
     words = ["train.py", "recipe=demo", *ON_CPU, *FEW_IMAGES, "train.max_steps=4", "run.name=four"]
@@ -224,13 +224,13 @@ def unchanged(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
-def test_change_has_its_effect(name, tree, tmp_path, unchanged):
+def test_patch_has_effect(name, tree, tmp_path, unchanged):
     fork = prepared(tree, tmp_path / "tree", name)
     folder = fork.train("train.max_steps=4")
     is_same = summary_of(folder)["params_sha256"] == summary_of(unchanged)["params_sha256"]
     assert is_same == (name in SAME_WEIGHTS)
     assert all(row[LOGGED.get(name, "loss")] > 0 for row in rows(folder, "train"))
-    if name == "poly_loss":  # of three classes, it starts 2/3 above the cross-entropy
+    if name == "poly_loss":  # starts 2/3 above cross-entropy with three classes
         first, before = (rows(run, "train")[0]["loss"] for run in (folder, unchanged))
         assert 0.3 < first - before < 1
     for words in fork.example.after:
@@ -240,7 +240,7 @@ def test_change_has_its_effect(name, tree, tmp_path, unchanged):
 
 
 @pytest.mark.slow
-def test_early_stopping_ends_all_ranks_and_the_next_start(tree, tmp_path):
+def test_early_stopping_patch_with_two_ranks(tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", "early_stopping")
     words = fork.training(*ON_CPU, "run.name=two")
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
@@ -263,14 +263,14 @@ TESTS += [("segmentation", "masks"), pytest.param("profiler", "profiler", marks=
 
 
 @pytest.mark.parametrize(("name", "tests"), TESTS)
-def test_tests_of_a_patch_pass(name, tests, tree, tmp_path):
+def test_patch_tests_pass(name, tests, tree, tmp_path):
     skip_without_package(name)
     fork = Fork(tree, tmp_path / "tree", name)
     fork.run(["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/extras/test_{tests}.py"])
 
 
 @pytest.mark.slow
-def test_outputs_of_another_shape_than_the_classes_are_exported(tree, tmp_path):
+def test_ordinal_patch_exports(tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", "ordinal")
     folder = fork.train("train.max_steps=2")
     fork.run(["scripts/export.py", str(folder), "--to", "safetensors", "--out", "a.safetensors"])
@@ -279,7 +279,7 @@ def test_outputs_of_another_shape_than_the_classes_are_exported(tree, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_second_input_is_evaluated_predicted_and_exported(tree, tmp_path):
+def test_second_input_patch_with_scripts(tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", "second_input")
     folder = str(fork.train())
     for words in (["loader.workers=0"], ["loader.workers=0", "--flip"]):
@@ -300,7 +300,7 @@ def test_a_second_input_is_evaluated_predicted_and_exported(tree, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_views_are_on_one_rank_and_their_features_tell_classes_apart(tree, tmp_path):
+def test_two_views_patch_ranks_and_features(tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", "two_views")
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     fork.run([*two, *fork.training(*ON_CPU, "run.name=two", "train.max_steps=6")])
@@ -316,12 +316,12 @@ def test_two_views_are_on_one_rank_and_their_features_tell_classes_apart(tree, t
 
 
 @pytest.mark.slow
-def test_a_teacher_of_other_classes_is_refused(tree, tmp_path):
-    """Its outputs would be taken for those of other classes."""
+def test_distillation_patch_rejects_other_classes(tree, tmp_path):
+    """Its outputs would be used for different classes."""
     fork = prepared(tree, tmp_path / "tree", "distillation")
     for split in ("train", "val"):
         first = min((fork.root / "data" / "patterns" / split).iterdir())
-        first.rename(first.with_name("zebra"))  # the last one of the student
+        first.rename(first.with_name("zebra"))  # last for the student
     refused = fork.run(fork.training(*ON_CPU), status=2)
     assert "train.py: train.teacher=" in refused and "another order" in refused
 
@@ -329,7 +329,7 @@ def test_a_teacher_of_other_classes_is_refused(tree, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
-def test_task_trains_in_a_cuda_graph(name, tree, tmp_path):
+def test_task_patch_trains_in_cuda_graph(name, tree, tmp_path):
     fork = prepared(tree, tmp_path / "tree", name)
     printed = fork.run(fork.training("train.device=cuda", "loader.workers=0"))
     assert "not captured in a CUDA graph" not in printed

@@ -1,17 +1,17 @@
-"""Lists that are fixed: a change of them is a decision."""
+"""Fixed lists, whose changes are decisions."""
 
 from conf.schema import FIELDS
 from tests.helpers.processes import ROOT, run_python
 
 
-def test_size():
-    """No part is over a limit of .ci/size: what comes in pays with what goes."""
+def test_project_size_limits():
+    """Each part is within its limit in .ci/size, so additions require removals."""
     done = run_python(ROOT / ".ci" / "size")
-    assert done.returncode == 0, f"{done.stdout}write less; a fork deletes this file"
+    assert done.returncode == 0, f"{done.stdout}reduce the code; a fork deletes this test file"
 
 
-def test_what_each_key_affects():
-    """The others affect the result. tests/repository/equal has the list of all keys."""
+def test_keys_without_effect_on_result():
+    """Other keys affect the result. tests/repository/equal has the list of all keys."""
     found = {name for name, f in FIELDS.items() if not f.metadata["affects_result"]}
     sections = {"checkpoint", "run", "log"}
     assert {name for name in found if name.split(".")[0] not in sections} == {

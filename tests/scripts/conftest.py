@@ -1,4 +1,4 @@
-"""A run and images that the tests of several scripts share, and do not change."""
+"""A run and images that tests of several scripts share without changing them."""
 
 import shutil
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.reliability.odd_images import exif
 
 @pytest.fixture(scope="session")
 def folder(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 9 steps with a moving average, whose name contains `=`."""
+    """Train a run of 9 steps with an EMA, whose name contains `=`."""
     folder = tmp_path_factory.mktemp("runs") / "small,optim.lr=0.05"
     small_run.run(image_root, folder, "train.ema_decay=0.9", "optim.lr=0.05")
     return folder
@@ -20,7 +20,7 @@ def folder(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def photos(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The validation images as photos that are to be turned upright."""
+    """Copy the validation images as photos with an EXIF rotation."""
     root = tmp_path_factory.mktemp("photos")
     for path in shutil.copytree(image_root / "val", root / "val").glob("*/*"):
         with Image.open(path) as image:

@@ -1,4 +1,4 @@
-"""Mistakes in the arguments of the scripts: mistakes.csv."""
+"""Invalid arguments of the scripts, from mistakes.csv."""
 
 import csv
 import runpy
@@ -14,8 +14,8 @@ with Path(__file__).with_name("mistakes.csv").open(newline="", encoding="utf-8")
 
 
 @pytest.mark.parametrize(("script", "words", "message"), MISTAKES)
-def test_mistakes(script, words, message, tmp_path, monkeypatch, capsys):
-    """They are one line, the status is 2, and no file is made."""
+def test_scripts_report_argument_errors(script, words, message, tmp_path, monkeypatch, capsys):
+    """The message is one line, the exit status is 2, and no file is created."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first" / "checkpoints" / "best.pt").mkdir(parents=True)
     monkeypatch.setattr("importlib.util.find_spec", {"onnx": True}.get)

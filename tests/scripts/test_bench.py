@@ -1,4 +1,4 @@
-"""The stages on small JPEG files. No test depends on a rate."""
+"""Benchmark stages on small JPEG files. No test depends on a rate."""
 
 import re
 import sys
@@ -7,7 +7,7 @@ from scripts import bench
 from tests.helpers.small_run import SMALL
 
 
-def test_stages_on_a_cpu(ranks, image_root):
+def test_bench_stages_on_cpu(ranks, image_root):
     words = [*SMALL, "loader.workers=1", f"data.root={image_root}", "--seconds", "0.05"]
     command = [sys.executable, bench.__file__]
     done = ranks.run([*command, *words], 1)

@@ -1,4 +1,4 @@
-"""Each injected fault must appear in its row; a healthy setup has none."""
+"""Each injected fault appears in its row; a healthy setup has none."""
 
 import re
 import shutil
@@ -49,15 +49,15 @@ def of_status(status: str, rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.status == status]
 
 
-def test_a_healthy_dataset(ranks, root, tmp_path):
-    (root / "train" / "dots" / "1.heic").touch()  # told once
+def test_doctor_healthy_dataset(ranks, root, tmp_path):
+    (root / "train" / "dots" / "1.heic").touch()  # reported once
     before = {p: p.lstat().st_mtime_ns for p in root.rglob("*")}
     place = [f"data.root={root}", f"run.dir={root.parent / 'run'}"]
     process = ranks.run([sys.executable, doctor.__file__, *SMALL, *place], 1)
     assert process.stderr == ""
     rows = re.findall(rf"^(ok|warn|fail) +({'|'.join(doctor.CHECKS)})  ", process.stdout, re.M)
     assert list(dict.fromkeys(check for _, check in rows)) == list(doctor.CHECKS)
-    on_machine = ("plan",)  # its status depends on it
+    on_machine = ("plan",)  # status depends on the machine
     notices = [row for row in rows if row[0] != "ok" and row[1] not in on_machine]
     assert notices == [("warn", "data")], process.stdout
     assert process.stdout.endswith(" warn, 0 fail\n")
@@ -66,18 +66,18 @@ def test_a_healthy_dataset(ranks, root, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"imagenet", "cache"}  # no run
 
 
-def test_a_check_that_raises(tmp_path, monkeypatch, capsys):
-    """And data without files."""
+def test_doctor_check_that_raises(tmp_path, monkeypatch, capsys):
+    """The dataset has no files."""
     monkeypatch.setitem(doctor.CHECKS, "plan", lambda case: iter(1 // 0))
     found = look(tmp_path / "none", "data=fake")
     assert only(found["data"]).status == "ok"
-    assert only(found["plan"]).result.startswith("check failed with an error: ZeroDivisionError: ")
+    assert only(found["plan"]).result.startswith("the check raised an error: ZeroDivisionError: ")
     assert found.keys() == {"data", "plan"}
     assert doctor.main(case_of(tmp_path / "none", "data=fake")) == 0
-    assert f"\nwarn  plan {7 * ' '}check failed with an error: " in capsys.readouterr().out
+    assert f"\nwarn  plan {7 * ' '}the check raised an error: " in capsys.readouterr().out
 
 
-def test_classes_that_are_numbers(root):
+def test_doctor_numeric_class_names(root):
     for split in ("train", "val"):
         for number, name in zip(("1", "2", "10"), CLASSES, strict=True):
             (root / split / name).rename(root / split / number)
@@ -87,8 +87,8 @@ def test_classes_that_are_numbers(root):
     ]
 
 
-def test_each_split_is_listed_by_itself(root):
-    """Folders that training refuses do not hide the faults of files."""
+def test_doctor_lists_each_split(root):
+    """Folders that training rejects do not hide faults in files."""
     image = (root / "val" / "dots" / "00.jpg").read_bytes()
     (root / "train" / "nothing").mkdir()
     (root / "val" / "dots").rename(root / "val" / "cats")
@@ -98,7 +98,7 @@ def test_each_split_is_listed_by_itself(root):
     (root / "val" / "cats" / "empty.jpg").touch()
     shutil.copy(root / "train" / "dots" / "03.jpg", root / "val" / "cats" / "copy.jpg")
     found = look(root)
-    assert ": nothing; fill" in only(of_status("fail", found["data"])).result
+    assert ": nothing; add" in only(of_status("fail", found["data"])).result
     assert only(found["readable"]).result.startswith("val: ")
     (root / "train" / "nothing").rmdir()
     found = look(root)
@@ -119,13 +119,13 @@ def test_each_split_is_listed_by_itself(root):
 BAD = {
     b"": "empty, 0 bytes",
     b"<html>404": "a web page; download the image again",
-    encoded(drawn())[:-200]: ("OSError: ", "the JPEG data is damaged"),  # of Pillow, and of region
+    encoded(drawn())[:-200]: ("OSError: ", "the JPEG data is damaged"),  # Pillow's and region's
     encoded(drawn(), "PNG")[:-100]: "OSError: ",
 }
 
 
-def test_files_that_cannot_be_read(root):
-    """Training may skip them, validation may not."""
+def test_doctor_unreadable_files(root):
+    """Training may skip them; validation may not."""
     for number, content in enumerate(BAD):
         for split in ("train", "val"):
             (root / split / "dots" / f"bad{number}.jpg").write_bytes(content)
@@ -136,15 +136,15 @@ def test_files_that_cannot_be_read(root):
         for number, (detail, reason) in enumerate(zip(row.details, BAD.values(), strict=True)):
             path = f"{root}/{split}/dots/bad{number}.jpg: "
             assert detail.startswith(path) and detail.removeprefix(path).startswith(reason)
-        assert ("data.on_error=skip" in row.remedy) == (split == "train")
+        assert ("data.on_error=skip" in row.fix) == (split == "train")
     refused = look(root, "data.on_error=skip")["readable"][0]
     assert refused.status == "fail"  # more than 1 %
-    advised = refused.remedy.split()[-2:]
+    advised = refused.fix.split()[-2:]
     assert look(root, *advised)["readable"][0].status == "warn"
 
 
 ODD = {
-    "turned": encoded(drawn(), exif=exif(6)),
+    "rotated": encoded(drawn(), exif=exif(6)),
     "CMYK": encoded(drawn("CMYK")),
     "progressive": encoded(drawn(), progressive=True),
     "large": encoded(Image.new("RGB", (6000, 4200))),
@@ -152,25 +152,25 @@ ODD = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_unusual_files_are_a_warning_above_a_fraction(root, kind):
+def test_doctor_unusual_files(root, kind):
     (root / "train" / "dots" / "odd.jpg").write_bytes(ODD[kind])
     case = case_of(root)
     for check in (doctor.data, doctor.readable):
         assert {row.status for row in check(case)} == {"ok"}
     row = only(of_status("warn", doctor.odd_files(case)))
     assert row.result.startswith("1 of 52 images are ") and "odd.jpg" in only(row.details)
-    if kind == "turned":
+    if kind == "rotated":
         case.config.data.exif_orientation = True
     else:
         case.examined["train"] += case.examined["val"] * 10
-    if "prepare.py" in row.remedy:  # it helps
-        mended = prepare.reencoded(ODD[kind], "odd.jpg", 512)
+    if "prepare.py" in row.fix:  # it helps
+        mended = prepare.reencode(ODD[kind], "odd.jpg", 512)
         assert not [*doctor.oddities(decode.open_image(mended))]
     assert {row.status for row in doctor.odd_files(case)} == {"ok"}
 
 
-def test_duplicates_across_splits(root):
-    """A sampled validation image is compared with all of train; also copies of another class."""
+def test_doctor_duplicates_across_splits(root):
+    """Sampled validation images are compared with all of train, including other classes."""
     shutil.copy(root / "train" / "dots" / "03.jpg", root / "val" / "dots" / "copy.jpg")
     shutil.copy(root / "train" / "dots" / "04.jpg", root / "val" / "checks" / "copy.jpg")
     row = only(look(root)["duplicates"])
@@ -178,35 +178,35 @@ def test_duplicates_across_splits(root):
     pairs = {f"{root}/val/checks/copy.jpg": "04", f"{root}/val/dots/copy.jpg": "03"}.items()
     assert row.details == tuple(f"{copy} = {root}/train/dots/{n}.jpg" for copy, n in pairs)
     almost = bytearray((root / "train" / "dots" / "05.jpg").read_bytes())
-    almost[len(almost) // 2] ^= 1  # the size and the ends are equal
+    almost[len(almost) // 2] ^= 1  # size, start and end are equal
     (root / "val" / "dots" / "copy.jpg").write_bytes(almost)
     assert only(look(root)["duplicates"]).result.startswith("1 of 17 examined ")
     row = only(look(root, "data.val=train", sample=5)["duplicates"])
     assert row.status == "fail" and row.result.startswith("5 of 5 examined validation images")
 
 
-def test_the_mean_and_the_deviation_of_the_pixels(root):
+def test_doctor_pixel_mean_and_std(root):
     pixels = np.full((32, 32, 3), (255, 51, 128), np.uint8)
     pixels[:16] = 0
     for path in (root / "train").rglob("*.jpg"):
         Image.fromarray(pixels).save(path, "PNG")
     case = case_of(root)
     list(doctor.data(case)), list(doctor.readable(case))
-    row = only(doctor.colours(case))
+    row = only(doctor.colors(case))
     assert row.status == "warn"
     assert "data.mean=[0.500,0.100,0.251] data.std=[0.500,0.100,0.251]" in row.result
     case.config.data.mean = [0.5, 0.1, 0.25]
     case.config.data.std = [0.5, 0.1, 0.25]
-    assert only(doctor.colours(case)).status == "ok"
+    assert only(doctor.colors(case)).status == "ok"
     case.config.data.std = [0.5, 0.01, 0.25]
-    assert only(doctor.colours(case)).status == "warn"
+    assert only(doctor.colors(case)).status == "warn"
     for path in (root / "train").rglob("*.jpg"):  # 12 of 16 bits: nearly black after decoding
         Image.fromarray(np.full((32, 32), 4095, np.uint16)).save(path, "PNG")
     list(doctor.readable(case))
-    assert list(doctor.colours(case)) == []
+    assert list(doctor.colors(case)) == []
 
 
-def test_the_plan_names_what_training_refuses(root):
+def test_doctor_plan_reports_training_errors(root):
     said = {
         "model.weights=pretrained": "there are none of resnet_tiny;",
         "model.weights=gone.pth": "cannot be read (",

@@ -1,4 +1,4 @@
-"""Evaluation of a run, of files of other projects and of other data, on small JPEG files."""
+"""Evaluation of runs, of other projects' files, and on other data, with small JPEG files."""
 
 import json
 import os
@@ -55,25 +55,25 @@ def measured(path: Path, *overrides: str, **options: Any) -> Evaluated:
 
 
 def outputs(found: Evaluated, images: int | None = None) -> torch.Tensor:
-    """Return all outputs of the model for the first images of a split, float32 [N, outputs]."""
+    """Return all model outputs for the first images of a split, float32 [N, outputs]."""
     model, data = found.trained.build(ALONE.device), found.datasets.val
     levels = np.stack([data[i]["image"] for i in range(len(data))[:images]])
     config = found.trained.config.data
-    inputs = ImageFormat(ALONE.device, config.mean, config.std).normalised(torch.tensor(levels))
+    inputs = ImageFormat(ALONE.device, config.mean, config.std).normalize(torch.tensor(levels))
     with torch.no_grad():
         found_both = model(inputs), model(inputs.flip(-1))
     return sum(found_both) / 2 if found.summary["flip"] else found_both[0]
 
 
-def test_result_equals_the_last_validation_to_the_last_digit(found):
+def test_evaluate_equals_last_validation(found):
     last = checkpoint.load(found.trained.path)["state"]["last"]
     assert found.values == {name: last[name] for name in found.values} and "top1" in found.values
     assert found.summary["images"] == VAL_IMAGES * len(CLASSES)
     assert found.trained.averaged and last["loss"] != last["loss_raw"]
 
 
-def test_command_line(ranks, folder, found, image_root, tmp_path):
-    """The name of the run contains `=`; nothing is written into the run or among the images."""
+def test_evaluate_command_line(ranks, folder, found, image_root, tmp_path):
+    """The run's name contains `=`. No file is written into the run or among the images."""
     before, last = sorted(folder.rglob("*")), newest(folder)
     against = []
     for path, name in ((folder, "best"), (last, last.stem)):
@@ -89,24 +89,24 @@ def test_command_line(ranks, folder, found, image_root, tmp_path):
     stored = json.loads((tmp_path / out / "evaluation.json").read_text())
     assert stored.items() >= found.summary.items() and stored["made_by"]["pillow"]
     assert sorted(folder.rglob("*")) == before
-    inside = image_root / "val" / "out"  # would be taken for a class
+    inside = image_root / "val" / "out"  # would become a class
     done = ranks.run([*SCRIPT, str(folder), *HERE, "--out", str(inside)], 1, cwd=tmp_path, status=2)
     assert not inside.exists()
     assert done.stderr.startswith(f"evaluate.py: --out {inside}: is inside {image_root / 'val'}")
 
 
-def test_mcnemar_as_in_r():
+def test_compare_mcnemar_equals_r():
     """binom.test(1, 9)$p.value is 0.0390625."""
     hits = {"images": "a", "right": [True] * 9 + [False]}
     others = {"images": "a", "right": [False] * 8 + [True, True]}
-    assert "8 right only here, 1 only there: p = 0.039 (M" in evaluate.compare(hits, others)
+    assert "8 correct only here, 1 only there: p = 0.039 (M" in evaluate.compare(hits, others)
     assert evaluate.compare(hits, hits).endswith(": p = 1 (McNemar, exact)")
-    with pytest.raises(UserError, match=r"^--against: has other images, .*; evaluate both "):
+    with pytest.raises(UserError, match=r"^--against: used different images, .*; evaluate both "):
         evaluate.compare(hits, {"images": "b", "right": [True] * 10})
 
 
-def test_other_classes(folder, image_root, tmp_path):
-    """The outputs of the classes are found by name; no training split is needed."""
+def test_evaluate_other_classes(folder, image_root, tmp_path):
+    """Outputs are assigned to classes by name; no training split is needed."""
     for name in ("dots", "stripes"):
         shutil.copytree(image_root / "val" / name, tmp_path / "val" / name)
     every = measured(folder, f"data.root={tmp_path}", all_outputs=True)
@@ -123,25 +123,25 @@ def test_other_classes(folder, image_root, tmp_path):
     shutil.rmtree(tmp_path / "val" / "dots")
     assert measured(folder, f"data.root={tmp_path}").classes == ("stripes", "checks", "dots")
     (tmp_path / "val" / "stripes").rename(tmp_path / "val" / "cats")
-    with pytest.raises(UserError, match=r"^data\.val=val: .* does not know cats; give "):
+    with pytest.raises(UserError, match=r"^data\.val=val: .* has no class cats; use "):
         measured(folder, f"data.root={tmp_path}")
 
 
-def test_outputs_that_are_no_classes_are_not_selected():
-    """Such as the corners of a box behind the logits."""
+def test_chosen_outputs_rejects_non_classes():
+    """For example, a box's corners after the logits."""
     places = torch.tensor([2, 0])
-    pick = partial(evaluate.chosen_outputs, torch.nn.Flatten(), places=places, count=3, flip=False)
+    pick = partial(evaluate.select_outputs, torch.nn.Flatten(), indices=places, count=3, flip=False)
     assert pick(torch.tensor([[1, 2, 3]])).tolist() == [[3, 1]]
-    with pytest.raises(UserError, match=r"^data\.val: .* \[1, 5\] are not classes only; give all"):
+    with pytest.raises(UserError, match=r"^data\.val: .* \[1, 5\] are not one per class; use "):
         pick(torch.zeros(1, 5))
 
 
-def test_only_images_are_flipped():
+def test_chosen_outputs_flips_images_only():
     def network(image: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
         return torch.cat([image.flatten(1), age], 1)
 
     inputs = torch.tensor([[[[0.0, 1.0]]]]), torch.tensor([[2.0, 4.0]])
-    outputs = evaluate.chosen_outputs(network, *inputs, places=None, count=3, flip=True)
+    outputs = evaluate.select_outputs(network, *inputs, indices=None, count=3, flip=True)
     assert outputs.tolist() == [[0.5, 0.5, 2, 4]]
 
 
@@ -150,7 +150,7 @@ IMAGENET = [*imagenet_names()]
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights of another project with 1,000 outputs, which name no classes."""
+    """Save weights from a different project with 1,000 outputs and no class names."""
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("published") / "weights.pth"
     torch.save(models.build("resnet_tiny", num_classes=1000, image_size=32).state_dict(), path)
@@ -161,8 +161,8 @@ def published_on(path: Path, root: Path, **options: Any) -> Evaluated:
     return measured(path, *FOREIGN, f"data.root={root}", **options)
 
 
-def test_published_weights_on_some_of_the_classes(published, image_root, tmp_path, capsys):
-    """As on ImageNet-A and -R: the outputs of the 7 folders compete, or all 1,000."""
+def test_evaluate_published_weights_on_some_classes(published, image_root, tmp_path, capsys):
+    """As on ImageNet-A and -R, either the outputs of the 7 folders compete, or all 1,000."""
     places = [5, 17, 300, 301, 640, 872, 999]
     for i, place in enumerate(places):
         folder = tmp_path / "val" / IMAGENET[place]
@@ -187,7 +187,7 @@ def test_published_weights_on_some_of_the_classes(published, image_root, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["{}", "{:04d}"])
-def test_folders_named_by_number(published, folder, tmp_path, name):
+def test_evaluate_folders_named_by_number(published, folder, tmp_path, name):
     """As in ImageNet-V2, for weights without names and a model trained on WordNet IDs."""
     image = tmp_path / "a.jpg"
     Image.linear_gradient("L").resize((32, 32)).save(image)
@@ -196,20 +196,20 @@ def test_folders_named_by_number(published, folder, tmp_path, name):
         numbered.mkdir(parents=True)
         (numbered / "a.jpg").hardlink_to(image)
     found = published_on(published, tmp_path)
-    assert found.values["top1"] == pytest.approx(0.1)  # of equal images, one is right
+    assert found.values["top1"] == pytest.approx(0.1)  # one of the equal images is right
     hit, place = int(found.rows["top1"].argmax()), int(outputs(found, 1).argmax())
     assert found.classes[hit] == IMAGENET[place]
     assert Path(found.datasets.val.name(hit)).parent.name == name.format(place)
-    for classes in (IMAGENET, [*imagenet_names().values()]):  # torchvision names them so
+    for classes in (IMAGENET, [*imagenet_names().values()]):  # torchvision's class names
         named = replace(found.trained, classes=tuple(classes))
         assert outputs_of(named, found.datasets) == outputs_of(found.trained, found.datasets)
-    with pytest.raises(UserError, match=r"does not know 0+, "):
+    with pytest.raises(UserError, match=r"has no class 0+, "):
         outputs_of(opened(folder), found.datasets)
 
 
-def test_real_labels(folder, found, tmp_path):
-    """ImageNet's numbers, in the order of the names of the files; no number, no image."""
-    classes = ("other", IMAGENET[7], IMAGENET[3])  # in the order of the outputs
+def test_evaluate_real_labels(folder, found, tmp_path):
+    """ImageNet's class indices in file name order; images without an index do not count."""
+    classes = ("other", IMAGENET[7], IMAGENET[3])  # output order
     names = map("{:02d}.jpg".format, np.random.default_rng(0).permutation(15))
     for old, new in zip(map(found.datasets.val.name, range(15)), names, strict=True):
         path = tmp_path / "val" / classes[CLASSES.index(Path(old).parent.name)] / new
@@ -233,8 +233,8 @@ def test_real_labels(folder, found, tmp_path):
             evaluate.evaluate_checkpoint(trained, ALONE, real=file)
 
 
-def test_another_task(folder, tmp_path, monkeypatch, capsys):
-    """A number for each image: the names of the outputs need not be those of the folders."""
+def test_evaluate_regression_task(folder, tmp_path, monkeypatch, capsys):
+    """With a number per image as target, output names need not be the folder names."""
     fields = {"image": image_field(32), "mass": Field(np.float32)}
     monkeypatch.setattr(FolderDataset, "fields", fields)
     monkeypatch.setattr(FolderDataset, "targets", lambda *_: {"mass": 2.0})
@@ -248,28 +248,28 @@ def test_another_task(folder, tmp_path, monkeypatch, capsys):
     assert found.classes == own.classes
     evaluate.print_result(found, tmp_path)
     out = capsys.readouterr().out
-    assert re.search(r"mae \d[.\d]*\nimages    36 images (.|\n)*\nnote      this may count tr", out)
+    assert re.search(r"mae \d[.\d]*\nimages    36 images (.|\n)*\nnote      these may be tr", out)
     evaluate.write(found, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["evaluation.json"]
     assert json.loads((tmp_path / "evaluation.json").read_text())["mae"] == found.values["mae"]
 
 
-def test_run_on_a_part_of_the_images(whole_runs, image_root, tmp_path, capsys):
-    """The run's own config finds the same validation images, also where its files are not."""
+def test_evaluate_run_with_val_fraction(whole_runs, image_root, tmp_path, capsys):
+    """The run's own config finds the same validation images, and detects missing files."""
     flat = Path(shutil.copytree(image_root / "train", tmp_path / "flat"))
     folder, short = tmp_path / "run", ["loader.workers=0", "train.epochs=1"]
     summary = small_run.run(flat, folder, "data.val_fraction=0.25", *short)
     again = measured(folder)
     assert again.values["top1"] == summary["top1"] and len(again.rows["label"]) == 9
-    os.unlink(again.datasets.val.name(0))  # others are held out then
+    os.unlink(again.datasets.val.name(0))  # changes the held-out images
     evaluate.print_result(measured(folder), tmp_path)
-    assert "note      this may count training images" in capsys.readouterr().out
+    assert "note      these may be training images" in capsys.readouterr().out
     # Another split, however it is stored, in place of the images that were held out.
     names = [path.stem for path in sorted(image_root.glob("val/*/*"))]
     for typed in (f"data.root={image_root}", f"data.val={image_root / 'val'}"):
         val = opened(folder, typed)
         assert len(build_val(val.config).val) == len(names)
-    whole = opened(folder, f"data.val={flat}")  # with those that were held out
+    whole = opened(folder, f"data.val={flat}")  # including held-out images
     run = evaluate.data_of_run(whole)
     places = [whole.config.data, run, replace(run, val_fraction=0.5)]
     assert [evaluate.are_trained_on(place, run) for place in places] == [True, False, True]
@@ -286,8 +286,8 @@ def test_run_on_a_part_of_the_images(whole_runs, image_root, tmp_path, capsys):
         assert [Path(val.name(i)).stem for i in range(len(val))] == names
 
 
-def test_one_name_for_a_test_set(folder, image_root, tmp_path, monkeypatch):
-    """However its path is typed; the name of the run's own images is that of the checkpoint."""
+def test_name_of_test_set(folder, image_root, tmp_path, monkeypatch):
+    """It does not depend on how a path is written. The run's own images use the checkpoint name."""
     data = Path(shutil.copytree(image_root, tmp_path / "data"))
     as_tar(data / "val", tmp_path / "data" / "packed.tar")
     (tmp_path / "link").symlink_to(data)
@@ -306,12 +306,12 @@ def test_one_name_for_a_test_set(folder, image_root, tmp_path, monkeypatch):
     assert evaluate.name_of(own) == own.name == f"{folder.name},best"
 
 
-def test_file_of_another_project(found, image_root, tmp_path):
-    """It does not hold the names of the classes: the order of the folders counts."""
+def test_evaluate_foreign_file(found, image_root, tmp_path):
+    """It contains no class names, so the order of the folders counts."""
     torch.save(found.trained.weights, tmp_path / "weights.pth")
     other = published_on(tmp_path / "weights.pth", image_root)
     assert other.values == found.values and other.classes == CLASSES
-    name = f"{tmp_path.name},weights.pth{image_root}/val".replace("/", ",")  # one for each test set
+    name = f"{tmp_path.name},weights.pth{image_root}/val".replace("/", ",")  # per test set
     assert (other.trained.stored, evaluate.name_of(other.trained)) == ({}, name)
     with pytest.raises(UserError, match=r"has 3 classes, the model has 5; give .*--classes FILE"):
         outputs_of(replace(other.trained, num_classes=5), found.datasets)
@@ -320,14 +320,14 @@ def test_file_of_another_project(found, image_root, tmp_path):
     with pytest.raises(UserError, match=r"classes 1, 10, 2, .*--clas"):
         outputs_of(other.trained, replace(found.datasets, classes=("1", "10", "2")))
     named = replace(other.trained, classes=CLASSES)  # as an exported file, or by --classes
-    with pytest.raises(UserError, match=r"does not know Dots; "):
+    with pytest.raises(UserError, match=r"has no class Dots; "):
         outputs_of(named, replace(found.datasets, classes=("Dots", *CLASSES[1:])))
     with pytest.raises(UserError, match=r"^data\.root: is missing; give "):
         opened(tmp_path / "weights.pth", *FOREIGN)
 
 
 @pytest.mark.slow
-def test_a_run_with_two_ranks(ranks, image_root, tmp_path):
+def test_evaluate_with_two_ranks(ranks, image_root, tmp_path):
     overrides = small_run.overrides_of(image_root, tmp_path / "run")
     ranks.run([sys.executable, train.__file__, *overrides], 2)
     path = newest(tmp_path / "run")
@@ -339,7 +339,7 @@ def test_a_run_with_two_ranks(ranks, image_root, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", ["off", "default"])
-def test_on_a_gpu(whole_runs, image_root, tmp_path, compile):
+def test_evaluate_on_gpu(whole_runs, image_root, tmp_path, compile):
     overrides = ["train.deterministic=true", "train.device=cuda", f"model.compile={compile}"]
     small_run.run(image_root, tmp_path / "run", *overrides)
     with join_world("cuda") as world:

@@ -1,4 +1,4 @@
-"""Exported files: each is read as another program would, and compared with the model."""
+"""Exported files are read as by a different program and compared with the model."""
 
 import random
 from dataclasses import replace
@@ -19,7 +19,7 @@ from pipeline.data.augment import TRANSFORMS, Compose, build_by_name
 from pipeline.data.field import Field
 from scripts import export
 from scripts.export import CPU, Job
-from scripts.lib.published import published
+from scripts.lib.published import published_metadata
 from scripts.lib.trained import Trained, build_val, open_trained
 from tests.conftest import CLASSES
 from tests.helpers.second_input import with_age
@@ -32,7 +32,7 @@ needs_onnx = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def trained(folder: Path, photos: Path) -> Trained:
-    """A model whose predictions differ between images, unlike those of a few steps."""
+    """Return a model whose predictions differ between images, unlike after a few steps."""
     found = open_trained(folder, [*HERE, f"data.root={photos}", "data.exif_orientation=true"])
     torch.manual_seed(0)
     head = {n: v + 0.3 * torch.randn(v.shape) for n, v in found.weights.items() if n[:2] == "fc"}
@@ -40,7 +40,7 @@ def trained(folder: Path, photos: Path) -> Trained:
 
 
 def as_stated(stated: dict[str, Any], files: Any) -> Tensor:
-    """Return the input that another program makes of the files, by what an exported file states."""
+    """Return input for the files by the exported metadata, like a different program."""
     transforms = Compose(build_by_name(stated["transforms"], TRANSFORMS, key="augment.val"))
     turn, images = stated["exif_orientation"], []
     for row in range(len(files)):
@@ -62,7 +62,7 @@ def as_stated(stated: dict[str, Any], files: Any) -> Tensor:
         pytest.param("onnx", True, marks=needs_onnx),
     ],
 )
-def test_each_format(trained, tmp_path, to, inside):
+def test_export_formats(trained, tmp_path, to, inside):
     files = build_val(trained.config).val
     job, out = Job(trained, to, inside, 32), tmp_path / f"model.{to}"
     out.write_text("earlier")
@@ -74,7 +74,7 @@ def test_each_format(trained, tmp_path, to, inside):
     assert texts["preprocessing"]["transforms"] == stated
     images = torch.from_numpy(np.stack([files[i]["image"] for i in range(len(files))]))
     with torch.no_grad():
-        eager = trained.build(CPU)(job.format.normalised(images))
+        eager = trained.build(CPU)(job.format.normalize(images))
         assert job.names == ["images"]
         assert eager.argmax(1).unique().numel() > 1
         torch.testing.assert_close(predict(job.input(images)), eager)
@@ -93,8 +93,8 @@ def test_each_format(trained, tmp_path, to, inside):
         pytest.param("onnx", True, marks=needs_onnx),
     ],
 )
-def test_a_second_input(trained, tmp_path, monkeypatch, to, inside):
-    """A graph has an input for each field that forward() reads; every file states the others."""
+def test_export_second_input(trained, tmp_path, monkeypatch, to, inside):
+    """A graph has an input per field that forward() reads; each file states the other fields."""
     two = with_age(trained, monkeypatch)
     job, out = Job(two, to, inside, 32), tmp_path / f"model.{to}"
     export.export(job, out)
@@ -113,8 +113,8 @@ def test_a_second_input(trained, tmp_path, monkeypatch, to, inside):
         assert open_trained(out).fields == {"age": Field("float32", [])}
 
 
-def test_command_line(folder, image_root, tmp_path, monkeypatch, capsys):
-    """The data of the run is found again; the file states what its weights need."""
+def test_export_command_line(folder, image_root, tmp_path, monkeypatch, capsys):
+    """The run's data is found again; the file states everything that its weights need."""
     monkeypatch.chdir(tmp_path)
     assert export.export_model(export.arguments([str(folder), "--to", "safetensors", *HERE])) == 0
     assert "compared with eager mode: largest difference " in capsys.readouterr().out
@@ -124,21 +124,23 @@ def test_command_line(folder, image_root, tmp_path, monkeypatch, capsys):
     assert (again.classes, again.image_size) == (own.classes, own.image_size)
     assert again.config.model.name == own.config.model.name
     assert again.config.data.mean == own.config.data.mean
-    assert [export.explicit(entry) for entry in own.config.augment.val] == again.config.augment.val
-    entry = export.explicit({"resize": {"size": [224, 112], "crop_ratio": 0.875}})
+    assert [
+        export.with_all_parameters(entry) for entry in own.config.augment.val
+    ] == again.config.augment.val
+    entry = export.with_all_parameters({"resize": {"size": [224, 112], "crop_ratio": 0.875}})
     assert entry == {"resize": {"size": [256, 128], "interpolation": "bilinear"}}
-    assert export.explicit("horizontal_flip") == "horizontal_flip"
+    assert export.with_all_parameters("horizontal_flip") == "horizontal_flip"
     assert own.averaged and all(torch.equal(again.weights[k], own.weights[k]) for k in own.weights)
     words = [str(folder), "--to", "pt2", "--preprocessing", *HERE]
     assert export.export_model(export.arguments(words)) == 0
     out.with_name("small-optim.lr=0.05-best-preprocessing.pt2").unlink()  # not that of --to pt2
-    with pytest.raises(UserError, match=r"^--to hub: is for models timm/NAME, not resnet_tiny; "):
+    with pytest.raises(UserError, match=r"^--to hub: needs a model timm/NAME, not resnet_tiny; "):
         export.export_model(export.arguments([str(folder), "--to", "hub", *HERE]))
 
 
 @pytest.mark.parametrize("name", ["timm/resnet10t", "timm/efficientvit_m0"])
-def test_a_folder_for_timm(name, trained, tmp_path):
-    """timm's own weights of the first are tested at 224 px; it says that the second takes 224."""
+def test_export_hub_folder_for_timm(name, trained, tmp_path):
+    """timm's own weights of the first are tested at 224 px; the second states that it takes 224."""
     pytest.importorskip("timm")
     out = tmp_path / "model"
     weights = models.build(name, num_classes=3, image_size=32).state_dict()
@@ -150,16 +152,19 @@ def test_a_folder_for_timm(name, trained, tmp_path):
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # all follow the umask
     card = (out / "README.md").read_text()
     assert " % top-1 of 15 images\n" in card and "`python train.py recipe=" in card
-    stated = published(f"timm/local-dir:{out}", Path("pretrained"))
-    assert stated.classes == CLASSES
-    assert stated.values["data.mean"] == list(config.data.mean)
-    assert stated.values["augment.val"] == [{"resize": {"size": 32}}, {"center_crop": {"size": 32}}]
+    metadata = published_metadata(f"timm/local-dir:{out}", Path("pretrained"))
+    assert metadata.classes == CLASSES
+    assert metadata.config["data.mean"] == list(config.data.mean)
+    assert metadata.config["augment.val"] == [
+        {"resize": {"size": 32}},
+        {"center_crop": {"size": 32}},
+    ]
     config = replace(config, augment=replace(config.augment, val=["horizontal_flip"]))
-    with pytest.raises(UserError, match=r"^--to hub: states a resize of the short side and a "):
+    with pytest.raises(UserError, match=r"^--to hub: supports a resize of the short side and a "):
         export.export(replace(job, trained=replace(job.trained, config=config)), tmp_path / "other")
 
 
-def test_the_accuracy_on_a_card(trained):
+def test_export_card_accuracy(trained):
     row = {"step": 7, "top1": 90.0}
     stored = {"step": 7, "validation": row, "identity": {"data.val": "1,000 images, SHA-256 0"}}
     assert export.accuracy(replace(trained, stored=stored)) == "90.00 % top-1 of 1,000 images"
@@ -167,8 +172,8 @@ def test_the_accuracy_on_a_card(trained):
 
 
 @pytest.mark.parametrize("to", ["pt2", pytest.param("onnx", marks=needs_onnx)])
-def test_a_vision_transformer(trained, tmp_path, to):
-    """Batches of 1, 3 and 12 images: the size of a batch is not fixed."""
+def test_export_vision_transformer(trained, tmp_path, to):
+    """Batches have 1, 3 and 12 images, because the batch size is not fixed."""
     torch.manual_seed(0)
     sizes = {"num_classes": 5, "image_size": 32, "depth": 2, "heads": 2, "hidden": 64}
     model = VisionTransformer(patch_embed=PatchEmbed(3, 16, 32), **sizes).eval()
@@ -180,7 +185,7 @@ def test_a_vision_transformer(trained, tmp_path, to):
 
 
 class Faulty(nn.Module):
-    """Behaves differently while it is exported."""
+    """Behaves differently during export."""
 
     def forward(self, images: Tensor) -> Tensor:
         return images.mean((2, 3)) * (1.01 if torch.compiler.is_exporting() else 1)
@@ -198,7 +203,7 @@ class FixedBatch(nn.Module):
         (FixedBatch(), r"^--to pt2: model\.name=resnet_tiny cannot be exported \("),
     ],
 )
-def test_wrong_export_keeps_an_earlier_file(trained, tmp_path, monkeypatch, model, message):
+def test_export_failure_keeps_earlier_file(trained, tmp_path, monkeypatch, model, message):
     monkeypatch.setattr(Trained, "build", lambda *_: model)
     out = tmp_path / "model.pt2"
     out.write_text("earlier")
@@ -207,7 +212,7 @@ def test_wrong_export_keeps_an_earlier_file(trained, tmp_path, monkeypatch, mode
     assert out.read_text() == "earlier" and list(tmp_path.iterdir()) == [out]
 
 
-def test_nan_is_a_difference(trained):
+def test_export_compare_rejects_nan(trained):
     job, model = Job(trained, "pt2", False, 32), trained.build(CPU)
     with pytest.raises(RunError, match="largest difference nan"):
         export.compare(job, lambda x: model(x) * torch.nan, model)

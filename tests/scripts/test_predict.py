@@ -43,7 +43,7 @@ def predictor(folder: Path) -> Predictor:
 
 @pytest.fixture
 def damaged(image_root: Path, tmp_path: Path) -> Path:
-    """A folder with two images that have odd names, a hidden one, and files that are no images."""
+    """Create a folder with two oddly named images, a hidden one, and files that are no images."""
     image = (image_root / "val" / "dots" / "00.jpg").read_bytes()
     folder = tmp_path / "images"
     (folder / "sub" / ".hidden").mkdir(parents=True)
@@ -77,8 +77,8 @@ class FiveChannels(FolderDataset):
 five_channels = partial(build.folder, dataset=FiveChannels)
 
 
-def test_images_of_other_channels(image_root, tmp_path):
-    """They are opened by the dataset of the run, as docs/tasks.md makes one."""
+def test_predictor_five_channels(image_root, tmp_path):
+    """The run's dataset opens them, like the one in docs/tasks.md."""
     words = "data.source=tests.scripts.test_predict:five_channels", "data.mean=[0.5]"
     small_run.run(image_root, tmp_path / "run", *words, "data.std=[0.5]", "train.max_steps=2")
     trained = open_trained(tmp_path / "run", HERE)
@@ -100,7 +100,7 @@ def test_images_of_other_channels(image_root, tmp_path):
         ("[{v2.RandomInvert: {p: 1}}, {resize: {size: [32, 32]}}]", "false"),
     ],
 )
-def test_same_predictions_as_the_pipeline(folder, photos, transforms, upright):
+def test_predictor_equals_pipeline(folder, photos, transforms, upright):
     overrides = [*HERE, f"data.root={photos}", f"data.exif_orientation={upright}"]
     overrides += [f"augment.val={transforms}", "loader.batch_size=4"]
     trained = open_trained(folder, overrides)
@@ -119,14 +119,14 @@ def test_same_predictions_as_the_pipeline(folder, photos, transforms, upright):
         assert ours == pytest.approx(probabilities[classes].tolist(), rel=1e-3)
 
 
-def test_outputs_that_are_not_the_classes(folder, image_root):
+def test_predictor_rejects_unequal_number_of_classes(folder, image_root):
     predictor = Predictor(open_trained(folder, HERE), CPU)
     predictor.names = ("cat", "dog")
     with pytest.raises(UserError, match=r"^the model has 3 outputs for 2 classes"):
         results(predictor, image_root / "val")
 
 
-def test_features_enter_the_last_layer(folder, image_root, capsys):
+def test_predict_features_are_head_input(folder, image_root, capsys):
     words = [str(folder), str(image_root / "val"), "--features", *HERE]
     assert predict.predict_all(predict.arguments(words)) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -139,7 +139,7 @@ def test_features_enter_the_last_layer(folder, image_root, capsys):
 
 
 @pytest.mark.parametrize("name", ["squeezenet1_1", "vit_b_16", "densenet121"])
-def test_features_of_other_models(name):
+def test_watch_head_of_other_models(name):
     """The last layer may be a convolution, or get the first of several tokens, or their mean."""
     with torch.device("meta"):
         model = models.build(name, num_classes=7, image_size=224).eval()
@@ -153,16 +153,15 @@ def test_features_of_other_models(name):
     torch.testing.assert_close(features, [tokens.mean(1)])
 
 
-def test_unreadable_files_stay_in_order(damaged, predictor, capsys):
+def test_predictor_unreadable_files_stay_in_order(damaged, predictor, capsys):
     os.mkfifo(damaged / "pipe")  # opening it would wait for a writer
-    others = [damaged / name for name in ("sub/.hidden", "link.jpg", "pipe")]
+    others = [damaged / name for name in ("sub/.hidden", "link.jpg")]
     found = results(predictor, damaged, *others)
     said = capsys.readouterr().err.partition(": ")[2]
-    assert said.startswith(f"{damaged}: files or folders that are not read: not a regular")
+    assert said.startswith(f"{damaged}: ignored files or folders: not a regular")
     reasons = {os.path.relpath(result.path, damaged): result.reason for result in found}
     files = ["line\nbreak.jpg", "sub.jpg", "text.png", "sub/\udcff.jpg", "sub/.hidden/hidden.jpg"]
-    assert list(reasons) == [*files, "link.jpg", "pipe"]
-    assert reasons["pipe"].startswith("not a regular file")
+    assert list(reasons) == [*files, "link.jpg"]
     with pytest.raises(SystemExit, match="2"):
         predict.arguments([str(damaged / "pipe"), "image.jpg"])
     assert reasons["link.jpg"] == "No such file or directory"
@@ -175,7 +174,7 @@ def test_unreadable_files_stay_in_order(damaged, predictor, capsys):
     assert [behind] == results(predictor, good)
 
 
-def test_a_list_and_ctrl_c(folder, image_root, tmp_path):
+def test_predict_list_from_stdin_and_ctrl_c(folder, image_root, tmp_path):
     """Results are written batch by batch, before the list ends; Ctrl-C ends the script."""
     python = [sys.executable, "-X", "importtime"]
     command = [*python, predict.__file__, str(folder), "-", *HERE, "loader.batch_size=1"]
@@ -195,12 +194,12 @@ def test_a_list_and_ctrl_c(folder, image_root, tmp_path):
         assert process.wait() == 130 and process.stdout.read() == ""
     lines = (tmp_path / "stderr").read_text().splitlines()
     assert all(line.startswith("import time:") for line in lines)
-    # The compiler takes as long to import as the rest of torch.
+    # Importing the compiler takes as long as the rest of torch.
     imported = {line.rpartition("|")[2].strip() for line in lines}
     assert "torch" in imported and not imported & {"torch._dynamo", "torch._inductor"}
 
 
-def test_command_line(folder, damaged, monkeypatch, capfd):
+def test_predict_command_line(folder, damaged, monkeypatch, capfd):
     def run(words, *listed):
         (damaged / "list").write_bytes(b"\n".join(os.fsencode(damaged) + n for n in listed))
         options = predict.arguments([str(folder), *words.split(), *HERE])
@@ -216,7 +215,7 @@ def test_command_line(folder, damaged, monkeypatch, capfd):
     assert row[1] in CLASSES and 1 / 3 <= float(row[2]) <= 1
     assert ": gone.jpg: No such file or directory" in err
     assert err.endswith(": 3 of 4 files could not be read\n")
-    assert run("-")[1].endswith("there are no images at these paths, and none in the list\n")
+    assert run("-")[1].endswith("no images found at these paths or in the list\n")
 
 
 def written_as(form: str, found: list[Result], names: Sequence[str]) -> str:
@@ -228,8 +227,8 @@ def written_as(form: str, found: list[Result], names: Sequence[str]) -> str:
     return file.getvalue()
 
 
-def test_a_table_of_classes():
-    """It shows the readable names."""
+def test_output_table_of_classes():
+    """It shows readable names."""
     dog = {"class": "dog", "index": 0, "probability": 0.25, "name": "dog"}
     fish = {"class": "n01443537", "index": 1, "probability": 0.75, "name": "goldfish"}
     found = [Result("a.jpg", {"predictions": [fish, dog]})]
@@ -237,8 +236,8 @@ def test_a_table_of_classes():
     assert table == "a.jpg  goldfish  75.0 %  dog       25.0 %\n"
 
 
-def test_values_of_other_tasks(predictor, image_root, monkeypatch):
-    """A number, a list, and a number for each output."""
+def test_output_values_of_other_tasks(predictor, image_root, monkeypatch):
+    """A number, a list, and a number per output."""
     values = {"mass": torch.tensor(1.2345678), "vector": torch.arange(7) / 2}
     values["trait"] = torch.ones(3)
 
@@ -260,7 +259,7 @@ def test_values_of_other_tasks(predictor, image_root, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_same_predictions_on_a_gpu(folder, image_root):
+def test_predictor_gpu_equals_cpu(folder, image_root):
     classes = []
     for device in ("cpu", "cuda"):
         trained = open_trained(folder, [f"train.device={device}", "train.precision=fp32"])
@@ -269,8 +268,8 @@ def test_same_predictions_on_a_gpu(folder, image_root):
     assert classes[0] == classes[1]
 
 
-def test_an_abandoned_iterator_does_not_wait_for_its_threads():
-    """The garbage collector may close it inside a lock for which the end of a thread waits."""
+def test_in_threads_close_does_not_wait():
+    """The garbage collector may close it while it holds a lock that the end of a thread needs."""
     began, go, ended = Event(), Event(), []
     tasks = [int, lambda: began.set() or go.wait(9) or ended.append(1)]
     found = in_threads(1, lambda task: task(), tasks, ahead=1)
@@ -279,8 +278,8 @@ def test_an_abandoned_iterator_does_not_wait_for_its_threads():
     go.set()
 
 
-def test_numbers_of_a_csv_file(predictor, folder, monkeypatch, image_root, tmp_path):
-    """Paths are relative to its folder or absolute; other columns are ignored."""
+def test_predictor_reads_numbers_from_csv(predictor, folder, monkeypatch, image_root, tmp_path):
+    """Paths are absolute or relative to its folder; other columns are ignored."""
     image = image_root / "val" / "dots" / "00.jpg"
     (tmp_path / "new.jpg").symlink_to(image)
     table = tmp_path / "new.csv"
@@ -297,7 +296,7 @@ def test_numbers_of_a_csv_file(predictor, folder, monkeypatch, image_root, tmp_p
     assert [result.reason for result in unreadable] == reasons
 
 
-def test_a_missing_field_is_named(folder, monkeypatch, image_root, tmp_path):
+def test_predictor_names_missing_field(folder, monkeypatch, image_root, tmp_path):
     two_inputs = Predictor(with_age(open_trained(folder, HERE), monkeypatch), CPU)
     table = tmp_path / "new.csv"
     table.write_text("path,label\nnew.jpg,0\n")
@@ -322,10 +321,10 @@ def test_a_missing_field_is_named(folder, monkeypatch, image_root, tmp_path):
         ("1", Field(np.float32, (2,)), None),
     ],
 )
-def test_a_number_keeps_its_value_in_the_dtype_of_its_field(text, field, number):
+def test_parse_number(text, field, number):
     if number is not None:
         found = predict.parse_number(text, field)
         assert (found, found.dtype) == (number, field.dtype)
     else:
-        with pytest.raises(ValueError, match="^" + text.strip() + " is no "):
+        with pytest.raises(ValueError, match="^" + text.strip() + " is not a valid "):
             predict.parse_number(text, field)

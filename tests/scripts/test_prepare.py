@@ -1,4 +1,4 @@
-"""Datasets as people have them: small ones in the real formats; smaller images; resumed runs."""
+"""Small datasets in their real formats, smaller images, and resumed runs."""
 
 import errno
 import io
@@ -27,19 +27,19 @@ from pipeline.data.index import load_index
 from scripts import prepare
 from scripts.lib.sources import imagenet
 from scripts.lib.sources.files import Place, inflated
-from scripts.lib.sources.layouts import recognise
+from scripts.lib.sources.layouts import list_source
 from tests.helpers.limits import file_size_limit
 from tests.reliability.odd_images import drawn, encoded
 
-# Class folders of ImageNet whose order differs from that of their ILSVRC2012_ID, as in the real
-# kit, and a synset above them.
+# ImageNet class folders whose order differs from their ILSVRC2012_ID order, as in the real kit, and
+# a parent synset.
 IDS = {1: "n02119789", 2: "n02100735", 3: "n01443537"}
-LABELS = {"n01443537": 0, "n02100735": 1, "n02119789": 2}  # by the order of the names
+LABELS = {"n01443537": 0, "n02100735": 1, "n02119789": 2}  # name order
 PARENT = "n00001740"
-VAL = [3, 1, 2, 2, 3, 1]  # the ground truth: image i -> ILSVRC2012_ID
+VAL = [3, 1, 2, 2, 3, 1]  # ground truth, image i -> ILSVRC2012_ID
 Files = Mapping[str, bytes]
 Source = Callable[[], Files]
-Format = tuple[Source, Files]  # the files of SOURCE, and what is written
+Format = tuple[Source, Files]  # files in SOURCE, and files that are written
 
 
 def jpeg(number: int) -> bytes:
@@ -51,7 +51,7 @@ def within(folder: str, files: Files) -> dict[str, bytes]:
 
 
 def renamed(files: Files) -> dict[str, bytes]:
-    """Return files with the WordNet ID of their class in the name, too."""
+    """Return files whose names include their class's WordNet ID."""
     return {n.replace(".JPEG", f"_{n.split('/')[0]}.jpeg"): data for n, data in files.items()}
 
 
@@ -87,7 +87,7 @@ def tar(files: Files, mode: str = "w") -> bytes:
 
 
 def devkit(ids: Mapping[int, str] = IDS, truth: list[int] = VAL) -> bytes:
-    """Return the kit with its MAT-file: in the table, a character takes one byte or two."""
+    """Return the kit with its MAT-file, whose table has one or two bytes per character."""
     rows = [f"{i} {wnid} words, é".encode("utf-16-le") for i, wnid in ids.items()]
     rows[1] = rows[1].decode("utf-16-le").encode()
     table = zlib.compress(b"\0\x0e".join([*rows, PARENT.encode()]))
@@ -124,7 +124,7 @@ def kaggle() -> Files:
 
 
 def tiny() -> Files:
-    """Tiny ImageNet: validation images in one folder, with a list."""
+    """Return Tiny ImageNet, with validation images in one folder and a list."""
     files = {
         **within("train/n02119789/images", FOXES),
         **within("train/n02100735/images", SETTERS),
@@ -141,7 +141,7 @@ def tiny() -> Files:
 
 
 def shard(files: Files) -> bytes:
-    """Return a WebDataset shard whose labels are numbers; its keys contain the WordNet IDs."""
+    """Return a WebDataset shard with numeric labels; its keys contain the WordNet IDs."""
     members = {}
     for path, data in renamed(files).items():
         wnid, name = path.split("/")
@@ -155,7 +155,7 @@ def shards() -> Files:
 
 
 def parquet(columns: dict[str, Any], *classes: str) -> bytes:
-    """Return a file as Hugging Face writes it, with the names of the classes in its metadata."""
+    """Return a file as written by Hugging Face, with the class names in its metadata."""
     table = pytest.importorskip("pyarrow").table(columns)
     if classes:
         features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": classes}}
@@ -166,7 +166,7 @@ def parquet(columns: dict[str, Any], *classes: str) -> bytes:
 
 
 def imagenet_1k(files: Files) -> bytes:
-    """Return a split: the names of the files contain WordNet IDs, those of the classes do not."""
+    """Return a split whose file names contain WordNet IDs, but whose class names do not."""
     images, labels = [], []
     for path, data in renamed(files).items():
         wnid, name = path.split("/")
@@ -186,14 +186,14 @@ def hugging_face() -> Files:
     }
 
 
-# CIFAR's archives: the red, green and blue planes of some images, and their labels.
+# CIFAR archives: red, green and blue planes of some images, and their labels.
 PLANES = np.random.default_rng(0).integers(0, 256, (8, 3, 32, 32), np.uint8)
 CIFAR_LABELS = np.array([1, 0, 0, 1, 1, 0, 1, 0])
 CLASSES = ["cat", "frog"]
 
 
 class Python2(pickle._Pickler):
-    """Pickles text and bytes as Python 2 did, without a difference."""
+    """Pickles text and bytes like Python 2, which does not distinguish them."""
 
     def save_string(self, content: bytes | str) -> None:
         data = content.encode() if isinstance(content, str) else content
@@ -208,7 +208,7 @@ def pickled(**content: Any) -> bytes:
 
 
 def cifar(meta: str, kind: str, batches: Mapping[str, list[int]]) -> tuple[Files, Files]:
-    """Return the unpacked files, and each image as a PPM file; `batches`: split/file -> images."""
+    """Return the unpacked files, and each image as PPM; `batches` maps split/file to images."""
     files = {"readme.html": b"", meta: pickled(num_vis=3072, **{f"{kind}label_names": CLASSES})}
     expected = {}
     for path, rows in batches.items():
@@ -225,19 +225,19 @@ def cifar(meta: str, kind: str, batches: Mapping[str, list[int]]) -> tuple[Files
 BATCHES = {f"train/data_batch_{i + 1}": [i] for i in range(5)} | {"val/test_batch": [5, 6, 7]}
 CIFAR_10, PPM_10 = cifar("batches.meta", "", BATCHES)
 CIFAR_100, PPM_100 = cifar("meta", "fine_", {"train/train": [0, 1, 2, 3, 4], "val/test": [5, 6, 7]})
-# A shard that counts its keys from 0, as others do; as strings, the label 10 comes before 9.
+# A shard that counts keys from 0, like other shards. As strings, label 10 precedes 9.
 TEN = {"10.jpg": jpeg(10), "10.json": b'{"label": 10}'}
 COUNTED = tar({"9.jpg": jpeg(9), "9.cls": b" 9\n", **TEN})
 
 
 def unnamed() -> Files:
-    """CIFAR-10 as Parquet: images without a path, in a column of another name."""
+    """Return CIFAR-10 as Parquet, with images without a path in a column with a different name."""
     images = [{"bytes": jpeg(i), "path": None} for i in range(4)]
     columns = {"img": images, "label": [1, 0, 0, 1]}
     return {"plain_text/train-00000-of-00001.parquet": parquet(columns, "tench", "cat/dog")}
 
 
-# Members of a tar file that would be written outside the folder of their class.
+# Tar members that would be written outside their class folder.
 OUTSIDE = {"../../evil/x.jpg": jpeg(1), "/absolute/x.jpg": jpeg(2), "a/../../b/x.jpg": jpeg(3)}
 NOT_UTF8 = f"train/{os.fsdecode(b'caf' + bytes([0xE9]))}/0.jpg"
 NOT_READ = ("train/n02119789/1.heic", "train/n02119789/@eaDir/0.jpg", "__MACOSX/val/._0.jpg")
@@ -248,13 +248,13 @@ FORMATS: dict[str, Format] = {
     "official": (official, EXPECTED),
     "kaggle": (kaggle, EXPECTED),
     "folders": (lambda: {**FOLDERS, "readme.txt": b"text"}, EXPECTED),
-    "a tar": (lambda: {"x-train.tar": SPLITS_IN_A_TAR}, EXPECTED),
+    "tar": (lambda: {"x-train.tar": SPLITS_IN_A_TAR}, EXPECTED),
     "tiny": (tiny, within("train", TRAIN) | within("val", TINY_VAL)),
     "shards": (shards, RENAMED),
     "hugging face": (hugging_face, RENAMED),
     "CIFAR-10": (lambda: CIFAR_10, PPM_10),
     "CIFAR-100": (lambda: {"cifar.tar.gz": tar(CIFAR_100, "w:gz")}, PPM_100),
-    "numbers as labels": (
+    "numeric labels": (
         lambda: dict.fromkeys(["data-train-0.tar", "data-train-1.tar", "data-test-0.tar"], COUNTED),
         {
             "train/09/data-train-0_9.jpg": jpeg(9),
@@ -278,7 +278,7 @@ FORMATS: dict[str, Format] = {
         lambda: {"train.tar": tar({**IMAGE, "a.cls": b"1", "b.jpg": jpeg(2), "b.cls": b"01"})},
         {"train/1/a.jpg": IMAGE["a.jpg"], "train/01/b.jpg": jpeg(2)},
     ),
-    "names of splits with words": (
+    "split names with words": (
         lambda: within("Training_set", IMAGES) | within("val2017", IMAGES),
         BOTH,
     ),
@@ -293,15 +293,15 @@ FORMATS: dict[str, Format] = {
         BOTH | {NOT_UTF8: jpeg(0)},
     ),
 }
-LEFT_OUT = "files or folders that are not read: hidden, or of the system (2), .heic (1), such as "
+LEFT_OUT = "ignored files or folders: hidden or system (2), .heic (1), such as "
 NOTES = {
     "folders": LEFT_OUT,
-    "a tar": LEFT_OUT,
-    "numbers as labels": "The test split is the validation split.",
+    "tar": LEFT_OUT,
+    "numeric labels": "The test split became the validation split.",
     "parquet without names": " data.val_fraction=0.2\n",
     "1 and 01": " data.val_fraction=0.2\n",
     "classes": " data.val_fraction=0.2\n",
-    "test images": "files or folders that are not read: hidden, or of the system (1), in "
+    "test images": "ignored files or folders: hidden or system (1), in "
     "no class folder of a split (1), such as ",
 }
 
@@ -312,7 +312,7 @@ def run(source: Path, to: Path, *options: str) -> int:
 
 
 def written(to: Path) -> dict[str, bytes]:
-    """Return the files of both splits, which are in folders or in tar files."""
+    """Return the files of both splits, stored as folders or tar files."""
     found = {str(p.relative_to(to)): p.read_bytes() for p in to.glob("*/**/*") if p.is_file()}
     for path in to.glob("*.tar"):
         with tarfile.open(path) as archive:
@@ -326,7 +326,7 @@ def report_of(to: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "endings"), [("folder", [""]), ("tar", [".tar", ".tar.json"])])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format(tmp_path, name, kind, endings, capsys):
+def test_prepare_every_format(tmp_path, name, kind, endings, capsys):
     files, expected = FORMATS[name]
     to = tmp_path / "new" / "to"
     assert run(write(tmp_path / "source", files()), to, "--format", kind) == 0
@@ -344,8 +344,8 @@ def test_every_format(tmp_path, name, kind, endings, capsys):
     assert NOTES.get(name, f"{command}\n") in said
 
 
-def test_the_labels_of_ilsvrc2012_are_known(tmp_path):
-    """A kit with 1,000 classes must give the published labels: another order is refused."""
+def test_val_labels_of_ilsvrc2012(tmp_path):
+    """A kit with 1,000 classes must have the published labels; a different order is rejected."""
     first = dict(zip([490, 361, 171, 822, 297], imagenet.FIRST_LABELS.values(), strict=True))
     ids = {i: f"n{i:08d}" for i in range(1, 1001)} | first
     truth = 50 * list(first | ids)
@@ -358,7 +358,7 @@ def test_the_labels_of_ilsvrc2012_are_known(tmp_path):
     assert found["ILSVRC2012_val_00000003.JPEG"] == "n02105855" and len(found) == 50_000
     inflated.cache_clear()
     with pytest.raises(UserError, match=r"these are not the labels of ILSVRC2012\); download"):
-        labels(dict(enumerate(sorted(ids.values()), 1)))  # the mistake that people make
+        labels(dict(enumerate(sorted(ids.values()), 1)))  # a common error
 
 
 def changed(files: Files, name: str, old: bytes, new: bytes) -> Files:
@@ -380,44 +380,44 @@ GIVEN_TWICE = {"train-0.tar": tar(IMAGES), "train-1.tar": tar(IMAGES)}
 NO_SPLIT = {"part-0.tar": SPLITS_IN_A_TAR, "part-1.tar": SPLITS_IN_A_TAR}
 WITHOUT_LABEL = {**IMAGE, "b.jpg": jpeg(1), "b.cls": b"1"}
 WRONG: list[tuple[Source, str]] = [
-    (lambda: {"imagenet.zip": b"PK"}, "holds no images in class folders; give"),
-    (lambda: {"a/1.jpg": b"", "b.tar": b""}, "has images (a/1.jpg) and tar files (b.tar); give"),
-    (lambda: GIVEN_TWICE, "is the name of 2 images"),
-    (lambda: {"cat/1.jpg": b"", "cat /2.jpg": b""}, "2 classes have the name cat; rename one"),
-    (lambda: NO_SPLIT, "no tar file has train or val in its name; rename them"),
-    (lambda: {"train-0.tar": b"", "x.tar": b""}, "x.tar: the name does not contain train or"),
-    (lambda: {"a/1.tar": tar({}), "b/train.tar": b""}, "several datasets (a, b); give the folder"),
+    (lambda: {"imagenet.zip": b"PK"}, "no images in class folders; pass"),
+    (lambda: {"a/1.jpg": b"", "b.tar": b""}, "both images (a/1.jpg) and tar files (b.tar); pass"),
+    (lambda: GIVEN_TWICE, "2 images would become "),
+    (lambda: {"cat/1.jpg": b"", "cat /2.jpg": b""}, "2 classes would become cat; rename one"),
+    (lambda: NO_SPLIT, "no tar file name contains train or val; rename them"),
+    (lambda: {"train-0.tar": b"", "x.tar": b""}, "x.tar: the name contains neither train nor"),
+    (lambda: {"a/1.tar": tar({}), "b/train.tar": b""}, "several datasets (a, b); pass one"),
     (lambda: {"train.tar": b"no tar"}, "train.tar: cannot be read at byte 0: "),
-    (lambda: {"all.tar.gz": tar(IMAGES, "w:gz")[:-9]}, "all.tar.gz: is damaged or incomplete"),
+    (lambda: {"all.tar.gz": tar(IMAGES, "w:gz")[:-9]}, "all.tar.gz: damaged or incomplete"),
     (lambda: {"train.tar": tar(WITHOUT_LABEL)}, "train/a.jpg has no label; add train/a.cls"),
-    (lambda: {"train.tar": tar({"a.jpg": b"", "a.json": b"["})}, "a.json: holds no label"),
+    (lambda: {"train.tar": tar({"a.jpg": b"", "a.json": b"["})}, "a.json: has no label"),
     (lambda: {"train.tar": tar({**WITHOUT_LABEL, "a.json": b'{"label": null}'})}, "a.jpg has no "),
-    (lambda: {"a.tar": tar({"1.jpg": b"", "1.txt": b"a cat"})}, "a: 1.txt: holds a caption, not a"),
+    (lambda: {"a.tar": tar({"1.jpg": b"", "1.txt": b"a cat"})}, "a: 1.txt: a caption is not a"),
     (lambda: {"train.tar": tar(dict.fromkeys(("a.1.jpg", "a.1.cls", "a.2.jpg"), b""))}, "several"),
-    (lambda: {"a.parquet": one_image("a", "b", label=[1])[:-100]}, "a.parquet: is damaged or inc"),
-    (lambda: {"a.parquet": one_image(caption=[""])}, "image, caption, not one of images and one"),
-    (lambda: ONE_BATCH, "data_batch_2: is damaged or incomplete"),
+    (lambda: {"a.parquet": one_image("a", "b", label=[1])[:-100]}, "a.parquet: damaged or inc"),
+    (lambda: {"a.parquet": one_image(caption=[""])}, "image, caption; expected one with images"),
+    (lambda: ONE_BATCH, "data_batch_2: damaged or incomplete"),
     (lambda: {**CIFAR_10, CIFAR_3: pickle.dumps(os.mkdir)}, "(its pickle names posix.mkdir)"),
     (lambda: NO_KIT, "the labels of the validation images are missing"),
-    (lambda: {**official(), KIT: devkit()[:150]}, "devkit_t12.tar.gz: is damaged"),
-    (lambda: {**official(), KIT: devkit(truth=[3, 1, 2, 2, 3, 3])}, "do not have the same number"),
-    (lambda: {**official(), KIT: devkit(truth=VAL * 2)}, "0007.JPEG is missing (6 in all)"),
-    (lambda: changed(kaggle(), SOLUTIONS, b"n02119789 5 6", b"n02100735 5 6"), ".csv: is damaged"),
+    (lambda: {**official(), KIT: devkit()[:150]}, "devkit_t12.tar.gz: damaged"),
+    (lambda: {**official(), KIT: devkit(truth=[3, 1, 2, 2, 3, 3])}, "n images differs between"),
+    (lambda: {**official(), KIT: devkit(truth=VAL * 2)}, "0007.JPEG is missing (6 in total)"),
+    (lambda: changed(kaggle(), SOLUTIONS, b"n02119789 5 6", b"n02100735 5 6"), ".csv: damaged"),
     (lambda: changed(tiny(), ANNOTATIONS, b"val_1.J", b"val_9.J"), "1.JPEG has no label (2 in "),
 ]
 
 
 @pytest.mark.parametrize(("files", "message"), WRONG)
-def test_what_is_wrong_and_what_to_do(tmp_path, files, message):
+def test_layouts_report_errors(tmp_path, files, message):
     source = write(tmp_path / "source", files())
     with pytest.raises(UserError) as error:
-        recognise(str(source))
+        list_source(str(source))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_wrong_destinations(tmp_path, capsys):
-    """In the source, around it, with other files, another size, and other images."""
+def test_prepare_rejects_destinations(tmp_path, capsys):
+    """In or around the source, with other files, with a different size, and other images."""
     source = write(tmp_path / "source", FOLDERS)
     to = write(tmp_path / "to", {"train/mine.jpg": b"mine"})
 
@@ -425,13 +425,13 @@ def test_wrong_destinations(tmp_path, capsys):
         assert run(source, to, *options) == 2
         return capsys.readouterr().err
 
-    assert "contain each other; give" in error(source / "train/x")
-    assert "contain each other; give" in error(source / "..")
+    assert "must be neither inside nor above SOURCE " in error(source / "train/x")
+    assert "must be neither inside nor above SOURCE " in error(source / "..")
     assert written(source) == FOLDERS
-    assert error(to).endswith(f"--to {to}: holds train; give a new or an empty folder\n")
+    assert error(to).endswith(f"--to {to}: contains train; choose a new or empty folder\n")
     shutil.rmtree(to)
     assert run(source, to) == 0
-    assert f"--to {to}: has side None, not 64; give the same" in error(to, "--side", "64")
+    assert f"--to {to}: has side None, not 64; use the same" in error(to, "--side", "64")
     write(source, {"val/n02119789/new.jpg": jpeg(1)})
     assert "images {'train': 6, 'val': 6}, not {'train': 6, 'val': 7}" in error(to)
     (source / "val/n02119789/new.jpg").rename(source / "val/n02100735/new.jpg")
@@ -441,8 +441,8 @@ def test_wrong_destinations(tmp_path, capsys):
     assert written(to) == EXPECTED
 
 
-def test_files_are_linked_or_copied(tmp_path, monkeypatch):
-    """Copied to another file system."""
+def test_prepare_links_or_copies_files(tmp_path, monkeypatch):
+    """On a different file system, they are copied."""
     source = write(tmp_path / "source", EXPECTED)
 
     def links(to):
@@ -461,8 +461,8 @@ def test_files_are_linked_or_copied(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar"])
-def test_unreadable_images_are_listed_and_can_be_repaired(tmp_path, capsys, kind):
-    """The same command keeps what is complete and not older than the source."""
+def test_prepare_lists_unreadable_images(tmp_path, capsys, kind):
+    """The same command keeps complete files that are not older than the source."""
     source, to = write(tmp_path / "source", FOLDERS), tmp_path / "to"
     broken = list(EXPECTED)[:4]
     cut = EXPECTED[broken[1]][:-400]
@@ -477,8 +477,8 @@ def test_unreadable_images_are_listed_and_can_be_repaired(tmp_path, capsys, kind
     done = sorted(to.rglob("*.JPEG"))
     for path in done[:3]:
         path.unlink()
-        path.touch()  # as a power failure leaves it
-    for path in done[2:3]:  # of a file that was replaced since
+        path.touch()  # like a power failure
+    for path in done[2:3]:  # the source was replaced since
         path.write_bytes(jpeg(7))
         os.utime(path, (0, 0))
     assert run(source, to, "--format", kind) == 0
@@ -487,7 +487,7 @@ def test_unreadable_images_are_listed_and_can_be_repaired(tmp_path, capsys, kind
     assert not (to / "unreadable.txt").exists()
 
 
-def test_a_full_disk_ends_the_run_and_the_next_one_continues(tmp_path, capsys):
+def test_prepare_continues_after_full_disk(tmp_path, capsys):
     source, to = write(tmp_path / "source", kaggle()), tmp_path / "to"
     with file_size_limit(5_000):
         assert run(source, to, "--format", "tar") == 1
@@ -508,12 +508,12 @@ def test_a_full_disk_ends_the_run_and_the_next_one_continues(tmp_path, capsys):
         ("PNG", "RGBA", (300, 200)),
     ],
 )
-def test_a_smaller_image(kind, mode, size):
+def test_reencoded_image(kind, mode, size):
     """It is resized and encoded as by Pillow."""
     exif = Image.Exif()
-    exif[0x0112], exif[0x010F] = 6, "maker"  # orientation: viewers rotate by 90 degrees
+    exif[0x0112], exif[0x010F] = 6, "maker"  # orientation, viewers rotate by 90 degrees
     data = encoded(drawn(mode).resize(size), kind, exif=exif, icc_profile=b"profile" * 20)
-    made = Image.open(io.BytesIO(prepare.reencoded(data, "n01/n01_1.JPEG", 96)))
+    made = Image.open(io.BytesIO(prepare.reencode(data, "n01/n01_1.JPEG", 96)))
     short = min(96, *size)
     assert (made.format, made.mode, min(made.size)) == ("JPEG", "RGB", short)
     assert max(made.size) == pytest.approx(short * max(size) / min(size), abs=1)
@@ -526,18 +526,18 @@ def test_a_smaller_image(kind, mode, size):
     at_90 = io.BytesIO(encoded(exact.convert("RGB"), quality=90, subsampling="4:2:0"))
     difference = np.asarray(made, np.float64) - np.asarray(Image.open(at_90))
     assert (difference**2).mean() < 6  # levels; a PSNR of 40 dB
-    assert prepare.reencoded(data, "a.png", 96) is data  # a file with another name is kept
+    assert prepare.reencode(data, "a.png", 96) is data  # a file with another name is kept
     with pytest.raises(decode.UnreadableError, match=r"truncated|broken"):
-        prepare.reencoded(data[: len(data) // 2], "a.png", 1000)  # it would only be copied
+        prepare.reencode(data[: len(data) // 2], "a.png", 1000)  # it would only be copied
 
 
 @pytest.mark.parametrize(("kind", "counter"), [("folder", "linked"), ("tar", "copied")])
-def test_smaller_images(image_root, tmp_path, kind, counter):
-    """Names, labels and the identity of the samples do not change; a small image is a link."""
+def test_prepare_smaller_images(image_root, tmp_path, kind, counter):
+    """Names, labels and sample identity do not change; a small image is a link."""
     to = tmp_path / "to"
     assert run(image_root, to, "--side", "96", "--format", kind) == 0
     before, after = written(image_root), written(to)
-    assert after == {name: prepare.reencoded(data, name, 96) for name, data in before.items()}
+    assert after == {name: prepare.reencode(data, name, 96) for name, data in before.items()}
     report = report_of(to)
     kept = sum(after[name] == before[name] for name in before)
     assert report["encoded"] == len(before) - kept > 10

@@ -1,4 +1,4 @@
-"""The probes of features: compared with their formulas, and by the command on small JPEG files."""
+"""Feature probes compared with their formulas, and from the command line on small JPEGs."""
 
 import re
 import sys
@@ -15,8 +15,8 @@ RNG = np.random.default_rng(0)
 CENTRES = RNG.normal(size=(4, 8))
 
 
-def test_both_probes(tmp_path, capsys):
-    """Neighbours vote as in a loop in NumPy; the penalty is chosen without the queries."""
+def test_probe_features_formulas(tmp_path, capsys):
+    """Neighbors vote as in a NumPy loop; the penalty is selected without the queries."""
     files = tmp_path / "train", tmp_path / "val"
     rows = {}
     for file, count in zip(files, (300, 100), strict=True):
@@ -41,8 +41,8 @@ def test_both_probes(tmp_path, capsys):
     assert probe.probe_features(*files) == 0 and f"{found[2]}\n" in capsys.readouterr().out
 
 
-def test_command(folder, image_root, tmp_path, ranks):
-    """The features of a run, of both splits; and wrong files."""
+def test_probe_command_line(folder, image_root, tmp_path, ranks):
+    """Features of a run for both splits; and invalid files."""
     files = tmp_path / "train", tmp_path / "val"
     for file in files:
         words = [str(newest(folder)), str(image_root / file.name), "--features", "train.device=cpu"]
@@ -50,10 +50,10 @@ def test_command(folder, image_root, tmp_path, ranks):
     done = ranks.run([sys.executable, probe.__file__, *map(str, files)], 1)
     images, knn, linear = done.stdout.splitlines()
     assert images == "36 training, 15 validation images, 3 classes"
-    # The penalty is chosen by four images here: the number of threads may change it.
+    # Four images select the penalty here, so the number of threads may change it.
     assert re.fullmatch(r"top1 \d+\.\d\d %  linear, penalty \S+", linear) and knn[-3:] == "knn"
     wrong = {
-        '{"path": "checks/a.jpg"}\n': "give the FILE of .*predict.py",
+        '{"path": "checks/a.jpg"}\n': "pass the FILE from .*predict.py",
         json_text({"path": "cats/a.jpg", "features": [0] * 128}): "has images in the folder cats",
         json_text({"path": "dots/a.jpg", "features": [0] * 9}): "9 features",
     }

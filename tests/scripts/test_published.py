@@ -1,4 +1,4 @@
-"""The preprocessing of published weights: torchvision's by file name, timm's by model."""
+"""Preprocessing of published weights: torchvision's by file name, timm's by model."""
 
 import sys
 from pathlib import Path
@@ -11,33 +11,37 @@ import torch
 import models
 from conf.errors import UserError
 from pipeline.data.build import build_image_transforms
-from scripts.lib.published import NOTHING, published
+from scripts.lib.published import UNKNOWN, published_metadata
 from scripts.lib.trained import open_trained
 
 
-def test_torchvision():
+def test_published_torchvision():
     """tests/extras/test_finetune.py has files with other values."""
     path = Path("/somewhere/resnet50-0676ba61.pth")
-    found = published("resnet50", path)
+    found = published_metadata("resnet50", path)
     assert found.classes[:2] == ("tench", "goldfish")
     means = {"data.mean": [0.485, 0.456, 0.406], "data.std": [0.229, 0.224, 0.225]}
     transforms = [{"resize": {"size": 256}}, {"center_crop": {"size": 224}}]
     sizes = dict.fromkeys(("data.image_size", "data.val_size"), 224)
-    assert found.values == {**sizes, **means, "augment.val": transforms}
-    assert published("vit_s16", path) is published("resnet50", Path("checkpoint.pth")) is NOTHING
+    assert found.config == {**sizes, **means, "augment.val": transforms}
+    assert (
+        published_metadata("vit_s16", path)
+        is published_metadata("resnet50", Path("checkpoint.pth"))
+        is UNKNOWN
+    )
 
 
-def test_every_file_of_torchvision():
-    """Each has a resize and a centre crop that a list of transforms can state."""
+def test_published_every_torchvision_file():
+    """Each has a resize and a center crop that a list of transforms can express."""
     from torchvision import models as vision
 
     for name in vision.list_models(module=vision):
         paths = [Path(entry.url) for entry in vision.get_model_weights(name)]
         for path in (paths[0], paths[-1], Path("pretrained")):
-            assert published(name, path).values
+            assert published_metadata(name, path).config
 
 
-def test_another_size_keeps_the_share_of_the_image(tmp_path):
+def test_published_size_keeps_crop_ratio(tmp_path):
     path = tmp_path / "squeezenet1_1-b8a52dc0.pth"
     model = models.build("squeezenet1_1", num_classes=1000, image_size=224)
     torch.save(model.state_dict(), path)
@@ -46,7 +50,7 @@ def test_another_size_keeps_the_share_of_the_image(tmp_path):
 
 
 def of_timm(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> Any:
-    """Return the keys for a model whose preprocessing a replacement of timm states."""
+    """Return the keys for a model whose preprocessing is defined by a replacement for timm."""
     common = {"input_size": (3, 224, 224), "test_input_size": None, "label_names": None}
     common |= {"crop_pct": 0.9, "test_crop_pct": None, "crop_mode": "center"}
     common |= {"interpolation": "bicubic", "mean": (0.5, 0.5, 0.5), "std": (0.4, 0.5, 0.6)}
@@ -54,17 +58,17 @@ def of_timm(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> Any:
     timm.create_model = lambda name: SimpleNamespace(pretrained_cfg=common | stated)
     timm.models = SimpleNamespace(PretrainedCfg=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "timm", timm)
-    return published("timm/resnet50", Path("x")).values
+    return published_metadata("timm/resnet50", Path("x")).config
 
 
-def test_a_former_name_of_timm():
+def test_published_former_timm_name():
     pytest.importorskip("timm")
-    values = published("timm/vit_tiny_patch16_224_in21k", Path("x")).values
+    values = published_metadata("timm/vit_tiny_patch16_224_in21k", Path("x")).config
     assert values["data.mean"] == [0.5] * 3
 
 
-def test_timm(monkeypatch):
-    """timm rounds the short side down: 224 / 0.9 is 248.9."""
+def test_published_timm(monkeypatch):
+    """timm rounds the short side down; 224 / 0.9 is 248.9."""
     values = of_timm(monkeypatch)
     assert values["data.mean"] == [0.5] * 3
     resize = {"size": 248, "interpolation": "bicubic"}

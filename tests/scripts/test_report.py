@@ -1,6 +1,6 @@
-"""Reports: what they state equals the files of the runs, and the page is self-contained.
+"""Reports equal the runs' files, and the page is self-contained.
 
-The runs of most tests are copies of the `folder` of conftest.py with other values.
+Most tests use copies of the `folder` in conftest.py with other values.
 """
 
 import csv
@@ -29,7 +29,7 @@ FORBIDDEN = {"script", "link", "iframe", "object", "base", "form", "img"}
 
 
 class Page:
-    """A page, which is XML, too."""
+    """A page, which is also XML."""
 
     def __init__(self, out: Path) -> None:
         page, *scripts = out.read_text("utf-8").split("<script nonce=")  # Plotly's and ours
@@ -41,11 +41,11 @@ class Page:
         self.conditions = dict(zip(labels, texts(self.root.iter("dd")), strict=True))
 
     def table(self, kind: str) -> list[list[str]]:
-        """Return the texts of the cells of the tables of a class."""
+        """Return the cell texts of all tables of a class."""
         return [texts(row) for row in self.root.iterfind(f".//table[@class='{kind}']//tr")]
 
     def rows(self) -> list[dict[str, str]]:
-        """Return the rows of the table of several runs, by the heads of its columns."""
+        """Return the rows in the table of several runs, by column heads."""
         head, *rows = self.table("runs")
         return [dict(zip(head, row, strict=True)) for row in rows]
 
@@ -54,7 +54,7 @@ class Page:
         return json.loads(chart.attrib["data-figure"])
 
     def curves(self, title: str) -> dict[str, tuple[list[float], list[float]]]:
-        """Return epochs and values of the curves of a chart by their labels."""
+        """Return epochs and values of a chart's curves by label."""
         traces = self.figure(title)["data"]
         return {trace["name"]: (trace["x"], trace["y"]) for trace in traces}
 
@@ -64,7 +64,7 @@ def texts(nodes: Iterable[ElementTree.Element]) -> list[str]:
 
 
 def page_of(*runs: Path) -> Page:
-    """Write the page of runs beside the first one, and read it."""
+    """Write the page for runs beside the first one, and read it."""
     out = runs[0].with_suffix(".html")
     words = [*map(str, runs), "--out", str(out)]
     assert report.write_report(report.arguments(words)) == 0
@@ -84,7 +84,7 @@ def change_summary(run: Path, **values: Any) -> None:
 
 
 def copied(run: Path, to: Path, top1: tuple[float, float] = (20.0, 30.0), **keys: Any) -> Path:
-    """Copy a run. top1: of its two validations; keys: of its config, as section__key."""
+    """Copy a run. `top1` are its two validations; `keys` set config values as section__key."""
     shutil.copytree(run, to, ignore=shutil.ignore_patterns("checkpoints"))
     first, last = read_rows(run, "val")
     validated = [first | {"top1": top1[0]}, last | {"top1": top1[1]}]
@@ -99,7 +99,7 @@ def copied(run: Path, to: Path, top1: tuple[float, float] = (20.0, 30.0), **keys
     return to
 
 
-def test_the_page_of_a_run(folder):
+def test_report_of_one_run(folder):
     page, summary = page_of(folder), results.summary_of(folder)
     top1 = summary["best_top1"]
     error = (top1 * (100 - top1) / 15) ** 0.5
@@ -113,7 +113,7 @@ def test_the_page_of_a_run(folder):
     for split, label in (("val", "validation"), ("train", "training")):
         expected = results.column(folder, split, "epoch"), results.column(folder, split, "loss")
         assert page.curves("loss")[label] == expected
-    charts = page.root.findall("./body/div//div[@aria-label]")  # in the parts that are not folded
+    charts = page.root.findall("./body/div//div[@aria-label]")  # parts that are not folded
     assert [chart.attrib["aria-label"] for chart in charts] == ["top1", "loss", "lr"]
     workers = page.curves("workers")
     assert workers["validation"] == ([], []) and set(workers["training"][1]) == {1}
@@ -123,7 +123,7 @@ def test_the_page_of_a_run(folder):
 
 
 @needs_extras
-def test_what_the_best_checkpoint_gets_wrong(folder, image_root):
+def test_report_confusions_and_worst_images(folder, image_root):
     page, evaluation = page_of(folder), folder / "evaluation"
     head, *rows = page.table("matrix numbers")
     confusions = read_csv(evaluation / "confusion.csv")
@@ -143,7 +143,7 @@ def test_what_the_best_checkpoint_gets_wrong(folder, image_root):
 
 
 @needs_extras
-def test_many_classes_have_a_list_of_confusions(folder, tmp_path):
+def test_report_lists_confusions_of_many_classes(folder, tmp_path):
     to = copied(folder, tmp_path / "many")
     classes = "".join(f"c{i},1,{100 - i},,12.345,name {i}\n" for i in range(21))
     text = f"class,images,top1,precision,f1,name\nnone\udcea,0,,,,no images\n{classes}"
@@ -159,13 +159,13 @@ def test_many_classes_have_a_list_of_confusions(folder, tmp_path):
     assert len(confusions) == 20 and confusions[0] == ["name 1", "name 0", "29"]
 
 
-def test_evaluations_of_evaluate(folder, tmp_path, monkeypatch):
-    """Those of the run; a damaged one is named."""
+def test_report_evaluations(folder, tmp_path, monkeypatch):
+    """Only the run's evaluations are listed; a damaged one is named."""
     monkeypatch.chdir(tmp_path)
     words = [str(folder), "loader.workers=0", "data.val=train"]
     assert evaluate.evaluate_one(evaluate.arguments(words)) == 0
     (path,) = Path("evaluation").glob("*/evaluation.json")
-    found = json.loads(path.read_text()) | {"top1_real": 25.0}  # as with --real
+    found = json.loads(path.read_text()) | {"top1_real": 25.0}  # --real adds it
     path.write_text(json.dumps(found))
     for name, content in {"other": '{"checkpoint": "runs/other/best.pt"}', "damaged": "["}.items():
         Path("evaluation", name).mkdir()
@@ -175,12 +175,12 @@ def test_evaluations_of_evaluate(folder, tmp_path, monkeypatch):
     assert f"{path.parent} (32 px, 3 outputs): top1 {found['top1']:.2f} % ± " in page.text
     assert f" of {found['images']} images" in page.text and "evaluation/other" not in page.text
     assert "evaluation/damaged/evaluation.json: left out, it is damaged: JSONDecode" in page.text
-    os.utime(path, (0, 0))  # as if the checkpoint were written again
+    os.utime(path, (0, 0))  # older than the checkpoint
     assert "top1_real" not in page_of(folder).text
 
 
-def test_runs_are_compared(folder, tmp_path):
-    """Each once, the best one first, with what differs and what they share."""
+def test_report_compares_runs(folder, tmp_path):
+    """Each run appears once, the best first, with differing and shared values."""
     low = copied(folder, tmp_path / "low", (10.0, 9.0), optim__lr=0.3, log__every_steps=9)
     high = copied(folder, tmp_path / "high", (20.0, 30.0), optim__lr=0.7)
     change_summary(high, verdict=["input-bound: slow"], images_per_second=1234.5)
@@ -203,18 +203,18 @@ def test_runs_are_compared(folder, tmp_path):
     page = page_of(low, grown)
     assert "the runs differ in validation_images." in page.text
     assert page.rows()[0]["training_images"] == "9 images"
-    (grown / "summary.json").unlink()  # of a run in progress
+    (grown / "summary.json").unlink()  # a run in progress
     assert "Do not compare" not in page_of(low, grown).text
 
 
-def test_the_best_value_is_from_after_an_accepted_change(folder, tmp_path):
-    """Of data.val, for example: earlier validations were of other images."""
+def test_report_best_after_accepted_change(folder, tmp_path):
+    """If data.val changed, for example, earlier validations used other images."""
     changed = copied(folder, tmp_path / "changed", (90.0, 30.0))
     change_summary(changed, best_epoch=read_rows(folder, "val")[-1]["epoch"])
     assert dict(page_of(changed).table("facts"))["best top1"].startswith("30.00 % ± 11.8 at epoch")
 
 
-def test_each_run_has_the_value_that_it_is_judged_by(folder, tmp_path):
+def test_report_best_by_of_each_run(folder, tmp_path):
     copied(folder, tmp_path / "a", (10.0, 20.0))
     loss = read_rows(copied(folder, tmp_path / "b", train__best_by="-loss"), "val")[1]["loss"]
     first, second = page_of(tmp_path).rows()
@@ -223,8 +223,8 @@ def test_each_run_has_the_value_that_it_is_judged_by(folder, tmp_path):
     assert f"b: loss {loss:.4g}" in page_of(tmp_path).text
 
 
-def test_runs_that_differ_only_in_seed_or_fold_are_one_row(folder, tmp_path):
-    """With their mean; equal weights count once, and a run that has not finished stands alone."""
+def test_report_groups_seeds_and_folds(folder, tmp_path):
+    """The row has their mean. Equal weights count once, and an unfinished run has its own row."""
     for seed, top1 in enumerate([(50.0, 40.0), (10.0, 60.0), (30.0, 64.0)]):
         copied(folder, tmp_path / f"seed{seed}", top1, train__seed=seed, data__val_fold=[seed, 5])
     shutil.copytree(tmp_path / "seed2", tmp_path / "twin")
@@ -239,20 +239,20 @@ def test_runs_that_differ_only_in_seed_or_fold_are_one_row(folder, tmp_path):
     assert group["standard deviation"] == f"{stdev([50, 60, 64]):.2f} %"
     assert page_of(*tmp_path.glob("seed*")).curves("top1")["seed1"][1] == [10, 60]
     write_rows(tmp_path / "seed1", [row | {"top1": None} for row in read_rows(folder, "val")])
-    (row,) = page_of(tmp_path / "seed0", tmp_path / "seed1").rows()  # one has diverged
+    (row,) = page_of(tmp_path / "seed0", tmp_path / "seed1").rows()  # one diverged
     assert (row["best top1"], row["standard deviation"], row["n"]) == ("–", "–", "2")
 
 
-def test_runs_that_are_no_repetitions(folder, tmp_path):
-    """Of another number of folds, or with a key that has changed on the way."""
+def test_report_separates_non_repetitions(folder, tmp_path):
+    """They have a different number of folds, or a key changed on the way."""
     for name, fold in {"1": "1/3", "2": "2/3", "fifth": "1/5", "changed": "3/3"}.items():
         copied(folder, tmp_path / name, data__val_fold=fold)
     change_summary(tmp_path / "changed", history=["accepted at step 9: optim.lr=1"])
     assert sorted(row["n"] for row in page_of(tmp_path).rows()) == ["1", "1", "2"]
 
 
-def test_values_of_a_fork(folder, tmp_path):
-    """They have the unit of summary.json; a lower one may be better, and 0 has no chart."""
+def test_report_custom_values(folder, tmp_path):
+    """They have the unit in summary.json; a lower value may be better, and 0 has no chart."""
     for number in (2, 1):
         to = copied(folder, tmp_path / f"{number}", train__best_by="-mae", optim__lr=number)
         validated = enumerate(read_rows(folder, "val"))
@@ -268,7 +268,7 @@ def test_values_of_a_fork(folder, tmp_path):
     assert facts["best mae"].startswith("2 px at epoch") and facts["note"] == "warning slow"
 
 
-def test_a_run_that_has_not_ended(folder, tmp_path):
+def test_report_of_unfinished_run(folder, tmp_path):
     to = copied(folder, tmp_path / "killed")
     (to / "summary.json").unlink()
     (to / "verdict.json").write_text(json.dumps({"verdict": ["input-bound: slow"]}))
@@ -277,12 +277,12 @@ def test_a_run_that_has_not_ended(folder, tmp_path):
     facts = dict(page_of(to).table("facts"))
     assert facts["best top1"].startswith("30.00 %") and facts["limited by"] == "input-bound: slow"
     assert (facts["status"], facts["images/s"]) == ("not finished", "–")
-    (to / "metrics.jsonl").write_text("")  # it has only begun
+    (to / "metrics.jsonl").write_text("")  # has just started
     assert dict(page_of(to).table("facts"))["best top1"] == "no finite value yet"
     assert [row["best top1"] for row in page_of(to, folder).rows()][1] == "–"
 
 
-def test_damaged_runs_are_named_and_left_out(folder, tmp_path, capsys):
+def test_report_names_and_skips_damaged_runs(folder, tmp_path, capsys):
     copied(folder, tmp_path / "good")
     damaged = {
         "metrics": ("metrics.jsonl", "{not json}\n"),
@@ -300,7 +300,7 @@ def test_damaged_runs_are_named_and_left_out(folder, tmp_path, capsys):
     for name in damaged:
         line = f"{tmp_path / name}: left out, it is damaged: "
         assert line in page.text and line in printed
-    assert dict(page.table("facts"))["best top1"].startswith("30.00 %")  # of the good one
+    assert dict(page.table("facts"))["best top1"].startswith("30.00 %")  # the good run
     with pytest.raises(UserError, match=r"/config: left out, it is damaged: .*; give another run"):
         page_of(tmp_path / "config")
     with pytest.raises(UserError, match=r"goo: no metrics.jsonl in it or below; .* mean .*od"):
@@ -308,7 +308,7 @@ def test_damaged_runs_are_named_and_left_out(folder, tmp_path, capsys):
 
 
 @needs_extras
-def test_names_from_a_run_are_escaped(folder, tmp_path):
+def test_report_escapes_names(folder, tmp_path):
     to = copied(folder, tmp_path / HOSTILE.replace("/", "|"), model__name=HOSTILE)
     write_rows(to, [row | {HOSTILE: 1.5} for row in read_rows(folder, "val")])
     change_summary(to, units={HOSTILE: HOSTILE}, status=HOSTILE, verdict=[HOSTILE])
@@ -319,12 +319,12 @@ def test_names_from_a_run_are_escaped(folder, tmp_path):
     assert page.text.count(HOSTILE.replace("/", "|")) >= 2
     charts = page.root.findall(".//div[@data-figure]")
     assert HOSTILE in [chart.attrib["aria-label"] for chart in charts]
-    # Plotly reads labels and units as HTML.
+    # Plotly interprets labels and units as HTML.
     assert "<" not in str([json.loads(chart.attrib["data-figure"]) for chart in charts])
 
 
-def test_long_and_many_curves(folder, tmp_path):
-    """A point of a long one is a mean. Ten are drawn; a click on the legend draws others."""
+def test_report_long_and_many_curves(folder, tmp_path):
+    """Points of a long curve are means. Ten curves are drawn; the legend enables others."""
     to = copied(folder, tmp_path / "long")
     row = read_rows(folder, "train")[0]
     write_rows(to, [row | {"epoch": step / 100, "loss": step} for step in range(5000)])
@@ -338,7 +338,7 @@ def test_long_and_many_curves(folder, tmp_path):
     assert [trace.get("visible") for trace in traces] == 10 * [None] + 2 * ["legendonly"]
 
 
-def test_only_regular_files_and_links_are_replaced(folder, tmp_path, monkeypatch):
+def test_report_replaces_only_files_and_links(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     with pytest.raises(UserError, match="--out pipe: not a regular file; give another name"):

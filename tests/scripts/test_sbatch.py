@@ -1,4 +1,4 @@
-"""scripts/train.sbatch with stand-ins for Slurm's commands."""
+"""scripts/train.sbatch with replacements for Slurm's commands."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from tests.helpers.results import logged_steps, rows
 from tests.helpers.small_run import command
 
 pytestmark = pytest.mark.usefixtures("own_logging")
-# Starts one task, as on one node.
+# Starts one task, as on a single node.
 SRUN = """#!/bin/bash
 echo "$@" >>"$STARTED"
 while [[ $1 == --* ]]; do shift; done
@@ -23,7 +23,7 @@ if [[ $1 == show ]]; then echo localhost; else echo "$@" >>"$REQUEUED"; fi
 
 
 @pytest.mark.slow
-def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root, tmp_path):
+def test_sbatch_requeues_preempted_job(image_root, tmp_path):
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -41,16 +41,16 @@ def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root, tmp_path):
         wait_for("three steps", lambda: logged_steps(folder) >= 3, first)
         first.terminate()
         console, _ = first.communicate()
-    assert first.returncode == 1  # of torchrun
+    assert first.returncode == 1  # torchrun's status
     assert "(ranks: 2, images on each: 4, micro-batches: 1)" in console
     assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
     started = f" {(tmp_path / 'started').read_text()}"
-    # The processors of a task; and no task may end rank 0 before it has written summary.json.
+    # Processors per task; and no task may end rank 0 before it has written summary.json.
     assert " --cpus-per-task=12 " in started and " --kill-on-bad-exit=0 " in started
     again = run_command(job, variables)
     assert again.returncode == 0, again.stderr
     assert "resumed at step " in again.stdout
     (tools / "srun").write_text("#!/bin/bash\nexit 3\n")
     assert run_command(job, variables).returncode == 3
-    assert (tmp_path / "requeued").read_text() == "requeue 4711\n"  # not again
+    assert (tmp_path / "requeued").read_text() == "requeue 4711\n"  # not requeued
     assert rows(folder, "train")[-1]["step"] == 180

@@ -1,4 +1,4 @@
-"""Trained models from files of every kind; nothing in a file is executed or resolved."""
+"""Trained models from files of every kind; no file content is executed or resolved."""
 
 import argparse
 import struct
@@ -35,20 +35,19 @@ ZERO = {"fc.bias": torch.zeros(7)}
 KINDS: dict[str, Any] = {
     "pytorch/examples": lambda w: {"arch": "resnet_tiny", "state_dict": prefixed("module.", w)},
     "torchvision": lambda w: {"model": w, "args": argparse.Namespace(model="resnet_tiny", lr=0.1)},
-    "torchvision with an average": lambda w: {
+    "torchvision with EMA": lambda w: {
         "model": ZERO,
         "model_ema": {"n_averaged": torch.tensor(3), **prefixed("module.", w)},
     },
-    "timm with an average": lambda w: {"state_dict": ZERO, "state_dict_ema": w},
+    "timm with EMA": lambda w: {"state_dict": ZERO, "state_dict_ema": w},
     "torch.compile of DDP": lambda w: prefixed("_orig_mod.module.", w),
     "DDP of torch.compile": lambda w: prefixed("module._orig_mod.", w),
-    "Lightning": lambda w: {"state_dict": prefixed("model.", w), "pytorch-lightning_version": "2"},
     "format 1": lambda w: {"format": 1, "step": 3, "state": {"model": ZERO, "ema": w}},
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_of_other_projects(tmp_path, weights, kind):
+def test_open_trained_files_of_other_projects(tmp_path, weights, kind):
     torch.save(KINDS[kind](weights), tmp_path / "file.pth")
     found = open_trained(tmp_path / "file.pth", TINY)
     assert same(found.weights, weights)
@@ -59,10 +58,10 @@ def test_files_of_other_projects(tmp_path, weights, kind):
     assert [*found.inputs(model, 32)] == ["image"]
 
 
-def test_files_that_are_refused(tmp_path, weights):
+def test_open_trained_rejects_files(tmp_path, weights):
     path = tmp_path / "file.pth"
     torch.save({"arch": "x", "state_dict": weights}, path)
-    no_name = "is no checkpoint of this .*; give model.name=NAME, "
+    no_name = "not a checkpoint of this .*; set model.name=NAME "
     other = "has no head.weight, head.bias of model.name=vit_s16, but keys such as "
     for words, message in (([], no_name), (["model.name=vit_s16"], other)):
         with pytest.raises(UserError, match=rf"^{path}: {message}"):
@@ -73,7 +72,7 @@ def test_files_that_are_refused(tmp_path, weights):
 
 
 @pytest.mark.parametrize("name", ["", "checkpoints/../checkpoints", "checkpoints/best.pt"])
-def test_checkpoint(folder, name):
+def test_open_trained_checkpoint(folder, name):
     config = (found := open_trained(folder / name)).config
     state = checkpoint.load(found.path)["state"]
     assert same(found.weights, state["ema"]) and found.averaged
@@ -81,15 +80,15 @@ def test_checkpoint(folder, name):
     assert (found.name, found.stored["step"]) == (f"{folder.name},{found.path.stem}", state["step"])
     assert config.model.name == "resnet_tiny" and config.data.val_size == 32
     assert config.augment.val == [{"resize": {"size": 32}}, {"center_crop": {"size": 32}}]
-    # The choices for another machine are not used.
+    # Settings for a different machine are not used.
     assert (config.loader.workers, config.train.device) == ("auto", "auto")
     for key in ("data.image_size", "model"):
-        with pytest.raises(UserError, match=f"^{key}: is fixed by the checkpoint; leave"):
+        with pytest.raises(UserError, match=f"^{key}: is fixed by the checkpoint; remove"):
             open_trained(folder, [f"{key}=40"])
 
 
-def test_the_fields_of_a_sample_are_stored(folder, tmp_path, monkeypatch):
-    """A checkpoint without them has the image alone."""
+def test_open_trained_sample_fields(folder, tmp_path, monkeypatch):
+    """A checkpoint without fields has only the image."""
     found = open_trained(folder)
     assert found.fields["label"] == Field("int64", [])
     content = checkpoint.load(found.path)
@@ -104,7 +103,7 @@ def test_the_fields_of_a_sample_are_stored(folder, tmp_path, monkeypatch):
 
 
 def test_best_checkpoint_in_other_libraries(folder):
-    """It holds the weights where timm looks for them, and the file has them once."""
+    """It has the weights where timm expects them, and only once."""
     path, state = checkpoint.find_checkpoint(folder), open_trained(folder).weights
     assert same(dict(torch.load(path)["state_dict"]), state)
     assert same(dict(pytest.importorskip("timm").models.load_state_dict(str(path))), state)
@@ -112,7 +111,7 @@ def test_best_checkpoint_in_other_libraries(folder):
     assert path.stat().st_size < 4 * size + 100_000
 
 
-def test_names_of_the_classes(tmp_path, weights):
+def test_open_trained_class_names(tmp_path, weights):
     path, names = tmp_path / "file.pth", tmp_path / "names.txt"
     torch.save(weights, path)
     names.write_text("".join(f"class {i}\n" for i in range(7)))
@@ -122,8 +121,8 @@ def test_names_of_the_classes(tmp_path, weights):
         open_trained(path, TINY, classes=names)
 
 
-def test_rewritten_layers_are_only_for_gpus(folder):
-    """A run on a GPU with bf16 has trained with them; exported files have none."""
+def test_trained_build_skips_rewritten_layers(folder):
+    """A GPU run in bf16 trains with them; exported files have none."""
     found = open_trained(folder, ["train.precision=bf16"])
     found.stored["model_input"]["rewrites_layers"] = True
     plain = models.build("resnet_tiny", num_classes=3, image_size=32)

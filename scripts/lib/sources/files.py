@@ -13,42 +13,42 @@ import numpy as np
 
 from conf.errors import UserError
 from pipeline.data import listing
-from pipeline.data.listing import LeftOut, is_hidden, tar_members, why_left_out
+from pipeline.data.listing import Ignored, is_hidden, tar_members, why_ignored
 
 WHOLE = -1
 
 
 class Place(NamedTuple):
-    """Where bytes are: a file, or a range of a file."""
+    """Location of bytes: a file, or a range of a file."""
 
     file: str
-    start: int = 0  # position in the file
-    size: int = WHOLE  # number of bytes, or WHOLE for a file
+    start: int = 0  # offset in the file
+    size: int = WHOLE  # number of bytes, or WHOLE for the whole file
 
 
 class Row(NamedTuple):
-    """Where an image is in a Parquet file."""
+    """Location of an image in a Parquet file."""
 
     file: str
-    group: int  # number of the row group
-    number: int  # of the row in the group
+    group: int  # row group index
+    number: int  # row index in the group
 
 
 class Sample(NamedTuple):
-    """An image: train, val, test or "", its class, and its name in the class folder."""
+    """An image: its split (train, val, test or ""), its class, and its name in the class folder."""
 
     split: str
     label: str
     name: str
-    place: Place | Row | np.ndarray  # of its file; or the planes of an image of CIFAR
+    place: Place | Row | np.ndarray  # location of the file, or the planes of a CIFAR image
 
     @property
     def path(self) -> str:
-        """The path below the output folder."""
+        """The path relative to the output folder."""
         return f"{self.split}/{self.label}/{self.name}"
 
 
-Tree = dict[str, Place]  # path below SOURCE -> place
+Tree = dict[str, Place]  # path relative to SOURCE -> location
 
 
 def is_image(path: str) -> bool:
@@ -56,14 +56,14 @@ def is_image(path: str) -> bool:
 
 
 def damaged(path: str, reason: object) -> UserError:
-    return UserError(f"{path}: is damaged or incomplete ({reason}); download or copy it again")
+    return UserError(f"{path}: damaged or incomplete ({reason}); download or copy it again")
 
 
-def tree_of_tar(path: str, others: LeftOut, start: int = 0, length: int = sys.maxsize) -> Tree:
-    """List the files in the tar file at byte `start` of a file; add the hidden ones to `others`.
+def tree_of_tar(path: str, skipped: Ignored, start: int = 0, length: int = sys.maxsize) -> Tree:
+    """List the files of a tar file that begins at byte `start`; add hidden ones to `skipped`.
 
-    `length`: bytes of the tar file, at most. Tar files in it are folders. Raises UserError if it is
-    damaged, OSError if it cannot be read.
+    `length`: maximum size of the tar file in bytes. Nested tar files become folders. Raises
+    UserError if it is damaged, OSError if it cannot be read.
     """
     with open(path, "rb") as file:
         stored = inflated(path).name if file.read(2) == b"\x1f\x8b" else path
@@ -72,10 +72,10 @@ def tree_of_tar(path: str, others: LeftOut, start: int = 0, length: int = sys.ma
         name = os.fsdecode(member)
         if name.endswith(".tar"):
             folder = name.removesuffix(".tar")
-            for inner, at in tree_of_tar(stored, others, *place).items():
+            for inner, at in tree_of_tar(stored, skipped, *place).items():
                 tree[os.path.join(folder, inner)] = at
         elif any(map(is_hidden, member.split(b"/"))):
-            others[member] = why_left_out(member)
+            skipped[member] = why_ignored(member)
         else:
             tree[name] = Place(stored, *place)
     return dict(sorted(tree.items()))
@@ -83,20 +83,20 @@ def tree_of_tar(path: str, others: LeftOut, start: int = 0, length: int = sys.ma
 
 @cache
 def inflated(path: str) -> Any:
-    """Inflate a .tar.gz file to a temporary file; UserError if it is damaged."""
-    file = NamedTemporaryFile(prefix="prepare-")  # noqa: SIM115 - open until the end
+    """Decompress a .tar.gz file to a temporary file. Raises UserError if it is damaged."""
+    file = NamedTemporaryFile(prefix="prepare-")  # noqa: SIM115 - open until the program ends
     try:
         with gzip.open(path) as content:
             shutil.copyfileobj(content, file)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise damaged(path, error) from None
     file.flush()
-    shutil.copystat(path, file.name)  # the time says whether the images have changed
+    shutil.copystat(path, file.name)  # keep the time, which shows whether the images have changed
     return file
 
 
 def read_place(place: Place) -> bytes:
-    """Return the bytes of a file, or of a range of it, which `tar_members` has found complete."""
+    """Return the bytes of a file, or of a range that `tar_members` found to be complete."""
     with open(place.file, "rb") as file:
         file.seek(place.start)
         return file.read(place.size)

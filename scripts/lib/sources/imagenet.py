@@ -1,7 +1,7 @@
-"""The labels of the validation images of ImageNet and Tiny ImageNet, for layouts.py.
+"""Label the validation images of ImageNet and Tiny ImageNet for layouts.py.
 
-These images are in one folder, without their classes. An image gets its label by its name from
-Kaggle's or Tiny ImageNet's table, or by its number from the ground truth of the development kit.
+These images are in one folder, without class folders. Labels are looked up by file name in Kaggle's
+or Tiny ImageNet's table, or by image number in the ground truth of the development kit.
 """
 
 import csv
@@ -16,14 +16,14 @@ from scripts.lib.sources.files import Place, Sample, Tree, damaged, read_place, 
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT, SOLUTION = "ILSVRC2012_devkit_t12.tar.gz", "LOC_val_solution.csv"
-ANNOTATIONS = "val_annotations.txt"  # of Tiny ImageNet
+ANNOTATIONS = "val_annotations.txt"  # Tiny ImageNet's table
 LABELS = f"{SOLUTION}, {DEVKIT} or {ANNOTATIONS}"
 val_name = "ILSVRC2012_val_{:08d}.JPEG".format
-# The paths of validation images of ImageNet and of Tiny ImageNet, below their split.
+# Paths of ImageNet's and Tiny ImageNet's validation images, relative to their split.
 VAL_NAME = re.compile(r"ILSVRC2012_val_\d{8}\.JPEG|images/val_\d+\.JPEG")
-# The names of classes, in the names of files: n01440764_10026.JPEG
+# Class name in a file name: n01440764_10026.JPEG
 WNID = re.compile(r"(?<![A-Za-z0-9])n\d{8}(?![0-9])")
-# The classes of the first validation images of ILSVRC2012, in all published lists of labels.
+# Classes of the first ILSVRC2012 validation images, in all published lists of labels.
 FIRST_LABELS = {
     val_name(1): "n01751748",
     val_name(2): "n09193705",
@@ -34,23 +34,23 @@ FIRST_LABELS = {
 
 
 def val_samples(source: str, tree: Tree, images: Tree) -> list[Sample]:
-    """Give every validation image its label. `images`: file name -> place.
+    """Assign its label to every validation image. `images`: file name -> location.
 
-    Raises UserError if the labels are missing, or they do not belong to these images.
+    Raises UserError if the labels are missing or belong to different images.
     """
     labels = val_labels(source, tree)
     different = sorted(images.keys() ^ labels.keys())
     if different:
         problem = "has no label" if different[0] in images else "is missing"
-        wrong = f"validation image {different[0]} {problem} ({len(different):,} in all)"
-        raise UserError(source, wrong, f"give all images and their file of labels ({LABELS})")
+        wrong = f"validation image {different[0]} {problem} ({len(different):,} in total)"
+        raise UserError(source, wrong, f"add all images and their labels ({LABELS})")
     return [Sample("val", labels[name], name, place) for name, place in images.items()]
 
 
 def val_labels(source: str, tree: Tree) -> dict[str, str]:
-    """Return the class of every validation image: file name -> WordNet id.
+    """Return the label of every validation image: file name -> WordNet ID.
 
-    Raises UserError if there are no labels, they are damaged, or they are not ImageNet's.
+    Raises UserError if the labels are missing, damaged or not ImageNet's.
     """
     parsers = {ANNOTATIONS: parse_annotations, SOLUTION: parse_solution, DEVKIT: parse_devkit}
     for path, place in tree.items():
@@ -69,7 +69,7 @@ def val_labels(source: str, tree: Tree) -> dict[str, str]:
 
 
 def parse_annotations(place: Place) -> dict[str, str]:
-    """Read Tiny ImageNet's val_annotations.txt: name of an image, class and box, with tabs."""
+    """Parse Tiny ImageNet's val_annotations.txt: image name, class and box, separated by tabs."""
     labels: dict[str, str] = {}
     for line in read_place(place).decode().splitlines():
         name, wnid, *_ = line.split("\t")
@@ -78,9 +78,9 @@ def parse_annotations(place: Place) -> dict[str, str]:
 
 
 def parse_solution(place: Place) -> dict[str, str]:
-    """Read LOC_val_solution.csv: name of an image; class and box of every object in it.
+    """Parse LOC_val_solution.csv: image name; class and box of every object in the image.
 
-    Raises ValueError if a row names several classes.
+    Raises ValueError if a row does not name exactly one class.
     """
     labels: dict[str, str] = {}
     text = io.StringIO(read_place(place).decode(), newline="")
@@ -93,13 +93,13 @@ def parse_solution(place: Place) -> dict[str, str]:
 
 
 def parse_devkit(place: Place) -> dict[str, str]:
-    """Read the labels of the validation images from ILSVRC2012_devkit_t12.tar.gz.
+    """Parse the validation labels in ILSVRC2012_devkit_t12.tar.gz.
 
     Line i of the ground truth is the ILSVRC2012_ID of image i. meta.mat lists the classes by
-    ILSVRC2012_ID, from 1 on and not in the order of the WordNet ids, and then the synsets above
-    them. It is a MAT-file: a header of 128 bytes and, after a tag of 8 bytes, a compressed table,
-    in which a character takes one or two bytes. Sources: the kit's readme.txt; MathWorks, "MAT-File
-    Format". Raises ValueError, LookupError, zlib.error: it is damaged.
+    ILSVRC2012_ID, from 1 and not in the order of the WordNet IDs, followed by the synsets above
+    them. It is a MAT-file: a header of 128 bytes, a tag of 8 bytes and a compressed table, in which
+    a character takes one or two bytes. Sources: the kit's readme.txt; MathWorks, "MAT-File
+    Format". Raises ValueError, LookupError or zlib.error if it is damaged.
     """
     tree = tree_of_tar(place.file, {})
     files = {os.path.basename(path): at for path, at in tree.items()}
@@ -111,5 +111,5 @@ def parse_devkit(place: Place) -> dict[str, str]:
     wnids = [name.replace(b"\0", b"").decode() for name in matches]
     counts = Counter(numbers)
     if len(set(counts.values())) > 1:
-        raise ValueError("the classes do not have the same number of validation images")
+        raise ValueError("the number of validation images differs between classes")
     return {val_name(i): wnids[number - 1] for i, number in enumerate(numbers, 1)}

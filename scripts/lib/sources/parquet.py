@@ -1,4 +1,4 @@
-"""Images in Parquet files, as Hugging Face stores datasets, for layouts.py."""
+"""Read images from Parquet files in Hugging Face's format for layouts.py."""
 
 import json
 import os
@@ -13,22 +13,22 @@ from scripts.lib.sources.files import Row, Sample, damaged, is_image
 class Columns(NamedTuple):
     image: str
     label: str
-    classes: list[str]  # names of the classes, by number; empty if the file has none
+    classes: list[str]  # class names by class index; empty if the file has none
 
 
 def read_parquet(path: str, file: str, split: str) -> list[Sample]:
-    """List the images of a Parquet file by row, without those that have no label.
+    """List the labeled images of a Parquet file by row.
 
-    There is a column of images, which are structs of bytes and path, and one of the numbers of
-    classes. The images are not read if they have a name. `path`: below SOURCE; it makes the names
-    unique. Raises UserError without pyarrow, and if the file is damaged or its columns are unclear.
+    One column has the images, which are structs of bytes and path, and one has the class indices.
+    Images with a name are not read. `path`: relative to SOURCE; it makes the names unique. Raises
+    UserError if pyarrow is not installed, the file is damaged, or its columns are ambiguous.
     """
     try:
         from pyarrow import parquet
     except ImportError:
-        raise UserError(file, "needs pyarrow", "run `pip install pyarrow`") from None
+        raise UserError(file, "pyarrow not found", "run `pip install pyarrow`") from None
     samples = []
-    number = -1  # of the row in the file
+    number = -1  # row index in the file
     try:
         columns = parquet_columns(file)
         wanted = [columns.label, f"{columns.image}.path"]
@@ -47,13 +47,13 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
                 samples.append(Sample(split, class_name, name, place))
     except UserError:
         raise
-    except Exception as error:  # of pyarrow, and of metadata and labels that are something else
+    except Exception as error:  # pyarrow's errors, and unexpected metadata or labels
         raise damaged(file, describe(error).partition("\n")[0]) from None
     return samples
 
 
 def image_name(path: str | None, place: Row) -> str:
-    """Return the name of an image, with an ending; files without paths have neither."""
+    """Return the name of an image; add a missing name and file extension."""
     name = os.path.basename(path or "image")
     if is_image(name):
         return name
@@ -61,9 +61,9 @@ def image_name(path: str | None, place: Row) -> str:
 
 
 def parquet_columns(path: str) -> Columns:
-    """Return the columns of a Parquet file: of a struct with bytes, and label or a ClassLabel.
+    """Find the image column, a struct with bytes, and the column label or the only ClassLabel.
 
-    Raises UserError if there is no such column or several.
+    Raises UserError unless there is exactly one of each.
     """
     from pyarrow import parquet, types
 
@@ -77,17 +77,17 @@ def parquet_columns(path: str) -> Columns:
         labels = [name for name in features if features[name].get("_type") == "ClassLabel"]
     if len(images) != 1 or len(labels) != 1:
         names = ", ".join(schema.names)
-        wrong = f"has the columns {names}, not one of images and one of labels"
-        raise UserError(path, wrong, "write files with columns image and label")
+        wrong = f"has the columns {names}; expected one with images and one with labels"
+        raise UserError(path, wrong, "name the columns image and label")
     label = labels[0]
     return Columns(images[0], label, features.get(label, {}).get("names", []))
 
 
-_row_groups = Lock()  # one thread reads a row group, the others find it in the cache
+_row_groups = Lock()  # one thread reads a row group, other threads find it in the cache
 
 
 def read_row(place: Row) -> bytes:
-    """Return the image in a row of a Parquet file. Raises OSError if there is none."""
+    """Return the image in a row of a Parquet file. Raises OSError if the row has none."""
     with _row_groups:
         image = row_group(place.file, place.group)[place.number].as_py()
     if not image or not image["bytes"]:

@@ -1,4 +1,4 @@
-"""log.observers: what they are told, what they add, and that none of them stops a run."""
+"""log.observers: their calls, the values they add, and failures, which do not stop a run."""
 
 import logging
 import re
@@ -61,7 +61,7 @@ def observed(root: Path, folder: Path, parameters: str = "{}") -> dict[str, Any]
     return run(root, folder, f"log.observers=[{entry}]", *SHORT)
 
 
-def test_what_an_observer_is_told(image_root, tmp_path):
+def test_observer_calls_and_results(image_root, tmp_path):
     summary = observed(image_root, tmp_path)
     steps = [("begin", 0), ("end", 1), ("begin", 1), ("logged", 1, "train", None), ("end", 2)]
     assert sorted(CALLS[1:6], key=steps.index) == steps
@@ -71,12 +71,12 @@ def test_what_an_observer_is_told(image_root, tmp_path):
     assert summary["of the observer"] == 2
     assert rows(tmp_path, "val")[0]["own"] == 2.5
     assert summary["verdict"] == []  # less than 3 s of steps
-    assert Recorder.newest() is None  # it has the run, whose memory is free for the next one
+    assert Recorder.newest() is None  # its run can be freed for the next one
 
 
 @pytest.mark.parametrize("event", ["made", "begin", "end", "logged", "validated", "finish"])
-def test_one_that_fails_is_one_warning(event, image_root, tmp_path, caplog):
-    """It is not called again; another one goes on."""
+def test_observer_failure_is_one_warning(event, image_root, tmp_path, caplog):
+    """It is not called again; other observers continue."""
     assert observed(image_root, tmp_path, f"{{fails: {event}}}")["status"] == "finished"
     assert CALLS[-1][0] == event
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
@@ -84,8 +84,8 @@ def test_one_that_fails_is_one_warning(event, image_root, tmp_path, caplog):
     assert f"Recorder: ModuleNotFoundError: {text}" in warning
 
 
-def test_a_mistake_ends_the_run_before_its_first_step(image_root, tmp_path, caplog):
-    """One of a method would end rank 0 alone, and the other ranks would wait: it is a warning."""
+def test_observer_user_error_ends_run_only_at_creation(image_root, tmp_path, caplog):
+    """In a method, it is a warning, because only rank 0 would end, and other ranks would wait."""
     with pytest.raises(UserError, match=r"^log.observers: not on a Sunday$"):
         observed(image_root, tmp_path / "run", "{refuses: made}")
     assert CALLS == [("made",)]
@@ -96,7 +96,7 @@ def test_a_mistake_ends_the_run_before_its_first_step(image_root, tmp_path, capl
     assert not warning.exc_info
 
 
-def test_the_header_is_repeated_after_rows_of_this_start(image_root, tmp_path, monkeypatch, capsys):
+def test_runlog_repeats_header_in_each_start(image_root, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("engine.log.runlog.HEADER_ROWS", 4)
     for steps in (5, 10):
         options = ["loader.workers=0", "log.every_steps=1", "train.epochs=9"]
@@ -106,10 +106,8 @@ def test_the_header_is_repeated_after_rows_of_this_start(image_root, tmp_path, m
         assert re.sub(r"\S+/9", "row", table) == "epoch row row row epoch row row "
 
 
-def test_an_epoch_with_the_same_bottleneck_prints_no_verdict(
-    image_root, tmp_path, monkeypatch, capsys
-):
-    # Five epochs, and the run: its verdict is printed after the last epoch.
+def test_runlog_prints_verdict_only_if_changed(image_root, tmp_path, monkeypatch, capsys):
+    # Five epochs and the run itself, whose verdict is printed after the last epoch.
     verdicts = iter([["a: 1."], ["a: 2."], [], ["b: 3."], ["c: 4."], ["c: 5."]])
     monkeypatch.setattr("engine.log.runlog.verdict_of", lambda *_: next(verdicts))
     run(image_root, tmp_path / "run", "train.epochs=5")

@@ -1,4 +1,4 @@
-"""Metrics of the GPU and of memory: a missing source is one line and never an error."""
+"""GPU and memory metrics. A missing source is reported in one line and is never an error."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from engine.log.telemetry import GIB, GpuMonitor, memory_figures
 from tests.helpers.processes import needs_linux
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-UUIDS = ["12-34", "56-78"]  # of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order
+UUIDS = ["12-34", "56-78"]  # GPUs in CUDA_VISIBLE_DEVICES, in its order
 ANSWERS: dict[str, Any] = {
     "nvmlInit": None,
     "nvmlDeviceGetHandleByUUID": "gpu",
@@ -28,7 +28,7 @@ ANSWERS: dict[str, Any] = {
 
 
 def nvml_with(**effects: Any) -> Mock:
-    """Replace NVML and the driver. An effect is an error, or a function of the arguments."""
+    """Replace NVML and the driver. An effect is an error or a function of the arguments."""
     nvml = Mock(spec=[*ANSWERS])
     for name, answer in ANSWERS.items():
         nvml.attach_mock(Mock(return_value=answer, side_effect=effects.get(name)), name)
@@ -45,12 +45,12 @@ def install(nvml: Mock, monkeypatch: pytest.MonkeyPatch) -> Mock:
 @pytest.mark.parametrize(
     ("nvml", "warning"),
     [
-        (None, "pip install nvidia-ml-py"),  # like a missing package
+        (None, "pip install nvidia-ml-py"),  # simulates a missing package
         (nvml_with(nvmlInit=OSError("Driver Not Loaded")), "Driver Not Loaded"),
         (nvml_with(nvmlDeviceGetHandleByUUID=OSError("Not Found")), "Not Found"),
     ],
 )
-def test_without_nvml(nvml, warning, monkeypatch, caplog):
+def test_gpu_monitor_without_nvml(nvml, warning, monkeypatch, caplog):
     install(nvml, monkeypatch)
     monitor = GpuMonitor(CUDA)
     assert (monitor.sample(), monitor.throttled) == ({}, False)
@@ -58,7 +58,7 @@ def test_without_nvml(nvml, warning, monkeypatch, caplog):
     assert warning in message
 
 
-def test_the_gpu_is_found_by_its_uuid(monkeypatch):
+def test_gpu_monitor_finds_gpu_by_uuid(monkeypatch):
     """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 cuda:1 in torch; NVML ignores the variable."""
     known = {f"GPU-{UUIDS[1]}".encode(): "gpu"}
     install(nvml_with(nvmlDeviceGetHandleByUUID=known.__getitem__), monkeypatch)
@@ -69,11 +69,11 @@ def test_the_gpu_is_found_by_its_uuid(monkeypatch):
     ("mask", "reduced", "throttled"),
     [  # none, idle, set by a user
         *((mask, 0.0, False) for mask in (0x000, 0x001, 0x002, 0x102)),
-        (0x004, 1.0, False),  # the power limit
+        (0x004, 1.0, False),  # power limit
         *((mask, 1.0, True) for mask in (0x024, 0x068, 0x008, 0x010, 0x040, 0x080)),
     ],
 )
-def test_reduced_clocks(mask, reduced, throttled, monkeypatch):
+def test_gpu_monitor_throttling(mask, reduced, throttled, monkeypatch):
     query = {"nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: mask}
     install(nvml_with(**query), monkeypatch)
     monitor = GpuMonitor(CUDA)
@@ -81,15 +81,15 @@ def test_reduced_clocks(mask, reduced, throttled, monkeypatch):
     assert monitor.throttled == throttled
 
 
-def test_what_a_gpu_does_not_support_is_left_out(monkeypatch):
+def test_gpu_monitor_skips_unsupported_metrics(monkeypatch):
     refused = dict.fromkeys(["nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperature"], OSError("no"))
     install(nvml_with(**refused), monkeypatch)
     found = {"gpu/utilization": 90, "gpu/sm_clock_mhz": 1980, "gpu/throttled_fraction": 0.0}
     assert GpuMonitor(CUDA).sample() == found
 
 
-def test_memory_of_processes():
-    """The memory of a worker that has died is not known."""
+def test_memory_figures_of_processes():
+    """The memory of a dead worker is unknown."""
     needs_linux()
     before = memory_figures([], CPU)
     held = np.ones(128 << 20, np.uint8)
@@ -101,7 +101,7 @@ def test_memory_of_processes():
 
 
 @pytest.mark.gpu
-def test_nvml(caplog):
+def test_gpu_monitor_with_nvml(caplog):
     pytest.importorskip("pynvml")
     with caplog.at_level(logging.INFO):
         found = GpuMonitor(CUDA).sample()
@@ -112,14 +112,14 @@ def test_nvml(caplog):
 
 
 @pytest.mark.gpu
-def test_the_allocator():
-    """Reading its counters does not wait for the GPU."""
-    tensor = torch.ones(2**28, device="cuda").add_(1)  # 1 GiB; the first add_ waits for the GPU
+def test_memory_figures_of_cuda_allocator():
+    """Reading the allocator's counters does not synchronize."""
+    tensor = torch.ones(2**28, device="cuda").add_(1)  # 1 GiB; the first add_ synchronizes
     figures = memory_figures([], CUDA)
     assert 1 <= figures["memory/allocated_gib"] <= figures["memory/reserved_gib"]
     done = torch.cuda.Event()
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # clock cycles: a second
+    torch.cuda._sleep(2_000_000_000)  # clock cycles; about a second
     tensor.add_(1)
     done.record()
     memory_figures([], CUDA)

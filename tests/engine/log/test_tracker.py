@@ -1,4 +1,4 @@
-"""metrics.jsonl, JSON files and TensorBoard, also after restarts and failures to write."""
+"""metrics.jsonl, JSON files and TensorBoard, including restarts and write failures."""
 
 import io
 import json
@@ -32,7 +32,7 @@ NOISE = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
 
 
 def train_row(step: int, loss: float = 1.0) -> dict[str, Any]:
-    """A row of the training steps, as `RunLog` makes it."""
+    """Return a row of training steps as `RunLog` creates it."""
     row = {"step": step, "epoch": step / 10, "split": "train", "loss": loss, "top1": 50, "lr": 0.1}
     times = {"copy_ms": 1.5, "step_ms": 20.0, "seconds_left": 3723.0, "data_wait_fraction": 0.25}
     return {**row, **times, "images_per_second": 1234.5678, "workers": 5, **FIGURES}
@@ -52,7 +52,7 @@ def at(step: int, validated: int = 0) -> Any:
 
 
 def start(folder: Path, start_step: int, steps: list[int], loss: float = 1) -> None:
-    """One start of a run: a log row at each of the steps, a validation at every 20th step."""
+    """Simulate a startup that logs each of the steps and validates after every 20th step."""
     with Tracker(folder, CONFIG, at(start_step)) as tracker:
         if start_step == 0:
             tracker.write_images(drawn("train/images"), 0)
@@ -73,8 +73,8 @@ def curve(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
     return [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
 
 
-def test_after_restarts(tmp_path):
-    """The rows and values of later steps are dropped: no step has two."""
+def test_tracker_drops_later_rows_on_restart(tmp_path):
+    """Rows and values of later steps are dropped, so no step has two."""
     start(tmp_path, 0, [10, 20, 30, 40, 50], loss=1)
     start(tmp_path, 30, [40, 50, 60], loss=2)
     start(tmp_path, 50, [60, 70, 80], loss=3)
@@ -90,7 +90,7 @@ def test_after_restarts(tmp_path):
     assert curve(curves(tmp_path), "train/loss") == [(10, 4), (20, 4)]
 
 
-def test_lines_that_are_no_rows_are_dropped(tmp_path):
+def test_tracker_drops_invalid_lines(tmp_path):
     start(tmp_path, 0, [10, 20])
     complete = (tmp_path / "metrics.jsonl").read_bytes()
     line = complete.splitlines()[0]
@@ -101,15 +101,15 @@ def test_lines_that_are_no_rows_are_dropped(tmp_path):
         assert column(tmp_path, "train", "step") == [10, 20, 30]
         assert column(tmp_path, "val", "step") == [20]
     (tmp_path / "metrics.jsonl").rename(tmp_path / "outside")
-    (tmp_path / "metrics.jsonl").symlink_to("outside")  # in a stranger's run; it is not followed
-    Tracker(tmp_path, SILENT, at(20)).close()  # it repeats a validation that was interrupted
+    (tmp_path / "metrics.jsonl").symlink_to("outside")  # foreign link; not followed
+    Tracker(tmp_path, SILENT, at(20)).close()  # a validation was interrupted
     assert len((tmp_path / "outside").read_text().splitlines()) == 4
     assert column(tmp_path, "train", "step") == [10, 20]
     assert not rows(tmp_path, "val")
 
 
-def test_tags_and_values(tmp_path):
-    """One more value of `train_step` has a curve."""
+def test_tracker_writes_tags_and_values(tmp_path):
+    """An additional value from `train_step` gets a curve."""
     with Tracker(tmp_path, CONFIG, at(0)) as tracker:
         tracker.write_row({**train_row(20), "grad_norm": 1.23456789})
         tracker.write_row({**val_row(20), "ece": 0.25})
@@ -131,8 +131,8 @@ def test_tags_and_values(tmp_path):
 
 
 @pytest.mark.parametrize("broken", ["metrics.jsonl", "TensorBoard", "per_class.json"])
-def test_output_that_cannot_be_written(tmp_path, broken, caplog, monkeypatch):
-    """One warning. A folder instead of a file: this also stops root."""
+def test_tracker_warns_once_about_unwritable_output(tmp_path, broken, caplog, monkeypatch):
+    """There is one warning. A directory in place of a file also blocks writes by root."""
     if broken == "TensorBoard":
         full = Mock(side_effect=OSError("No space left on device"))
         monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)

@@ -1,4 +1,4 @@
-"""Sentences for figures of a run, and remedies; tests/repository/equal has the causes of more."""
+"""Sentences for the times of a run, and remedies. tests/repository/equal has more causes."""
 
 import re
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 
 from conf.compose import from_overrides
 from conf.schema import NAMES
-from engine.log.verdict import REMEDIES, Setup, judge, remedy_for, verdict_of
+from engine.log.verdict import REMEDIES, remedy_for, verdict_of
 from pipeline.feed.step_times import StepTimes
 from tests.pipeline.loaders import opened
 
@@ -16,21 +16,39 @@ STEP: dict[str, Any] = {"steps": 1, "seconds": 256 / 6600, "images_per_second": 
 STEP |= {"data_wait_fraction": 0.004, "late_fraction": 0.001, "compute_fraction": 0.995}
 STEP |= {"copy_fraction": 0.03, "copy_ms": 1.2, "image_cpu_ms": 1.8, "image_cpu_wait_ms": 0.1}
 RUNS_WELL = StepTimes(**STEP)
-GPU = Setup(on_gpu=True, workers=15, step_images_per_second=6700)
-NOT_ALONE = GPU._replace(step_images_per_second=0)
 WAITS = {"data_wait_fraction": 0.38, "compute_fraction": 0.619, "images_per_second": 4150}
 WAITS |= {"image_cpu_ms": 3.6}
 HOT = {"throttled_fraction": 0.125}
 
 
+def feed_of(*typed: str, cuda: bool = True, step_rate: float = 0.0, kilobytes: int = 10) -> Any:
+    """Return the part of a feed that the verdict reads, with 15 workers."""
+    config = from_overrides(["data=fake", "data.image_size=32", *typed])
+    stage = SimpleNamespace(device_decodes=False)
+    images = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes, stage=stage)
+    return SimpleNamespace(
+        config=config,
+        datasets=SimpleNamespace(train=images),
+        train=SimpleNamespace(cuda=cuda),
+        pool=SimpleNamespace(active=15),
+        num_cores=4,
+        decode_mode="cpu",
+        step_rate=step_rate,
+    )
+
+
+GPU = feed_of(step_rate=6700)
+NOT_ALONE = feed_of()
+
+
 def ranks_of(*changes: dict[str, Any]) -> list[StepTimes]:
-    """Ranks with steps of 100 ms, and 1,000 images/s of all of them."""
+    """Return ranks with steps of 100 ms and 1,000 images/s in total."""
     steps = {"images_per_second": 1000 / len(changes), "seconds": 0.1}
     return [RUNS_WELL._replace(**{**steps, **change}) for change in changes]
 
 
-# The times of each rank, and what the verdict says, in parts.
-SAYS: list[tuple[list[StepTimes], Setup, str]] = [
+# Times per rank, and parts of the verdict's sentence.
+SAYS: list[tuple[list[StepTimes], Any, str]] = [
     (
         [RUNS_WELL._replace(**HOT)],
         GPU,
@@ -40,20 +58,20 @@ SAYS: list[tuple[list[StepTimes], Setup, str]] = [
         [RUNS_WELL._replace(**WAITS)],
         GPU,
         "input-bound by decode and augmentation: ... waited 38.0% ... img/s and got 4,150 ... with "
-        "15 workers, an image takes 3.6 ms to compute, 0.0 ms of waiting for storage and 0.1 ms",
+        "15 workers, an image takes 3.6 ms of computing, 0.0 ms of waiting for storage and 0.1 ms",
     ),
     (
         [RUNS_WELL._replace(idle_steps_fraction=0.9)],
-        GPU._replace(graph_refused="two shapes"),
-        "launch-bound: ... before 90% of the steps ... the step is not one CUDA graph: two shapes.",
+        GPU,
+        "launch-bound: ... before 90% of the steps ... step is not one CUDA graph (two shapes).",
     ),
     (
         [RUNS_WELL._replace(cpu_wait_fraction=0.4)],
-        NOT_ALONE._replace(on_gpu=False),
+        feed_of(cuda=False),
         "core-bound: ... rank 0 waited 40% of the time for a core",
     ),
-    (ranks_of({}, HOT), NOT_ALONE, "compute-bound: ... a GPU has lowered its clock 12% of the"),
-    # The rank that the others wait for is judged.
+    (ranks_of({}, HOT), NOT_ALONE, "compute-bound: ... a GPU lowered its clock 12% of the"),
+    # The verdict is about the rank that the other ranks wait for.
     (
         ranks_of(
             {"image_cpu_ms": 9.0},
@@ -64,21 +82,22 @@ SAYS: list[tuple[list[StepTimes], Setup, str]] = [
     ),
     (
         ranks_of(*[{}] * 4),
-        GPU._replace(step_images_per_second=300),
-        "process 1,004 img/s ... it processed 1,200 alone",
+        feed_of(step_rate=300),
+        "process 1,004 img/s ... it processed 1,200 without the loader",
     ),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "setup", "says"), SAYS)
-def test_sentences(ranks, setup, says):
+@pytest.mark.parametrize(("ranks", "feed", "says"), SAYS)
+def test_judge_sentences(ranks, feed, says):
+    reason = "two shapes" if "two shapes" in says else ""
     for order in (ranks, ranks[::-1]):
-        text = judge(order, setup)
+        text = verdict_of(order, 0.0, feed, reason)[0]
         assert all(part in text for part in says.split(" ... ")), text
 
 
-def test_a_short_time_has_no_verdict(image_root):
-    """It needs 20 s of each rank."""
+def test_verdict_of_requires_20_seconds(image_root):
+    """It needs 20 s on each rank."""
     short, long = (RUNS_WELL._replace(seconds=seconds) for seconds in (19.9, 20.0))
     with opened(image_root, workers=0) as feed:
         assert verdict_of([StepTimes()], 20.0, feed, "") == []
@@ -96,19 +115,16 @@ RE_ENCODE = "re-encode the images: python scripts/prepare.py SOURCE --to DIR --s
     ("overrides", "kilobytes", "cause", "expected"),
     [
         ([], 100, DECODE, RE_ENCODE),
-        (["loader.workers=4"], 10, DECODE, "use a machine with more CPU cores"),  # as auto
+        (["loader.workers=4"], 10, DECODE, "use a machine with more CPU cores"),  # same as auto
         (["loader.workers=3"], 100, DECODE, AUTO),
         ([], 100, "compute-bound", None),
     ],
 )
-def test_the_remedy_for_this_run(overrides, kilobytes, cause, expected):
-    config = from_overrides(["data=fake", "data.image_size=32", *overrides])
-    train = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes)
-    feed = SimpleNamespace(config=config, datasets=SimpleNamespace(train=train), num_cores=4)
-    assert remedy_for(cause, feed) == expected
+def test_remedy_for_run(overrides, kilobytes, cause, expected):
+    assert remedy_for(cause, feed_of(*overrides, kilobytes=kilobytes)) == expected
 
 
-def test_what_remedies_say_to_give_can_be_given():
+def test_remedies_name_valid_overrides():
     texts = " ".join([*REMEDIES.values(), AUTO, RE_ENCODE])
     assert {*re.findall(r"[a-z]+\.[a-z_]+", texts)} - {"prepare.py"} <= {*NAMES}
     from_overrides(["data=fake", *re.findall(r"[a-z]+\.[a-z]+=[a-z]+", texts)])

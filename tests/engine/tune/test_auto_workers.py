@@ -1,4 +1,4 @@
-"""loader.workers=auto changes no result; measured on a CPU, which train.py does not do."""
+"""loader.workers=auto does not change the result. Benchmarked on a CPU, unlike in train.py."""
 
 import sys
 
@@ -17,23 +17,23 @@ AUTO = "loader.workers=auto"
 
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure as on a GPU."""
+    """Benchmark as on a GPU."""
     measure_on_cpu(monkeypatch.setattr)
 
 
 def tuning(capfd: pytest.CaptureFixture[str]) -> list[str]:
-    """Return the lines about the measurement."""
+    """Return the lines about autotuning."""
     lines = capfd.readouterr().out.splitlines()
     return [line.removeprefix("autotune  ") for line in lines if line.startswith("autotune")]
 
 
-def test_other_workers_do_not_change_the_result(image_root, tmp_path, monkeypatch, capfd):
-    """A measurement leaves no trace, also after a stop and a resume."""
+def test_auto_workers_do_not_change_result(image_root, tmp_path, monkeypatch, capfd):
+    """Benchmarking leaves no trace, even after stopping and resuming."""
     monkeypatch.setattr(tune, "workers_for", lambda *_: 2)
     small_run.run(image_root, tmp_path / "1", *FAKE)
     assert not tuning(capfd)
     small_run.run(image_root, tmp_path / "auto", *FAKE, AUTO, "train.max_steps=24")
-    assert len(tuning(capfd)) == 3  # the step, the workers, what is chosen
+    assert len(tuning(capfd)) == 3  # step, workers, choice
     small_run.run(image_root, tmp_path / "auto", *FAKE, AUTO)
     assert tuning(capfd)
     assert {*column(tmp_path / "auto", "train", "workers")} == {2}
@@ -41,7 +41,7 @@ def test_other_workers_do_not_change_the_result(image_root, tmp_path, monkeypatc
     assert rows(tmp_path / "auto", "val") == rows(tmp_path / "1", "val")
 
 
-def test_few_steps_are_not_worth_a_measurement(image_root, tmp_path, capfd):
+def test_auto_workers_not_measured_for_few_steps(image_root, tmp_path, capfd):
     small_run.run(image_root, tmp_path / "run", AUTO, "train.max_steps=1")
     assert not tuning(capfd)
     assert column(tmp_path / "run", "train", "workers") == [1]
@@ -62,14 +62,14 @@ sys.exit(train.main(from_overrides(sys.argv[1:])))
 
 
 @pytest.mark.slow
-def test_ranks_measure_together(image_root, tmp_path, ranks):
-    """Rank 0 prints the answer, and the weights are those without a measurement."""
+def test_auto_workers_with_two_ranks(image_root, tmp_path, ranks):
+    """Rank 0 prints the result; weights are the same as without benchmarking."""
     script, hashes = tmp_path / "measures.py", []
     script.write_text(MEASURES)
     for workers in ("auto", "1"):
         options = [*FAKE, f"loader.workers={workers}", "train.ema_decay=0.9"]
         words = small_run.overrides_of(image_root, tmp_path / workers, *options)
         done = ranks.run([sys.executable, str(script), *words], 2)
-        assert done.stdout.count("the step takes ") == (workers == "auto")
+        assert done.stdout.count("the step processes ") == (workers == "auto")
         hashes.append(summary_of(tmp_path / workers)["params_sha256"])
     assert hashes[0] == hashes[1]

@@ -1,4 +1,4 @@
-"""Measuring on a CPU as on a GPU, with simulated cores."""
+"""Benchmark on a CPU as on a GPU, with simulated cores."""
 
 import math
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from typing import Any
 from engine import tune
 from pipeline.feed import feed, machine
 
-Patch = Callable[[object, str, Any], None]  # `setattr`, or that of a monkeypatch
-CORES = 2  # of which the training process keeps one
+Patch = Callable[[object, str, Any], None]  # `setattr`, or a monkeypatch's
+CORES = 2  # one is reserved for the training process
 
 
 def measure_on_cpu(patch: Patch) -> None:
-    """Measure on a CPU, for a short time."""
+    """Run benchmarks on a CPU, for a short time."""
     for module in (feed, tune):
         patch(module, "is_measured", lambda config, *_: config.loader.workers == "auto")
     patch(machine, "cores", lambda: CORES)

@@ -1,4 +1,4 @@
-"""The GPU path: the crops of the CPU path, and its pixels within a stated bound."""
+"""GPU decoding uses the same crops as the CPU; pixels differ within a given bound."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def transform(entries: list[Any]) -> Compose:
 
 
 def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
-    """What a row of the geometry stands for, uint8 [side, side, 3]."""
+    """Apply a row of the geometry to decoded pixels; return uint8 [side, side, 3]."""
     g = geometry
     left, top, right, bottom = row[g.CLIP_LEFT : g.CLIP_BOTTOM + 1].astype(int)
     x, y, scale_x, scale_y = row[g.SOURCE_LEFT : g.SCALE_Y + 1]
@@ -45,7 +45,7 @@ def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
 
 
 def file_of(size: tuple[int, int]) -> decode.Picture:
-    """A picture of a JPEG without content."""
+    """Return the picture of an empty JPEG file."""
     return decode.Picture(decode.JpegFile(b"", size, decode.decode_pillow))
 
 
@@ -57,7 +57,7 @@ def row_of(picture: decode.Picture) -> np.ndarray:
 
 @pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("seed", range(6))
-def test_drawn_geometry_is_that_of_the_cpu_path(entries, seed):
+def test_geometry_equals_cpu_path(entries, seed):
     image = np.asarray(draw_image("waves", np.random.default_rng(seed)))
     chain = transform(entries)
     drawn = chain(file_of((image.shape[1], image.shape[0])), sample_rng(1, 2, seed))
@@ -65,7 +65,7 @@ def test_drawn_geometry_is_that_of_the_cpu_path(entries, seed):
     np.testing.assert_array_equal(apply(row_of(drawn), image, 48), expected)
 
 
-def test_geometry_that_the_kernel_cannot_make():
+def test_write_geometry_rejects_unsupported():
     picture, row = file_of((100, 80)), np.zeros(geometry.COLUMNS)
     assert not write_geometry(picture.cropped((-1, 0, 40, 20)), row)
     assert not write_geometry(picture.resized((50, 50)).resized((20, 20)), row)
@@ -93,7 +93,7 @@ UNUSUAL: dict[str, bytes] = {
     "progressive": encoded(IMAGE, progressive=True),
     "truncated": PLAIN[:-200],
     "4:1:1": PLAIN.replace(b"\1\x22\0", b"\1\x41\0"),
-    "numbered R, G, B": PLAIN.replace(b"\1\x22\0\2\x11\1\3", b"R\x22\0G\x11\1B"),
+    "component IDs R, G, B": PLAIN.replace(b"\1\x22\0\2\x11\1\3", b"R\x22\0G\x11\1B"),
     "Adobe, RGB": with_segment(0xEE, ADOBE + b"\0"),
     "segment of length 0": with_segment(0xFE, b"", length=0),
     "short table": with_segment(0xDB, bytes(64)),
@@ -105,16 +105,16 @@ UNUSUAL: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("kind", [*USUAL, *UNUSUAL])
-def test_engines_get_only_usual_files(kind):
+def test_engines_support_only_usual_files(kind):
     data = (USUAL | UNUSUAL)[kind]
-    assert bool(decode.colour_size(data) and engines_support(data)) == (kind in USUAL)
+    assert bool(decode.color_size(data) and engines_support(data)) == (kind in USUAL)
 
 
-LATE_CYCLES = 200_000_000  # of the GPU's clock: about 0.1 s
+LATE_CYCLES = 200_000_000  # GPU clock cycles, about 0.1 s
 
 
 def grey_batch(level: int, side: int = 512) -> tuple[Any, ...]:
-    """Arguments of `GpuDecoder.make_batch` for two files of a size; `out` is the fourth."""
+    """Return `GpuDecoder.make_batch` arguments for two files of one size; `out` is the fourth."""
     data, zeros = encoded(Image.new("RGB", (side, side), (level, level, level))), torch.zeros
     rows = zeros(2, geometry.COLUMNS, dtype=torch.float64).pin_memory()
     for number, row in enumerate(rows.numpy()):
@@ -128,8 +128,8 @@ def grey_batch(level: int, side: int = 512) -> tuple[Any, ...]:
 
 
 @pytest.mark.gpu
-def test_engines_wait_for_kernels_that_use_the_memory(monkeypatch):
-    """They write when they are called, not when the stream gets there."""
+def test_gpu_decoder_waits_for_kernels_before_write(monkeypatch):
+    """They write when called, not when the stream reaches the call."""
     from extras.gpu_decode import crop_kernel
 
     gpu_decoder, crop = GpuDecoder(torch.device("cuda", 0), 2), crop_kernel.crop_resize
@@ -144,7 +144,7 @@ def test_engines_wait_for_kernels_that_use_the_memory(monkeypatch):
         freed = torch.zeros(1 << 24, dtype=torch.uint8, device="cuda")
         address = freed.data_ptr()
         assert freed.sum() == 0
-        gpu_decoder.make_batch(*grey_batch(250, 32))  # the kernels are loaded now
+        gpu_decoder.make_batch(*grey_batch(250, 32))  # loads the kernels
         torch.cuda._sleep(LATE_CYCLES)
         total = freed.sum()
         del freed
@@ -161,7 +161,7 @@ def test_engines_wait_for_kernels_that_use_the_memory(monkeypatch):
 
 
 def cropped(rows: np.ndarray, images: list[np.ndarray], device: torch.device) -> np.ndarray:
-    """The result of the kernel itself, uint8 [B, 48, 48, 3]."""
+    """Return the kernel's output, uint8 [B, 48, 48, 3]."""
     from extras.gpu_decode.crop_kernel import crop_resize
 
     on_device = [torch.from_numpy(image.copy()).to(device) for image in images]
@@ -176,10 +176,10 @@ def cropped(rows: np.ndarray, images: list[np.ndarray], device: torch.device) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
-def test_kernel_makes_the_pixels_of_the_cpu_path(entries):
-    """To one level, if both get the same pixels."""
+def test_crop_kernel_equals_cpu_path(entries):
+    """They differ by at most one level if both get the same pixels."""
     chain, count = transform(entries), 12
-    # Pixels of 0 and 255 only, where a bicubic filter overshoots most.
+    # Use only the levels 0 and 255, where a bicubic filter overshoots most.
     images = [*np.random.default_rng(0).choice(np.uint8([0, 255]), (count // 2, 90, 130, 3))]
     images += [np.asarray(draw_image("waves", np.random.default_rng(i))) for i in range(count // 2)]
     rows = np.zeros((count, geometry.COLUMNS))
@@ -194,7 +194,7 @@ def test_kernel_makes_the_pixels_of_the_cpu_path(entries):
 @pytest.mark.gpu
 @pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("mode", ["gpu", "hybrid"])
-def test_batches_agree_with_the_cpu_path(tmp_path, entries, mode):
+def test_gpu_decode_batches_close_to_cpu_path(tmp_path, entries, mode):
     """Engines and libjpeg differ in inverse DCT and chroma upsampling, most in synthetic images."""
     names = ["waves", "dots", "rings", "plaid"] * 6
     images = [draw_image(name, np.random.default_rng(i)) for i, name in enumerate(names)]
@@ -221,7 +221,7 @@ def test_batches_agree_with_the_cpu_path(tmp_path, entries, mode):
                 if abs(image - plain[place]["image"]).max() < 0.01:
                     by_workers += 1
                     continue
-                # From the whole image: the CPU path may scale while decoding.
+                # Decode the whole image, because the CPU path may scale while decoding.
                 whole = decode.Picture(decode.open_picture(plain.read(place), "pillow").pixels())
                 expected = plain.transform(whole, sample_rng(3, 0, place)).pixels().astype(float)
                 difference = abs(image - expected)

@@ -1,4 +1,4 @@
-"""The stage whose files the JPEG engines decode; without a GPU, Pillow stands in for them."""
+"""Device stage for the GPU's JPEG engines; without a GPU, Pillow replaces them."""
 
 import math
 from copy import copy
@@ -42,13 +42,13 @@ ENGINES = "data.on_device=[extras.gpu_decode:engines]", "loader.decoder=auto"
 
 
 class PillowEngines:
-    """Decodes as GpuDecoder, after random_resized_crop and horizontal_flip, as the CPU does."""
+    """Decode like GpuDecoder, and like the CPU for random_resized_crop and horizontal_flip."""
 
-    error: Exception | None = None  # of every batch with files
+    error: Exception | None = None  # raised for every batch with files
 
     def __init__(self, device: torch.device, batch_size: int) -> None:
         self.seconds_per_image = 0.0
-        self.files: list[int] = []  # their number in each batch
+        self.files: list[int] = []  # number of files per batch
 
     def make_batch(self, *given: Tensor) -> None:
         files, geometry, pixels, out, (scale, shift) = given
@@ -73,7 +73,7 @@ def _crop(files: np.ndarray, row: np.ndarray, size: int) -> np.ndarray:
 
 
 def with_engines(split: Path, mode: str, share: float) -> FolderDataset:
-    """A dataset whose stage sends this share of the images to the engines."""
+    """Return a dataset whose stage sends the given fraction of images to the engines."""
     dataset = crops(split)
     stage = dataset.stage = JpegEngineStage(dataset)
     stage.set_decode_mode(mode)
@@ -87,8 +87,8 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_decode, "GpuDecoder", PillowEngines)
 
 
-def test_workers_decode_what_the_engines_cannot(changeable, monkeypatch):
-    """Other kinds of files, large ones, and those to be turned; the engines get the next ones."""
+def test_engine_stage_workers_decode_unsupported(changeable, monkeypatch):
+    """Workers decode other formats, large files and rotated images; engines get the rest."""
     plain = crops(changeable)
     plain.exif_orientation = True
     paths = [Path(plain.name(index)) for index in range(8)]
@@ -98,7 +98,7 @@ def test_workers_decode_what_the_engines_cannot(changeable, monkeypatch):
     for path, data in zip(paths, [*contents, encoded(image, exif=exif(6)), large], strict=False):
         path.write_bytes(data)
     assert JpegEngineStage(plain).room == max(MIN_ROOM, int(ROOM * plain.mean_bytes()))
-    monkeypatch.setattr(gpu_decode, "MIN_ROOM", 1 << 14)  # that of all rows is not enough
+    monkeypatch.setattr(gpu_decode, "MIN_ROOM", 1 << 14)  # too small for all rows
     monkeypatch.setattr(gpu_decode, "ROOM", 0)
     dataset = with_engines(changeable, "hybrid", 0.5)
     dataset.exif_orientation = True
@@ -121,12 +121,12 @@ def test_workers_decode_what_the_engines_cannot(changeable, monkeypatch):
         (3e-3, math.inf, gpu_decode.MAX_SHARE),
     ],
 )
-def test_engines_take_the_smallest_share_that_is_enough(image_root, sent, demand, share):
-    """Two workers decode 1,000 images/s, the engines 3,000; a worker takes `sent` for a file."""
+def test_engine_stage_takes_smallest_fraction(image_root, sent, demand, share):
+    """Two workers decode 1,000 images/s, the engines 3,000; a worker takes `sent` per file."""
     stage = JpegEngineStage(crops(image_root / "train"))
     shared = stage.shared.array
     stage.set_decode_mode("hybrid", workers=2, demand=demand)
-    assert shared[gpu_decode.SHARE] == gpu_decode.FIRST_SHARE  # until the rates are known
+    assert shared[gpu_decode.SHARE] == gpu_decode.FIRST_SHARE  # rates are unknown
     stage.engine_seconds = 1 / 3000
     stage.seconds.array[:] = sent, 2e-3
     for mode, expected in (("hybrid", share), ("gpu", 1), ("cpu", 0), ("hybrid", share)):
@@ -134,23 +134,23 @@ def test_engines_take_the_smallest_share_that_is_enough(image_root, sent, demand
         assert shared[gpu_decode.SHARE] == pytest.approx(expected)
 
 
-def test_a_share_that_splits_no_task_exactly(image_root):
-    """31 of 32 files are 7.75 of eight: the engines get all in three of four tasks."""
+def test_engine_stage_fraction_between_task_sizes(image_root):
+    """31 of 32 files are 7.75 of eight, so the engines get all files in three of four tasks."""
     dataset = with_engines(image_root / "train", "hybrid", 31 / 32)
     with open_loader(dataset, workers=1) as loader:
         loader.samples = lambda step: np.array([(0, index) for index in range(8)])
         files = [(batch.fields[GEOMETRY][:, g.LENGTH] > 0).sum() for batch in loader.batches(0, 4)]
         assert files == [7, 8, 8, 8]
     assert isinstance(dataset.stage, JpegEngineStage)
-    assert (dataset.stage.seconds.array > 0).all()  # of both kinds
+    assert (dataset.stage.seconds.array > 0).all()  # both kinds
 
 
 @pytest.mark.usefixtures("pillow")
 @pytest.mark.parametrize("batch", ["[]", "[mixup]"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_mode_makes_the_batches_of_the_cpu(image_root, workers, batch, monkeypatch):
-    """Bit for bit, with every transform of a batch; the CPU decodes all validation images."""
-    # The share of the engines would follow from what a busy machine measures.
+def test_engine_stage_modes_equal_cpu_batches(image_root, workers, batch, monkeypatch):
+    """Bitwise identical with every batch transform; the CPU decodes all validation images."""
+    # Rates measured on a busy machine would otherwise change the engines' fraction.
     monkeypatch.setattr(JpegEngineStage, "_balance", lambda stage: None)
     options = {"workers": workers, "dtype": torch.bfloat16}
     overrides = f"augment.batch={batch}", "data.image_size=48"
@@ -176,14 +176,14 @@ GREY: Any = {"v2.RandomGrayscale": {"p": 0.5}}
 
 
 def listed(*entries: Any, kind: Any = Files) -> Any:
-    """A list of files that are not there, with these transforms."""
+    """Return a list of missing files with the given transforms."""
     found = kind(9)
     found.transform = Compose(build_by_name(entries, TRANSFORMS, key="augment.train"), 24)
     return found
 
 
 class Edges(Files):
-    """Makes the images itself."""
+    """Creates the images itself."""
 
     def load(self, index: int, rng: Any) -> dict[str, Any]:
         sample = super().load(index, rng)
@@ -207,7 +207,7 @@ def extended(dataset: Any, *overrides: str, device: torch.device = CUDA) -> Any:
         (listed(CROP, kind=Edges), "the dataset makes the images itself"),
     ],
 )
-def test_datasets_that_leave_nothing_to_the_engines(caplog, dataset, reason):
+def test_engines_not_used_for_unsupported_datasets(caplog, dataset, reason):
     caplog.set_level("INFO")
     assert isinstance(extended(dataset), JpegEngineStage) == (not reason)
     if isinstance(dataset, FolderDataset):
@@ -217,7 +217,7 @@ def test_datasets_that_leave_nothing_to_the_engines(caplog, dataset, reason):
             extended(dataset, f"loader.decoder={mode}")
 
 
-def test_machines_and_keys_that_exclude_the_engines(monkeypatch, caplog):
+def test_engines_not_used_for_machines_and_keys(monkeypatch, caplog):
     caplog.set_level("INFO")
     dataset = listed(CROP)
     plain = dataset.stage
@@ -237,8 +237,8 @@ def test_machines_and_keys_that_exclude_the_engines(monkeypatch, caplog):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["cpu", "gpu"])
-def test_images_that_a_gpu_decodes_get_their_operations(image_root, mode):
-    """Those that follow from the levels of the same images without operations."""
+def test_engine_stage_with_drawn_operations(image_root, mode):
+    """They are applied to the same levels as in images without operations."""
     drawn = pytest.importorskip("extras.rand_augment.on_gpu")
     crop = "{random_resized_crop: {size: 48}}, horizontal_flip"
     rand = rf"[{crop}, {{extras.rand_augment\:RandAugment: {{magnitude: 17}}}}]"
@@ -266,8 +266,8 @@ def test_images_that_a_gpu_decodes_get_their_operations(image_root, mode):
 
 @pytest.mark.usefixtures("pillow")
 @pytest.mark.parametrize("error", [JpegEngineError("status 6"), torch.OutOfMemoryError("large")])
-def test_the_cpu_decodes_what_the_engines_refuse(error, image_root, monkeypatch):
-    """Bit for bit, in the training process."""
+def test_engine_stage_falls_back_to_cpu(error, image_root, monkeypatch):
+    """Images are bitwise identical and decoded in the training process."""
     with opened(image_root, "data.image_size=48") as plain:
         expected = training(plain)
     monkeypatch.setattr(PillowEngines, "error", error)
@@ -276,8 +276,8 @@ def test_the_cpu_decodes_what_the_engines_refuse(error, image_root, monkeypatch)
 
 
 @pytest.mark.usefixtures("pillow", "toy_runs")
-def test_two_workers_send_files_on_two_cores(image_root, tmp_path, monkeypatch, capfd):
-    """One would supply 5,700 images/s on a host on which two supply 6,200 (H200)."""
+def test_auto_workers_hybrid_uses_two_workers(image_root, tmp_path, monkeypatch, capfd):
+    """One would supply 5,700 images/s on an H200 host where two supply 6,200."""
     measure_on_cpu(monkeypatch.setattr)
     monkeypatch.setattr("engine.tune.Tuner.choose_mode", lambda *_: "hybrid")
     small_run.run(image_root, tmp_path / "run", "loader.workers=auto", "augment=imagenet")
@@ -285,11 +285,11 @@ def test_two_workers_send_files_on_two_cores(image_root, tmp_path, monkeypatch, 
 
 
 @pytest.mark.usefixtures("pillow", "toy_runs", "own_logging")
-def test_engines_that_fail_are_not_used(image_root, tmp_path, monkeypatch, caplog):
-    """The weights are those of the CPU, which loader.workers=auto takes."""
+def test_auto_workers_skips_failing_engines(image_root, tmp_path, monkeypatch, caplog):
+    """The weights equal those of the CPU mode, which loader.workers=auto selects."""
     auto = "loader.workers=auto", "augment=imagenet"
     measure_on_cpu(monkeypatch.setattr)
-    monkeypatch.setattr("engine.tune.ENOUGH_ON_CPU", math.inf)  # the second mode is measured, too
+    monkeypatch.setattr("engine.tune.ENOUGH_ON_CPU", math.inf)  # also benchmarks the second mode
     monkeypatch.setattr(PillowEngines, "error", RuntimeError("there is no C compiler"))
     summary = small_run.run(image_root, tmp_path / "run", *auto)
     stored = checkpoint.load(tmp_path / "run" / "checkpoints" / "step-00000009.pt")

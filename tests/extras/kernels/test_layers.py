@@ -1,4 +1,4 @@
-"""The rewritten layers compute the same as the plain ones, and replace only layers that fit."""
+"""Rewritten layers compute the same as plain ones and replace only matching layers."""
 
 import copy
 from collections import Counter
@@ -25,7 +25,7 @@ from tests.models.test_vit import short_vit
 
 
 def pair(dtype: torch.dtype, device: str = "cpu") -> tuple[nn.Module, nn.Module]:
-    """ResNet-18 with random weights and statistics, plain and rewritten."""
+    """Return ResNet-18 with random weights and statistics, plain and rewritten."""
     torch.manual_seed(0)
     plain = models.build("resnet18", num_classes=10, image_size=64).to(dtype)
     for module in plain.modules():
@@ -46,8 +46,8 @@ def gradient(tensor: Tensor) -> Tensor:
     return tensor.grad.clone()
 
 
-def test_layers_of_a_resnet_are_replaced_once():
-    """The parameters remain the same objects: an optimiser that was created before is valid."""
+def test_rewrite_replaces_resnet_layers_once():
+    """The parameters remain the same objects, so an existing optimizer stays valid."""
     model = models.build("resnet18", num_classes=10, image_size=64)
     before, decayed = [*model.parameters(), *model.buffers()], linear_weights(model)
     for _ in range(2):
@@ -59,8 +59,8 @@ def test_layers_of_a_resnet_are_replaced_once():
 
 
 @pytest.mark.parametrize("size", [64, pytest.param(65, marks=pytest.mark.slow)])
-def test_rewritten_resnet_computes_the_same(size):
-    """float64, except the float32 sums of the statistics: an error of 2**-24 in each layer."""
+def test_rewrite_resnet_equals_plain(size):
+    """In float64 except for the statistics' float32 sums, whose error is 2**-24 per layer."""
     plain, rewritten = pair(torch.float64)
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(4, 3, size, size, generator=generator, dtype=torch.float64)
@@ -87,7 +87,7 @@ def pooling(**changes: Any) -> nn.MaxPool2d:
 
 
 def subclass(layer: nn.Module) -> nn.Module:
-    """Give a layer a class that may have a forward pass of its own."""
+    """Change a layer's class to one that may have a custom forward pass."""
     layer.__class__ = type(f"Other{type(layer).__name__}", (type(layer),), {})
     return layer
 
@@ -98,7 +98,7 @@ POOLINGS: dict[str, Any] = dict(kernel_size=2, stride=3, padding=0, dilation=2)
 POOLINGS |= dict(return_indices=True, ceil_mode=True)
 NORMS: dict[str, Any] = dict(track_running_stats=False, affine=False, momentum=None)
 WITHOUT_BIAS = nn.BatchNorm2d(6)
-WITHOUT_BIAS.bias = None  # as with the option `bias`, which torch 2.11 does not have
+WITHOUT_BIAS.bias = None  # like the option `bias`, which torch 2.11 lacks
 OTHERS = [
     *(stem(**{name: value}) for name, value in STEMS.items()),
     *(pooling(**{name: value}) for name, value in POOLINGS.items()),
@@ -110,19 +110,19 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("layer", OTHERS, ids=str)
-def test_other_layers_are_not_replaced(layer):
+def test_rewrite_keeps_other_layers(layer):
     assert type(exchanged(layer)) is type(layer)
 
 
 def exchanged(module: nn.Module) -> nn.Module:
-    """The faster version of a layer, with the same weights."""
+    """Return the faster version of a layer, with the same weights."""
     model = nn.Sequential(copy.deepcopy(module))
     rewrite(model, channels_last=True)
     return model[0]
 
 
 def gradients(module: nn.Module, *inputs: Tensor) -> list[Tensor]:
-    """Outputs and all gradients, for the same gradients of the outputs."""
+    """Return outputs and all gradients, for fixed gradients of the outputs."""
     module.zero_grad()
     leaves = [x.detach().clone(memory_format=torch.preserve_format) for x in inputs]
     found = module(*(leaf.requires_grad_() for leaf in leaves))
@@ -144,8 +144,8 @@ def check(layer: nn.Module, *inputs: Tensor, bound: float = 0) -> None:
     [(2, 3, 32, 32), (1, 3, 2, 2), (2, 3, 18, 46), (1, 3, 31, 32), (1, 3, 32, 31), (1, 3, 7, 7)],
 )
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_convolution_over_blocks_is_exact(shape, memory_format):
-    """Odd sides use the plain layer."""
+def test_block_conv_is_exact(shape, memory_format):
+    """Odd sizes use the plain layer."""
     torch.manual_seed(0)
     images = torch.randn(shape, dtype=torch.float64).to(memory_format=memory_format)
     check(stem().double(), images, bound=1e-12)
@@ -153,7 +153,7 @@ def test_convolution_over_blocks_is_exact(shape, memory_format):
 
 @pytest.fixture
 def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Deterministic cuDNN kernels, no TF32, and an empty compiler cache."""
+    """Use deterministic cuDNN kernels, no TF32, and an empty compiler cache."""
     for name, value in dict(deterministic=True, benchmark=False, allow_tf32=False).items():
         monkeypatch.setattr(torch.backends.cudnn, name, value)
     torch._dynamo.reset()
@@ -164,8 +164,8 @@ def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("repeatable")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_variance_of_values_far_from_zero(device, dtype):
-    """Mean 100, deviation 1: the sums are in float32, and shifted by one of the values."""
+def test_batch_norm_variance_far_from_zero(device, dtype):
+    """With mean 100 and deviation 1; the float32 sums are shifted by one of the values."""
     generator = torch.Generator(device).manual_seed(3)
     images = 100 + torch.randn(32, 64, 14, 14, generator=generator, device=device)
     images = images.to(dtype).to(memory_format=torch.channels_last)
@@ -175,28 +175,28 @@ def test_variance_of_values_far_from_zero(device, dtype):
         ours.compile(dynamic=False)
     found, expected = ours(images), exact(images.double())
     assert found.dtype == dtype
-    # with the rounding of bf16
+    # bf16 rounding
     torch.testing.assert_close(found.double(), expected, rtol=4e-3, atol=1e-3)
     for name in ("running_mean", "running_var"):
         buffers = ours.get_buffer(name).double(), exact.get_buffer(name)
         torch.testing.assert_close(*buffers, rtol=1e-4, atol=0)
 
 
-# Values to pool, from normally distributed ones.
+# Transforms of normally distributed values before pooling.
 VALUES = {
     "different": torch.clone,
-    "ties": torch.relu,  # half are zeros, and many windows contain only zeros
+    "ties": torch.relu,  # half are zeros; many windows contain only zeros
     "few": lambda images: (images * 2).round(),
     "nan": lambda images: torch.where(images > 1.28, torch.nan, images),  # one in ten
 }
 SHAPES = [(3, 5, 14, 22), (1, 1, 2, 2), (2, 100, 18, 2)]
-ODD_SHAPES = [(2, 8, 15, 16), (2, 8, 16, 15), (2, 8, 7, 7)]  # for which the plain layer is used
+ODD_SHAPES = [(2, 8, 15, 16), (2, 8, 16, 15), (2, 8, 7, 7)]  # use the plain layer
 
 
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_positions_of_the_maxima(values, shape):
-    """The forward pass needs no GPU. The first of equal values is selected, padding never."""
+def test_max_pool_positions(values, shape):
+    """The forward pass needs no GPU. It selects the first of equal values, never padding."""
     torch.manual_seed(0)
     images = VALUES[values](torch.randn(shape)).requires_grad_()
     pooled = _PlacedMaxPool.apply(images)
@@ -214,22 +214,22 @@ def test_positions_of_the_maxima(values, shape):
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("shape", [(8, 64, 112, 112), *SHAPES, *ODD_SHAPES])
 @pytest.mark.parametrize("values", VALUES)
-def test_pooling_has_the_bits_of_the_plain_layer(values, shape, memory_format, dtype):
-    """Both sum up to four gradients per pixel in float32, in the order of the windows."""
+def test_max_pool_is_bitwise_identical(values, shape, memory_format, dtype):
+    """Both sum up to four gradients per pixel in float32, in window order."""
     torch.manual_seed(0)
     images = VALUES[values](torch.randn(shape, device="cuda"))
     check(pooling(), images.to(dtype).to(memory_format=memory_format))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["one value for all", "transposed", "with gaps"])
-def test_pooling_takes_any_layout_of_the_gradient(layout):
+@pytest.mark.parametrize("layout", ["expanded scalar", "transposed", "strided"])
+def test_max_pool_gradient_layouts(layout):
     torch.manual_seed(0)
     images = torch.randn(2, 12, 8, 8, device="cuda").to(memory_format=torch.channels_last)
     grad = {
-        "one value for all": torch.ones((), device="cuda").expand(2, 12, 4, 4),
+        "expanded scalar": torch.ones((), device="cuda").expand(2, 12, 4, 4),
         "transposed": torch.randn(2, 12, 4, 4, device="cuda").transpose(2, 3),
-        "with gaps": torch.randn(2, 24, 4, 8, device="cuda")[:, ::2, :, ::2],
+        "strided": torch.randn(2, 24, 4, 8, device="cuda")[:, ::2, :, ::2],
     }[layout]
     found = []
     for module in (exchanged(pooling()), pooling()):
@@ -242,7 +242,7 @@ def test_pooling_takes_any_layout_of_the_gradient(layout):
 def train_two_steps(
     model: nn.Module, images: Tensor, *, compiled: bool = True
 ) -> tuple[list[float], Tensor]:
-    """Losses before and after a step of SGD, and the first gradients; in bf16 if not in float64."""
+    """Return losses around an SGD step, and the first gradients; in bf16 unless in float64."""
 
     def objective(images: Tensor) -> Tensor:
         return F.cross_entropy(model(images), torch.arange(len(images), device="cuda") % 10)
@@ -263,8 +263,8 @@ def train_two_steps(
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
-def test_compiled_resnet_learns_the_same_in_float64():
-    """Up to rounding: no error is hidden by a tolerance for low precision."""
+def test_rewrite_compiled_resnet_float64():
+    """Only rounding differs, so no low-precision tolerance hides an error."""
     plain, rewritten = (model.double() for model in pair(torch.float32, "cuda"))
     images = torch.randn(32, 3, 64, 64, device="cuda", dtype=torch.float64)
     images = images.to(memory_format=torch.channels_last)
@@ -277,8 +277,8 @@ def test_compiled_resnet_learns_the_same_in_float64():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
-def test_compiled_vit_learns_the_same_in_bf16():
-    """Losses to 1 %; gradient errors little above those of the plain model."""
+def test_rewrite_compiled_vit_bf16():
+    """Losses agree to 1 %; gradient errors are little above those of the plain model."""
     torch.manual_seed(0)
     plain = short_vit(10, 64).cuda()
     nn.init.normal_(plain.head.weight, std=0.05)
@@ -302,7 +302,7 @@ def add_norm(width: int) -> AddNorm:
     return module
 
 
-def test_norm_on_the_cpu_is_the_plain_layer():
+def test_add_norm_on_cpu_equals_plain():
     module = add_norm(24)
     assert type(exchanged(module)) is OnePassAddNorm
     check(module, torch.randn(2, 5, 24), torch.randn(2, 5, 24).bfloat16())
@@ -311,7 +311,7 @@ def test_norm_on_the_cpu_is_the_plain_layer():
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [24, 384, 768, 1000, 4096])
 @pytest.mark.parametrize("rows", [(1,), (3, 7), (64, 196)])
-def test_gradients_of_the_norm_compared_with_float64(width, rows):
+def test_add_norm_gradients_equal_float64(width, rows):
     """float32 results are exact to float32 rounding; bf16 results are the rounded exact ones."""
     module = add_norm(width).cuda()
     generator = torch.Generator("cuda").manual_seed(1)
@@ -322,6 +322,6 @@ def test_gradients_of_the_norm_compared_with_float64(width, rows):
     found = gradients(exchanged(module), stream, branch)
     assert [t.dtype for t in found[:4]] == [torch.float32, torch.bfloat16] * 2
     for ours, theirs in zip(found, exact, strict=True):
-        # The gradient that arrives at the norm has been rounded to bf16.
+        # The norm's incoming gradient was rounded to bf16.
         bound = 1e-6 if ours is found[0] else 6e-3
         assert (ours.double() - theirs).norm() < bound * theirs.norm()

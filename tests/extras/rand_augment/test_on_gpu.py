@@ -1,4 +1,4 @@
-"""The operations of RandAugment on a GPU: Pillow's pixels, byte for byte."""
+"""RandAugment operations on a GPU, with the same pixels as Pillow, byte for byte."""
 
 import functools
 import itertools
@@ -44,7 +44,7 @@ MODES = Image.Resampling
 
 
 def example_images(size: int, photo: Path) -> np.ndarray:
-    """Noise, a photo, few levels, one level and nearly one level: uint8 [8, size, size, 3]."""
+    """Return noise, a photo, few levels, one and nearly one level: uint8 [8, size, size, 3]."""
     noise = np.random.default_rng(0).integers(0, 256, (size, size, 3), np.uint8)
     with Image.open(photo) as image:
         real = np.asarray(image.convert("RGB").resize((size, size)))
@@ -60,13 +60,13 @@ def example_images(size: int, photo: Path) -> np.ndarray:
 
 
 def rows_of(drawn: Sequence[Sequence[Operation]], size: int) -> Tensor:
-    """The operations of the images of a batch, for the kernels."""
+    """Return a batch's operations as rows for the kernels."""
     rows = [[kernel_row(each, (size, size)) for each in operations] for operations in drawn]
     return torch.tensor(rows, dtype=torch.float64)
 
 
 def all_operations(name: str, size: int) -> list[Operation]:
-    """With both signs, of every list, the nearest pixel; some of them interpolated."""
+    """Return nearest-pixel operations of both signs from every list; interpolate some."""
     drawn = {}
     for each, strength in itertools.product(LISTS, range(STRENGTHS + 1)):
         for sign in (1, -1) if name in LISTS[each] else ():
@@ -87,7 +87,7 @@ def applied(image: np.ndarray, *operations: Operation) -> np.ndarray:
 
 
 def by_row(image: np.ndarray, row: np.ndarray) -> np.ndarray:
-    """Apply an operation as its row describes it; Pillow interpolates, and sees statistics."""
+    """Apply an operation as its row describes it. Pillow interpolates and computes statistics."""
     size, kind, values, level = len(image), int(row[0]), row[1:7], image.astype(int)
     fill, y, x = int(row[7]), *np.indices((size, size))
     if kind == MOVED:
@@ -107,21 +107,21 @@ def by_row(image: np.ndarray, row: np.ndarray) -> np.ndarray:
         "solarize_add": np.where(level < 128, np.minimum(level + first, 255), level),
     }
     name = NAMES[kind]
-    assert name != "invert", "the kernels have none"
+    assert name != "invert", "the kernels do not implement invert"
     made = levels.get(name)
     return applied(image, Operation(name, row[1])) if made is None else made.astype(np.uint8)
 
 
 @pytest.mark.parametrize("size", [1, 2, 33])
 @pytest.mark.parametrize("name", ALL)
-def test_rows_describe_the_operations_of_pillow(name, size):
+def test_kernel_row_describes_pillow_operation(name, size):
     image = np.random.default_rng(0).integers(0, 256, (size, size, 3), np.uint8)
     for operation in all_operations(name, size):
         row = np.array(kernel_row(operation, (size, size)))
         np.testing.assert_array_equal(by_row(image, row), applied(image, operation), str(operation))
 
 
-# Of the workers that only draw the operations; without a GPU, Pillow stands in for the kernels.
+# Images from workers that only draw operations; without a GPU, Pillow replaces the kernels.
 CROP = "{random_resized_crop: {size: 48}}, horizontal_flip"
 RAND = rf"augment.train=[{CROP}, {{extras.rand_augment\:RandAugment: {{magnitude: 17}}}}]"
 TRIVIAL = f"augment.train=[{CROP}, extras.rand_augment:TrivialAugment]"
@@ -130,7 +130,7 @@ ON_GPU = "data.on_device=[extras.rand_augment.on_gpu:on_gpu]"
 
 
 def pillow_operations(images: Tensor, operations: Tensor, out: Tensor, affine: Tensor) -> None:
-    """Apply drawn operations as `apply_operations`, but on a CPU."""
+    """Apply drawn operations like `apply_operations`, but on a CPU."""
     scale, shift = affine[:, :, None, None]
     for image, rows, target in zip(images.permute(0, 2, 3, 1), operations, out, strict=True):
         made = torch.tensor(functools.reduce(by_row, rows.numpy(), image.numpy()))
@@ -152,10 +152,10 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(TRIVIAL, "[random_erasing]", 2, CUDA, marks=pytest.mark.gpu),
     ],
 )
-def test_operations_on_the_device_make_the_batches_of_the_workers(
+def test_drawn_operations_equal_worker_batches(
     image_root, tmp_path, request, entries, batch, workers, device
 ):
-    """Bit for bit, also of images that replace unreadable ones, and after mixup and rounding."""
+    """Bitwise identical, even for replaced unreadable images, and after mixup and rounding."""
     if device == CPU:
         request.getfixturevalue("pillow")
     root = shutil.copytree(image_root, tmp_path / "images")
@@ -187,8 +187,8 @@ class Deep(FolderDataset):
 
 
 @pytest.mark.usefixtures("pillow")
-def test_datasets_whose_operations_stay_in_the_workers(image_root):
-    """Those that do not end in them, and those that make other images than a FolderDataset."""
+def test_on_gpu_keeps_operations_in_workers(image_root):
+    """If the transforms end differently, or the dataset creates other images than FolderDataset."""
     flip, rand = HorizontalFlip(p=1), RandAugment()
     for kind, transforms, drawn in (
         (FolderDataset, [flip, rand], True),
@@ -206,11 +206,11 @@ def test_datasets_whose_operations_stay_in_the_workers(image_root):
         assert drawn or found is dataset.stage
     fake = FakeDataset(num_samples=9, num_classes=2, size=SIZE)
     assert on_gpu.on_gpu(fake, from_overrides(["data=fake"]), CPU) is fake.stage
-    assert not has_kernels(CPU)  # the function that was imported
+    assert not has_kernels(CPU)  # the imported function
 
 
 def levels_of(pixels: Tensor, operations: Tensor) -> Tensor:
-    """Apply the operations on a GPU; uint8 [B, 3, S, S]."""
+    """Apply the operations on a GPU; return uint8 [B, 3, S, S]."""
     out = torch.empty(pixels.shape, dtype=torch.uint8, device=pixels.device)
     apply_operations(pixels, operations, out, torch.empty(2, 3, device=pixels.device))
     return out
@@ -219,7 +219,7 @@ def levels_of(pixels: Tensor, operations: Tensor) -> Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 2, 32, 33, 160, 224])
 @pytest.mark.parametrize("name", ALL)
-def test_operation_makes_the_pixels_of_pillow(image_root, name, size):
+def test_apply_operations_equals_pillow(image_root, name, size):
     images = example_images(size, image_root / "train" / "dots" / "03.jpg")
     drawn = all_operations(name, size)
     operations = [[each] for each in drawn for _ in images]
@@ -230,19 +230,19 @@ def test_operation_makes_the_pixels_of_pillow(image_root, name, size):
 
 
 @pytest.mark.gpu
-def test_operations_do_not_wait_for_the_device():
+def test_apply_operations_does_not_synchronize():
     drawn = [[Operation(name, 1)] for name in ALL]
     drawn += [[Operation("rotate", 1, mode)] for mode in (MODES.BILINEAR, MODES.BICUBIC)]
     operations = rows_of(drawn, 32)
     images = torch.zeros(len(drawn), 3, 32, 32, dtype=torch.uint8, device="cuda")
     levels_of(images, operations)
-    with without_waiting(deterministic=True):  # which refuses none of the kernels
+    with without_waiting(deterministic=True):  # allows all of the kernels
         levels_of(images, operations)
 
 
 @pytest.mark.gpu
-def test_offsets_of_a_large_batch(image_root):
-    """More than 2**31 bytes."""
+def test_apply_operations_large_batch_offsets(image_root):
+    """The batch has more than 2**31 bytes."""
     size, batch = 224, 2**31 // (3 * 224**2) + 2
     photo = example_images(size, image_root / "train" / "dots" / "03.jpg")[1]
     pixels = torch.from_numpy(photo).cuda().expand(batch, -1, -1, -1).permute(0, 3, 1, 2)

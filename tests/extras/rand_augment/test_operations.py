@@ -1,4 +1,4 @@
-"""RandAugment and TrivialAugment in a worker: the operations of torchvision and of timm."""
+"""RandAugment and TrivialAugment in a worker, with the operations of torchvision and timm."""
 
 import itertools
 import random
@@ -28,7 +28,7 @@ from tests.helpers.drawings import draw_image
 THEIRS = {name: name.title().replace("_", "") for name in ("identity", *MATRICES, *NAMES)}
 THEIRS["autocontrast"] = "AutoContrast"
 IMAGE = draw_image("dots", np.random.default_rng(3)).resize((176, 120))  # not square
-# Our list -> torchvision's class, and what its list of strengths depends on
+# List name -> torchvision's class, and arguments of its list of strengths
 FAMILIES = {
     "torchvision": ("RandAugment", (STRENGTHS + 1, IMAGE.size[::-1])),
     "wide": ("TrivialAugmentWide", (STRENGTHS + 1,)),
@@ -43,7 +43,7 @@ def transforms() -> ModuleType:
 
 
 def applied(name: str, value: float, interpolation: str = "nearest", fill: int = 0) -> np.ndarray:
-    """IMAGE after an operation, int [H, W, 3]."""
+    """Return IMAGE after an operation, int [H, W, 3]."""
     operation = Operation(name, value, Image.Resampling[interpolation.upper()], fill)
     return np.asarray(apply(IMAGE, operation), int)
 
@@ -54,16 +54,17 @@ def applied(name: str, value: float, interpolation: str = "nearest", fill: int =
     + [(name, mode) for name in MATRICES for mode in INTERPOLATIONS],
 )
 @pytest.mark.parametrize("operations", FAMILIES)
-def test_operation_of_every_strength_is_torchvisions(transforms, operations, name, interpolation):
-    """Interpolated, up to 1 level and the border: the last bit of the matrices differs."""
+def test_operations_equal_torchvision(transforms, operations, name, interpolation):
+    """Interpolated pixels may differ by 1 level and at borders (last bit of the matrices)."""
     family, arguments = FAMILIES[operations]
     space = getattr(transforms.autoaugment, family)()._augmentation_space(*arguments)
     assert {THEIRS[name] for name in LISTS[operations]} == space.keys()
-    magnitudes, signed = space[THEIRS[name]]  # of each strength; whether it has a sign
+    magnitudes, signed = space[THEIRS[name]]  # per strength; whether it has a sign
     mode = transforms.InterpolationMode[interpolation.upper()]
     changed = 0
     for strength, sign in itertools.product(range(STRENGTHS + 1), (1, -1)):
-        # torchvision's are float32: unrounded, a translation by 16 pixels is 15.999999, cut to 15.
+        # A translation by 16 pixels is 15.999999 in torchvision's float32, which truncates it to
+        # 15.
         size = round(magnitudes[strength].item(), 4) if magnitudes.ndim else 0.0
         size *= sign if signed else 1
         expected = transforms.autoaugment._apply_op(IMAGE, THEIRS[name], size, mode, None)
@@ -78,7 +79,7 @@ def test_operation_of_every_strength_is_torchvisions(transforms, operations, nam
 
 
 @pytest.mark.parametrize("name", LISTS["timm"])
-def test_operation_of_every_strength_is_timms(monkeypatch, name):
+def test_operations_equal_timm(monkeypatch, name):
     timm = pytest.importorskip("timm.data.auto_augment")
     theirs = re.sub("^Translate.$", r"\g<0>Rel", THEIRS[name])
     if f"{theirs}Increasing" in timm._RAND_INCREASING_TRANSFORMS:
@@ -90,11 +91,11 @@ def test_operation_of_every_strength_is_timms(monkeypatch, name):
         expected = timm.AugmentOp(theirs, 1, magnitude, hparams)(IMAGE)
         ours = number_of(name, sign * magnitude / 10, IMAGE.size, "timm")
         found = applied(name, ours, mode, 9 | 8 << 8 | 7 << 16)
-        # The last bit of a translation differs, hence a level that is cut to a whole number.
+        # A translation's last bit differs, and so may a level that is truncated to an integer.
         assert abs(found - np.asarray(expected, int)).max() <= ("translate" in name)
 
 
-def test_a_wrong_fill_and_other_pixels_are_refused_and_no_mask_follows():
+def test_rand_augment_rejects_fill_pixels_and_masks():
     with pytest.raises(ValueError, match=r": fill=.*: give "):
         build_by_name([{"extras.rand_augment:RandAugment": {"fill": [0, 256, 0]}}], {}, key="a")
     for pixels in (np.zeros((9, 9, 1), np.uint8), np.zeros((9, 9, 3), np.uint16)):
@@ -105,8 +106,8 @@ def test_a_wrong_fill_and_other_pixels_are_refused_and_no_mask_follows():
         transform_target(np.zeros((120, 176), np.uint8), picture)
 
 
-def test_three_augment_is_deit_iiis(transforms):
-    """Its operations are torchvision's and Pillow's; each of the three has the same probability."""
+def test_three_augment_equals_deit_iii(transforms):
+    """Its operations equal torchvision's and Pillow's; each of the three is equally likely."""
     theirs, kinds = transforms.functional, []
     for seed in range(60):
         rng = random.Random(seed)

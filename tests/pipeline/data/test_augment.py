@@ -1,4 +1,4 @@
-"""Transforms of one image: seeded, equal to torchvision's, with checked parameters."""
+"""Transforms of single images: seeded, equal to torchvision's, with checked parameters."""
 
 import io
 import itertools
@@ -29,7 +29,7 @@ def made(transform: Any, image: Image.Image, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (0.1, 10.0), (2.0, 2.0)])
 @pytest.mark.parametrize("scale", [(0.08, 1.0), (0.0001, 0.001), (1.0, 1.0)])
-def test_crop_lies_within_the_image(scale, ratio):
+def test_random_resized_crop_inside_image(scale, ratio):
     crop = one("random_resized_crop", size=8, scale=scale, ratio=ratio)
     sizes = [(1, 1), (1, 500), (2, 3), (300, 200), (4000, 20)]
     for (width, height), seed in itertools.product(sizes, range(30)):
@@ -39,7 +39,7 @@ def test_crop_lies_within_the_image(scale, ratio):
 
 
 @pytest.mark.parametrize("size", [(30, 1000), (1000, 30)])
-def test_after_ten_tries_the_crop_is_torchvisions_largest_region(size):
+def test_random_resized_crop_fallback_equals_torchvision(size):
     from torchvision.transforms import RandomResizedCrop as Theirs
 
     left, top, *end = one("random_resized_crop", size=8, scale=(1, 1)).box(*size, random.Random(0))
@@ -48,8 +48,8 @@ def test_after_ten_tries_the_crop_is_torchvisions_largest_region(size):
 
 
 @pytest.mark.parametrize("padding_mode", ["constant", "reflect"])
-def test_borders_are_torchvisions(padding_mode):
-    """Also of a file that is not decoded yet, and wider than the image."""
+def test_crop_padding_equals_torchvision(padding_mode):
+    """Including padding wider than the image, and files that are not decoded yet."""
     from torchvision.transforms.v2 import functional
 
     data = encoded(PHOTO.resize((20, 15)))
@@ -66,7 +66,7 @@ def test_borders_are_torchvisions(padding_mode):
     np.testing.assert_array_equal(made(one("center_crop", size=40), image), theirs)
 
 
-def test_an_image_smaller_than_the_crop_is_refused():
+def test_random_crop_rejects_small_image():
     with pytest.raises(ValueError, match="smaller than size 11"):
         made(one("random_crop", size=11), PHOTO.resize((10, 12)))
 
@@ -82,8 +82,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws(image_root, name):
-    """As torchvision makes them from the file itself: RGB, uint8."""
+def test_v2_transform_equals_torchvision(image_root, name):
+    """torchvision gets the file's pixels, RGB in uint8."""
     from torchvision.transforms import v2
 
     parameters = PARAMETERS[name]
@@ -101,8 +101,8 @@ def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws(image_root, 
     assert changed
 
 
-def test_draws_come_from_the_sample_and_leave_torchs_generator_as_it_was():
-    """Also in a worker, which gets the transform without torchvision's."""
+def test_v2_transform_keeps_global_generator():
+    """Including in a worker, which gets the transform without torchvision's."""
     transform = one("v2.RandomErasing", p=1)
     before = torch.get_rng_state()
     first = made(transform, PHOTO, seed=1)
@@ -115,7 +115,7 @@ def test_draws_come_from_the_sample_and_leave_torchs_generator_as_it_was():
     assert not np.array_equal(made(transform, PHOTO, seed=2), first)
 
 
-# An image that is its own mask: blocks of 20 px of two levels, without any symmetry.
+# An image that is its own mask, made of asymmetric blocks of 20 px with two levels.
 MASK = np.random.default_rng(5).integers(1, 3, (7, 8)).repeat(20, 0).repeat(20, 1)[:, :155]
 IMAGE = np.stack([MASK * 100] * 3, axis=-1).astype(np.uint8)
 FLIP: Any = "horizontal_flip"
@@ -129,18 +129,18 @@ def moved(entries: list[Any], seed: int, source: Any = IMAGE) -> Picture:
 
 
 def own_pixels(picture: Picture) -> float:
-    """The share of the image's pixels, as points, that are on their own value in the mask."""
+    """Return the fraction of image pixels that, moved as points, match their value in the mask."""
     points = np.floor(transform_target(np.argwhere(MASK)[:, ::-1] + 0.5, picture)).astype(int)
     inside = ((points >= 0) & (points < picture.size)).all(1)
     columns, rows = points[inside].T
     found = transform_target(MASK, picture)[rows, columns]
-    return float((found == MASK.ravel()[inside])[found > 0].mean())  # 0: cropped, then filled
+    return float((found == MASK.ravel()[inside])[found > 0].mean())  # 0 is cropped and filled
 
 
 @pytest.mark.parametrize(
     "entries", [[CROP, FLIP, {"center_crop": {"size": 160}}], [FLIP, CROP], [FLIP, REFLECTED]]
 )
-def test_every_pixel_of_a_mask_follows_exactly(entries):
+def test_transform_target_moves_mask_exactly(entries):
     for seed in range(8):
         picture = moved(entries, seed)
         assert (picture.pixels()[..., 0] == transform_target(MASK, picture) * 100).all()
@@ -155,19 +155,19 @@ def test_every_pixel_of_a_mask_follows_exactly(entries):
         [{"resize": {"size": [90, 160]}}, CROP, FLIP],
     ],
 )
-def test_a_mask_follows_where_pixels_are_means(entries):
-    """Pixels near to an edge have a colour between those of both values."""
+def test_transform_target_with_resized_images(entries):
+    """Pixels near an edge have a color between the two values."""
     for seed in range(4):
         picture = moved(entries, seed)
         mask, colours = transform_target(MASK, picture) * 100, picture.pixels()[..., 0].astype(int)
         assert np.median(abs(colours - mask)) < 5, seed
         assert (abs(colours - mask) > 50).mean() < 0.05, seed
-        assert (abs(colours - mask[::-1]) > 50).mean() > 0.2  # the test has the power to tell
+        assert (abs(colours - mask[::-1]) > 50).mean() > 0.2  # the test can tell the difference
         assert own_pixels(picture) > 0.97, seed
 
 
-def test_no_mask_follows_a_rotation():
-    """By torchvision, also with a step behind it, or of a photo that was turned upright."""
+def test_transform_target_rejects_rotation():
+    """A rotation by torchvision, even before other steps, or by the EXIF orientation."""
     data = encoded(Image.fromarray(IMAGE), exif=exif(3))
     transform_target(MASK, open_picture(data, "pillow").mirrored())
     turned = open_picture(data, "pillow", exif_orientation=True).mirrored()
@@ -180,8 +180,8 @@ def test_no_mask_follows_a_rotation():
     "mask",
     [MASK.astype(np.uint8), MASK.astype(np.float32), np.stack([MASK, MASK + 5], axis=-1)],
 )
-def test_a_file_that_stays_encoded_moves_a_mask_alike_without_decoding(mask):
-    file = JpegFile(b"", (155, 140), lambda *_: pytest.fail("decoded"))
+def test_transform_target_without_decoding(mask):
+    file = JpegFile(b"", (155, 140), lambda *_: pytest.fail("the file was decoded"))
     for seed in range(6):
         pictures = [moved([CROP, FLIP], seed, source) for source in (file, IMAGE)]
         ours, theirs = (transform_target(mask, picture, fill=9) for picture in pictures)

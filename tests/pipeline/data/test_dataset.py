@@ -1,4 +1,4 @@
-"""Samples of a folder for other loops, their identity, and errors of the storage."""
+"""Folder samples for other training loops, their fingerprint, and storage errors."""
 
 import errno
 import hashlib
@@ -24,8 +24,8 @@ from tests.reliability.odd_images import DEEP, drawn, encoded
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root):
-    """A rank whose workers start with each epoch."""
+def test_folder_dataset_in_torch_data_loader(image_root):
+    """Load as rank 1 of 2, with workers that are restarted in each epoch."""
     from torch.utils.data import DataLoader, DistributedSampler
 
     dataset = crops(image_root / "train")
@@ -41,11 +41,11 @@ def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root):
         for name in ("image", "label"):
             assert torch.equal(torch.cat([batch[name] for batch in batches]), expected[name])
         seen |= {image.numpy().tobytes() for image in expected["image"]}
-    assert len(seen) == 3 * 18  # never twice alike
+    assert len(seen) == 3 * 18  # no two are the same
 
 
-def test_fingerprint_depends_on_the_sizes(changeable):
-    """Not on the times of the files, and not on their storage (test_listing.py)."""
+def test_fingerprint_depends_on_sizes(changeable):
+    """It does not depend on mtimes, nor on the storage (test_listing.py)."""
     before = crops(changeable).fingerprint()
     path = Path(crops(changeable).name(7))
     good = path.read_bytes()
@@ -59,8 +59,8 @@ def test_fingerprint_depends_on_the_sizes(changeable):
     assert crops(changeable).fingerprint() == before
 
 
-def test_fingerprint_is_that_of_earlier_versions(tmp_path):
-    """Otherwise no checkpoint could be resumed; also of some of the rows."""
+def test_fingerprint_equals_earlier_versions(tmp_path):
+    """Otherwise, no checkpoint could be resumed. A subset of the rows is also tested."""
     for name in ("a/1.jpg", "a/2.jpg", "b/3.jpg", "b/é.jpg"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(name.encode() * 2000)
@@ -68,8 +68,8 @@ def test_fingerprint_is_that_of_earlier_versions(tmp_path):
     assert FolderDataset(index, Compose([])).fingerprint() == "3 images, SHA-256 1e74bae3ba096f6a"
 
 
-def test_what_training_does_not_see_is_noted(tmp_path):
-    """By the kind of each image, not of all: a folder may mix scanners."""
+def test_folder_dataset_notes(tmp_path):
+    """Notes count each image by its own kind, because a folder may mix scanners."""
     grey = np.asarray(drawn("L")).astype(np.uint16)
     clear = drawn("RGBA").copy()
     clear.putalpha(254)
@@ -92,12 +92,12 @@ def test_what_training_does_not_see_is_noted(tmp_path):
         (tmp_path / "a" / f"{number}.png").write_bytes(content)
     dataset = FolderDataset(load_index(tmp_path, key="data"), Compose([]))
     pages, clear_pixels, deep = sorted(dataset.notes())
-    assert pages.startswith("2 of 11 images looked at have several pages or frames")
-    assert clear_pixels.startswith("2 of 11 images looked at have transparent pixels")
-    assert deep.startswith("3 of 11 images looked at have 16-bit levels")
+    assert pages.startswith("2 of 11 images checked have several pages or frames")
+    assert clear_pixels.startswith("2 of 11 images checked have transparent pixels")
+    assert deep.startswith("3 of 11 images checked have 16-bit levels")
 
 
-def test_transient_read_errors_are_retried(image_root, monkeypatch):
+def test_read_retries_transient_errors(image_root, monkeypatch):
     monkeypatch.setattr(module, "PAUSES", (0.001, 0.001, 0.001))
     dataset, read = crops(image_root / "train"), Mock()
     monkeypatch.setattr(ImageFolder, "read", read)
@@ -112,12 +112,12 @@ def test_transient_read_errors_are_retried(image_root, monkeypatch):
             dataset.read(0)
 
 
-def test_stale_container_is_opened_anew(image_root, tmp_path, monkeypatch):
+def test_read_reopens_stale_tar(image_root, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PAUSES", (0.001,))
     as_tar(image_root / "train", tmp_path / "packed.tar")
     dataset = crops(tmp_path / "packed")
     good, stale = dataset.read(0), OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-    effects = itertools.chain([stale], itertools.repeat(DEFAULT))  # DEFAULT: that of os.pread
+    effects = itertools.chain([stale], itertools.repeat(DEFAULT))  # DEFAULT calls os.pread
     monkeypatch.setattr(os, "pread", Mock(wraps=os.pread, side_effect=effects))
     tar = dataset.index.sources[0]
     first = module._opened(tar)
@@ -125,8 +125,8 @@ def test_stale_container_is_opened_anew(image_root, tmp_path, monkeypatch):
     assert module._opened(tar) is not first
 
 
-def test_table_of_imagenet():
-    """The IDs are those of ImageNet-1k, in the order of the labels of published weights."""
+def test_imagenet_names():
+    """IDs are those of ImageNet-1k, in the label order of published weights."""
     names = imagenet_names()
     digest = hashlib.sha256(" ".join(names).encode()).hexdigest()
     assert digest == "791ce0333040dd249d13133f90d28ef0263ffc01e5de0afd85b3e32048d7d456"

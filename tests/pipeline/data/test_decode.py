@@ -1,4 +1,4 @@
-"""Bytes to pixels. Every kind of file: tests/reliability/test_odd_images.py."""
+"""Bytes to pixels. tests/reliability/test_odd_images.py tests every kind of file."""
 
 import io
 import itertools
@@ -19,8 +19,8 @@ def opened(data: bytes, decoder: str = "pillow", *, upright: bool = False) -> de
     return decode.open_picture(data, decoder, exif_orientation=upright)
 
 
-def test_decoding_waits_until_pixels_are_needed():
-    picture = opened(jpeg()[:1000])  # the header is there, the rest is not
+def test_picture_decodes_lazily():
+    picture = opened(jpeg()[:1000])  # the header is complete, the rest is not
     assert picture.mirrored().resized((30, 20)).cropped((0, 0, 5, 6)).size == (5, 6)
     with pytest.raises(decode.UnreadableError, match=r"^OSError: .*truncated"):
         picture.pixels()
@@ -28,7 +28,7 @@ def test_decoding_waits_until_pixels_are_needed():
 
 @pytest.mark.parametrize("decoder", INSTALLED)
 @pytest.mark.parametrize("kind", ["jpeg ends in its scan", "jpeg lacks its end marker"])
-def test_a_truncated_file_is_refused_also_for_a_region_of_it(decoder, kind):
+def test_picture_rejects_truncated_file(decoder, kind):
     with pytest.raises(decode.UnreadableError, match="truncated"):
         opened(KINDS[kind][0](), decoder).cropped((0, 0, 30, 8)).pixels()
 
@@ -38,15 +38,15 @@ PHOTO = draw_image("plaid", np.random.default_rng(3)).resize((333, 251), Image.R
 
 
 @pytest.mark.parametrize("orientation", range(10))  # 0 and 9 have no meaning
-def test_a_photo_is_turned_upright_if_this_is_asked_for(orientation):
-    """As Pillow turns the whole image; a crop is a crop of that."""
+def test_open_picture_exif_orientation(orientation):
+    """The whole image is rotated as by Pillow; crops are crops of the result."""
     image, options = PHOTO, {"exif": exif(orientation)}
     for data in [
         *(encoded(image.convert(mode), **options) for mode in ("RGB", "L", "CMYK")),
         encoded(image, "MPO", save_all=True, append_images=[image], **options),
         *(encoded(image, kind, **options) for kind in ("PNG", "WEBP")),
         encoded(image, xmp=b'<x tiff:Orientation="%d"/>' % orientation),
-        encoded(image, "TIFF", tiffinfo={0x0112: orientation}),  # Pillow always turns it
+        encoded(image, "TIFF", tiffinfo={0x0112: orientation}),  # Pillow always rotates it
     ]:
         with Image.open(io.BytesIO(data)) as file:
             turned = ImageOps.exif_transpose(file).convert("RGB")
@@ -58,14 +58,14 @@ def test_a_photo_is_turned_upright_if_this_is_asked_for(orientation):
             np.testing.assert_array_equal(picture.cropped(box).pixels(), cropped)
 
 
-def test_damaged_exif_data_turn_nothing():
+def test_open_picture_damaged_exif():
     assert opened(KINDS["jpeg corrupt EXIF"][0](), upright=True).size == SIZE
 
 
 @pytest.mark.parametrize("interpolation", decode.INTERPOLATIONS)
 @pytest.mark.parametrize("decoder", INSTALLED)
-def test_resize_equals_torchvisions(decoder, interpolation):
-    """Exactly torchvision's crop and resize of uint8 tensors: no pixel outside the box is used."""
+def test_picture_resize_equals_torchvision(decoder, interpolation):
+    """Equal to torchvision's crop and resize of uint8 tensors. No pixel outside the box is used."""
     from torchvision.transforms.v2 import InterpolationMode, functional
 
     data = encoded(PHOTO, quality=95)
@@ -86,8 +86,8 @@ def test_resize_equals_torchvisions(decoder, interpolation):
     ("size", "box", "scale"),
     [((1333, 1001), (100, 51, 1300, 990), 4), ((2001, 1999), (3, 5, 1990, 1980), 8)],
 )
-def test_decoding_at_a_fraction_is_close(decoder, size, box, scale):
-    """A reduced decode averages blocks before the resize: slightly softer, but not shifted."""
+def test_picture_quick_resize_is_close(decoder, size, box, scale):
+    """A reduced decode averages blocks before the resize, so it is softer, but not shifted."""
     image = draw_image("waves", np.random.default_rng(3)).resize(size, Image.Resampling.BICUBIC)
     assert decode.reduction(box, (224, 224)) == scale
     shifted = tuple(v + 2 * scale for v in box[:2]) + box[2:]
@@ -99,7 +99,7 @@ def test_decoding_at_a_fraction_is_close(decoder, size, box, scale):
 
 @pytest.mark.parametrize("decoder", INSTALLED)
 @pytest.mark.parametrize("kind", ["jpeg", "jpeg grey", "png"])
-def test_the_number_of_pixels_is_checked_before_decoding(decoder, kind, monkeypatch):
+def test_open_picture_checks_number_of_pixels(decoder, kind, monkeypatch):
     assert decode.MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
     data = KINDS[kind][0]()
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 3000)
@@ -110,8 +110,8 @@ def test_the_number_of_pixels_is_checked_before_decoding(decoder, kind, monkeypa
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("channels", [1, 3, 5])
-def test_pixels_keep_their_dtype_and_channels(dtype, channels):
-    """Mirroring, crops and resizes give the same as numpy, with any number of channels."""
+def test_picture_keeps_dtype_and_channels(dtype, channels):
+    """Mirroring, crops and resizes equal numpy's, for any number of channels."""
     two = {np.uint8: (60, 190), np.float32: (-1, 3)}[dtype]
     levels = np.random.default_rng(1).choice(two, (40, 50, channels)).astype(dtype)
     found = decode.Picture(levels).mirrored().cropped((-2, 5, 40, 45)).pixels()

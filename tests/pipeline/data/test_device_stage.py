@@ -1,4 +1,4 @@
-"""A stage that a fork may write: workers draw a shift, and the device adds it to the images."""
+"""A stage as in a fork; workers draw a shift, and the device adds it to the images."""
 
 from typing import Any
 
@@ -35,8 +35,8 @@ def shifted(*_: object) -> DeviceStage:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stage_changes_training_images_only(image_root, workers):
-    """The training step gets the fields of the dataset, but not those of the stage."""
+def test_device_stage_changes_training_images_only(image_root, workers):
+    """The training step gets the dataset's fields, but not the stage's."""
     levels = ("data.mean=[0.5]", f"data.std=[{1 / 255}]")  # the negative gets the opposite sign
     with opened(image_root, *levels, workers=workers) as feed:
         plain, validated = training(feed), validation(feed)
@@ -52,7 +52,7 @@ def test_a_stage_changes_training_images_only(image_root, workers):
         assert_equal(validation(feed), validated)
 
 
-def test_a_dataset_of_both_splits_validates_without_the_stage(monkeypatch):
+def test_device_stage_not_used_for_validation(monkeypatch):
     same = Files(9)
     monkeypatch.setitem(DATASETS, "fake", lambda *_: (same, same, ("a", "b")))
     datasets = build_datasets(from_overrides(["data=fake", SHIFTED]), CPU)

@@ -1,4 +1,4 @@
-"""The sample table of a folder: accepted files, refused folders, a cache that is never stale."""
+"""Sample table of a folder: accepted files, rejected folders, and a cache that is never stale."""
 
 import os
 import random
@@ -22,7 +22,7 @@ from tests.helpers.stored import as_tar, samples
 
 
 def make(folder: Path, *names: str | bytes) -> Path:
-    """Create empty files and their folders; the scan reads names only."""
+    """Create empty files and their folders; the scan reads only names."""
     for name in names:
         path = os.path.join(os.fsencode(folder), os.fsencode(name))
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -31,7 +31,7 @@ def make(folder: Path, *names: str | bytes) -> Path:
 
 
 def age(folder: Path) -> Path:
-    """Set the mtime of every folder to an hour ago."""
+    """Set the mtime of all folders to an hour ago."""
     for path in filter(Path.is_dir, [folder, *folder.rglob("*")]):
         info = path.stat()
         os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns - 3600 * 10**9))
@@ -44,7 +44,7 @@ def paths(folder: Path) -> list[str]:
 
 @contextmanager
 def unseen_change(folder: Path) -> Iterator[None]:
-    """Restore the mtime of a folder after the `with` block: only a new scan sees the change."""
+    """Restore a folder's mtime after the `with` block, so only a new scan detects the change."""
     info = folder.stat()
     yield
     os.utime(folder, ns=(info.st_atime_ns, info.st_mtime_ns))
@@ -81,11 +81,11 @@ def test_load_index_warns_of_class_names_that_look_alike(tmp_path, caplog, kind,
         assert repr("cat") not in text
 
 
-def test_images_at_any_depth_in_the_order_of_their_names(tmp_path):
-    """Labels equal those of torchvision's ImageFolder: sorted by bytes, 10 before 2."""
+def test_load_index_sorts_images_at_any_depth(tmp_path):
+    """Labels equal those of torchvision's ImageFolder, sorted by bytes: 10 before 2."""
     names = [f"{c}/{n}.jpg" for c in ("b", "B", "10", "2", "é") for n in (10, 9, 1)]
     names += ["b/2.JPEG", "b/deep/er/3.png", "b/folder.jpg/8.webp", "b/new\nline.jpg"]
-    names += ["b/\udcff\udcfe.jpg"]  # no UTF-8
+    names += ["b/\udcff\udcfe.jpg"]  # not UTF-8
     others = ["b/notes.txt", "b/5.jpg.part", "b/jpg", "readme.jpg"]
     others += ["b/.hid/6.jpg", "b/._7.jpg", ".git/7.jpg"]
     age(make(tmp_path / "one", *names, *others))
@@ -99,8 +99,8 @@ def test_images_at_any_depth_in_the_order_of_their_names(tmp_path):
     assert paths(tmp_path / "two") == expected
 
 
-def test_links(tmp_path):
-    """They may lead in a circle, or nowhere; a class counts each folder once."""
+def test_load_index_follows_links(tmp_path):
+    """Links may be circular or dangling; a class counts each folder once."""
     store = make(tmp_path / "store", "deep/2.jpg", "3.jpg")
     root = make(tmp_path / "root", "a/1.jpg", "b/1.jpg")
     for name, target in (("x", store / "deep"), ("y", store), ("z", store), ("self", Path("."))):
@@ -112,15 +112,15 @@ def test_links(tmp_path):
     os.mkfifo(root / "b" / "pipe.jpg")  # blocks the process that opens it
     assert paths(root) == ["a/1.jpg", "a/x/2.jpg", "a/y/3.jpg", "b/1.jpg", "b/linked.jpg"]
     index = load_index(root, key="data.train")
-    assert index.left_out.startswith("files or folders that are not read: link to a folder ")
+    assert index.ignored.startswith("ignored files or folders: link to a folder ")
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar"])
-def test_what_is_left_out_is_counted(kind, tmp_path, caplog):
-    """By one rule for folders and tar files; also where the scan comes from the cache."""
+def test_load_index_counts_skipped_files(kind, tmp_path, caplog):
+    """The rule is the same for folders and tar files, and for scans from the cache."""
     images = ["a/1.jfif", "a/2.JPE", "a/3.pnm", "b/1.jpg"]
     others = ["a/1.heic", "a/2.HEIC", "a/3", "b/._1.jpg", "b/@eaDir/M.jpg", "__MACOSX/b/1.jpg"]
-    root = age(make(tmp_path / "train", *images, *others, "1.jpg", "readme.txt"))  # .txt: no image
+    root = age(make(tmp_path / "train", *images, *others, "1.jpg", "readme.txt"))  # no image
     if kind == "tar":
         with tarfile.open(tmp_path / "train.tar", "w") as tar:
             for path in filter(Path.is_file, root.rglob("*")):
@@ -130,13 +130,13 @@ def test_what_is_left_out_is_counted(kind, tmp_path, caplog):
     for _ in range(2):
         caplog.clear()
         assert paths(root) == images
-        (said,) = (text for text in caplog.messages if "not read" in text)
-        reasons = "hidden, or of the system (3), .heic (2), in no class folder (1), no ending (1)"
-        assert f": files or folders that are not read: {reasons}, such as " in said
+        (said,) = (text for text in caplog.messages if "ignored files" in text)
+        reasons = "hidden or system (3), .heic (2), not in a class folder (1), no suffix (1)"
+        assert f": ignored files or folders: {reasons}, such as " in said
         assert "__MACOSX" in said
 
 
-def test_endings_are_those_of_the_formats_that_are_decoded():
+def test_extensions_equal_decoded_formats():
     kinds = {*FORMATS, "MPO"}
     found = {end for end, kind in Image.registered_extensions().items() if kind in kinds}
     assert {*map(os.fsdecode, EXTENSIONS)} == found - {".pfm"}
@@ -152,7 +152,7 @@ def test_endings_are_those_of_the_formats_that_are_decoded():
         ([], ["a/2.jpg"]),
     ],
 )
-def test_changed_folder_is_scanned_again(tmp_path, new, gone):
+def test_index_cache_rescans_changed_folder(tmp_path, new, gone):
     root = make(tmp_path / "root", "a/1.jpg", "a/2.jpg", "b/deep/3.jpg")
     (root / "c").symlink_to(make(tmp_path / "other", "9.jpg"))
     age(root)
@@ -168,20 +168,20 @@ def test_changed_folder_is_scanned_again(tmp_path, new, gone):
     assert paths(root) == sorted(files.difference(gone))
 
 
-def test_recently_changed_folder_is_not_cached(tmp_path):
+def test_index_cache_skips_recently_changed_folder(tmp_path):
     root = age(make(tmp_path / "root", "a/1.jpg", "b/2.jpg"))
     assert paths(root) == ["a/1.jpg", "b/2.jpg"]
     make(root, "b/3.jpg")
-    os.utime(root / "b", ns=(0, 10**18))  # of a backup: not newer, but not the same
+    os.utime(root / "b", ns=(0, 10**18))  # a backup's mtime, not newer but different
     assert paths(root) == ["a/1.jpg", "b/2.jpg", "b/3.jpg"]
-    make(root, "b/4.jpg")  # now: another file in this tick of the clock would not move b's mtime
+    make(root, "b/4.jpg")  # now; a later file in this clock tick would not change b's mtime
     assert paths(root) == ["a/1.jpg", "b/2.jpg", "b/3.jpg", "b/4.jpg"]
     with unseen_change(root / "b"):
         make(root, "b/5.jpg")
     assert paths(root) == ["a/1.jpg", "b/2.jpg", "b/3.jpg", "b/4.jpg", "b/5.jpg"]
 
 
-def test_a_link_may_lead_to_a_file_later(tmp_path):
+def test_index_cache_rescans_dangling_link(tmp_path):
     root = make(tmp_path / "root", "a/1.jpg", "b/2.jpg")
     (root / "b" / "3.jpg").symlink_to(tmp_path / "3.jpg")
     age(root)
@@ -190,7 +190,7 @@ def test_a_link_may_lead_to_a_file_later(tmp_path):
     assert paths(root) == ["a/1.jpg", "b/2.jpg", "b/3.jpg"]
 
 
-def test_damaged_or_foreign_cache_is_scanned_again(tmp_path, cache, monkeypatch):
+def test_index_cache_ignores_damaged_file(tmp_path, cache, monkeypatch):
     root = age(make(tmp_path / "root", "a/1.jpg", "b/2.jpg", "b/3.jpg"))
     expected = paths(root)
     (stored,) = cache.glob("*.npz")
@@ -205,26 +205,26 @@ def test_damaged_or_foreign_cache_is_scanned_again(tmp_path, cache, monkeypatch)
     with unseen_change(root / "b"):
         make(root, "b/4.jpg")
     assert paths(root) == [*expected, "b/4.jpg"]
-    # One for each format, written under another name and renamed.
+    # One file per format, written under a temporary name and renamed.
     assert len(os.listdir(cache)) == 2
     assert stored.name in os.listdir(cache)
 
 
-def test_unwritable_cache_is_one_warning(tmp_path, cache, caplog):
+def test_index_cache_unwritable_is_one_warning(tmp_path, cache, caplog):
     root = age(make(tmp_path / "root", "a/1.jpg"))
     with file_size_limit(100):
         assert paths(root) == ["a/1.jpg"]
     assert not list(cache.iterdir())  # no temporary file is left
-    assert ["cannot be written" in text for text in caplog.messages] == [True]
+    assert ["cannot write the cache" in text for text in caplog.messages] == [True]
 
 
-def test_where_the_cache_is(tmp_path, monkeypatch):
+def test_default_cache_dir(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     root, temporary = age(make(tmp_path / "root", "a/1.jpg")), f"imagenet-trainer-{os.geteuid()}"
     for given, folder in (("", ".cache/imagenet-trainer"), (f"{tmp_path}/file", temporary)):
-        monkeypatch.setenv("XDG_CACHE_HOME", given)  # the file is no folder, as without a home
+        monkeypatch.setenv("XDG_CACHE_HOME", given)  # the file is not a folder, like a missing home
         assert default_cache_dir() == tmp_path / folder
         assert (tmp_path / folder).is_dir()
         assert paths(root) == ["a/1.jpg"]

@@ -1,4 +1,4 @@
-"""Images in tar files and lists are those of the same folder, in the same order."""
+"""Images in tar files and lists equal those of the same folder, in the same order."""
 
 import io
 import os
@@ -20,7 +20,7 @@ JPEG = b"\xff\xd8 content"
 def write_tar(
     path: Path, *members: tarfile.TarInfo | str, format: int = tarfile.PAX_FORMAT
 ) -> Path:
-    """Write a tar file of members that all hold their own name."""
+    """Write a tar file whose members contain their own name."""
     with tarfile.open(path, "w", format=format) as tar:
         for member in members:
             info = tarfile.TarInfo(member) if isinstance(member, str) else member
@@ -31,7 +31,7 @@ def write_tar(
 
 
 def header_of(path: Path, number: int) -> int:
-    """Return where the header of a member begins."""
+    """Return the offset of a member's header."""
     with tarfile.open(path) as tar:
         return tar.getmembers()[number].offset
 
@@ -58,7 +58,7 @@ def refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize(("pack", "suffix"), [(as_tar, ".tar"), (as_tars, ""), (as_list, ".csv")])
-def test_the_table_is_that_of_the_folder(image_root, tmp_path, pack, suffix):
+def test_load_index_tar_and_csv_equal_folder(image_root, tmp_path, pack, suffix):
     split = image_root / "train"
     pack(split, tmp_path / f"train{suffix}")
     for path in tmp_path.rglob("*.*"):
@@ -69,11 +69,11 @@ def test_the_table_is_that_of_the_folder(image_root, tmp_path, pack, suffix):
         index = load_index(tmp_path / "train", key="data.train")
         assert index.classes == folder.classes
         assert [data for _, data in content_of(index)] == contents
-        # The paths of a list are those that it states.
+        # A list keeps the paths that it contains.
         assert pack is as_list or index.digest == folder.digest
 
 
-def test_order_is_by_class_not_by_path(tmp_path):
+def test_tar_index_order_is_by_class(tmp_path):
     """`-` sorts before `/`, so a-b/ would come before a/."""
     members = ["a-b/1.jpg", "a/2.jpg", "a/10.jfif", "a/deep/3.jpg", "B/1.jpg"]
     for member in members:
@@ -84,7 +84,7 @@ def test_order_is_by_class_not_by_path(tmp_path):
 
 
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
-def test_unusual_members(tmp_path, format):
+def test_tar_index_unusual_members(tmp_path, format):
     long = "a/" + "x" * 200 + ".JPEG"
     files = "./a/1.jpg", "a/._1.jpg", "a/.hidden/2.jpg", "a/notes.txt", "loose.jpg", long
     others = "b/\udcff\xe9.png", special("b/pipe.jpg", tarfile.FIFOTYPE)
@@ -98,39 +98,39 @@ def test_unusual_members(tmp_path, format):
 
 
 @pytest.mark.parametrize("prefix", ["./", "./train/", "ILSVRC/Data/train/", "/data/"])
-def test_folders_around_the_classes_are_left_out(tmp_path, prefix):
+def test_tar_index_strips_outer_folders(tmp_path, prefix):
     write_tar(tmp_path / "train.tar", f"{prefix}a/x/1.jpg", f"{prefix}b/2.jpg", "readme.txt")
     assert [name for name, _ in content(tmp_path / "train")] == ["a/x/1.jpg", "b/2.jpg"]
     (tmp_path / "val").mkdir()
-    write_tar(tmp_path / "val" / "0.tar", "val/1.jpg")  # a class with the name of the split
+    write_tar(tmp_path / "val" / "0.tar", "val/1.jpg")  # a class with the split's name
     write_tar(tmp_path / "val" / "1.tar", "bus/1.jpg")
     assert [name for name, _ in content(tmp_path / "val")] == ["bus/1.jpg", "val/1.jpg"]
 
 
-def test_more_tar_files_than_the_soft_limit_of_open_files(tmp_path):
+def test_tar_index_exceeds_open_file_limit(tmp_path):
     (tmp_path / "train").mkdir()
     for number in range(2300):
         write_tar(tmp_path / "train" / f"{number:04d}.tar", f"a/{number:04d}.jpg")
     index = load_index(tmp_path / "train", key="data.train")
-    with soft_limit(resource.RLIMIT_NOFILE, len(os.listdir("/dev/fd")) + 30):  # as in a worker
+    with soft_limit(resource.RLIMIT_NOFILE, len(os.listdir("/dev/fd")) + 30):  # like a worker
         assert [index.read(i) for i in range(2300)] == [b"a/%04d.jpg" % i for i in range(2300)]
         assert len(os.listdir("/dev/fd")) < 2300
         _opened.cache_clear()
 
 
-def test_a_file_that_was_replaced_is_not_read(tmp_path):
+def test_tar_read_detects_replaced_file(tmp_path):
     path = write_tar(tmp_path / "train.tar", "a/1.jpg")
     os.utime(path, (0, 0))
     index = load_index(tmp_path / "train", key="data")
     index.read(0)  # the file stays open
     write_tar(path, "a/22.jpg", *(f"b/{i}.jpg" for i in range(30)))
-    os.utime(path, (0, 0))  # the same mtime, another size
+    os.utime(path, (0, 0))  # same mtime, different size
     with pytest.raises(OSError, match="has changed since the start"):
         index.read(0)
     assert len(content(tmp_path / "train")) == 31
 
 
-def test_a_damaged_file_is_refused(image_root, tmp_path):
+def test_tar_index_rejects_damaged_file(image_root, tmp_path):
     as_tar(image_root / "train", tmp_path / "whole.tar")
     whole, damaged = (tmp_path / "whole.tar").read_bytes(), tmp_path / "train.tar"
     with tarfile.open(tmp_path / "whole.tar") as tar:
@@ -146,20 +146,22 @@ def test_a_damaged_file_is_refused(image_root, tmp_path):
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])
-def test_zeros_within_a_file_are_not_its_end(blocks, tmp_path):
-    """tarfile would drop all images behind them; a second file that was appended, too."""
+def test_tar_index_rejects_zeros_within_file(blocks, tmp_path):
+    """tarfile would drop all images behind them, and those of a second, appended file."""
     path = write_tar(tmp_path / "train.tar", *(f"a/{i}.jpg" for i in range(9)))
     whole, start = path.read_bytes(), header_of(path, 4)
     path.write_bytes(whole[:start] + bytes(512 * blocks) + whole[start + 512 * blocks :])
-    assert f"{path}: cannot be read at byte {start:,}: no header and no end" in refusal(path)
+    assert f"{path}: cannot be read at byte {start:,}: neither a header nor the end" in refusal(
+        path
+    )
     path.write_bytes(whole + whole)
-    assert "no header and no end" in refusal(path)
+    assert "neither a header nor the end" in refusal(path)
     path.write_bytes(whole + bytes(512 * blocks))  # more padding, as `tar -b` writes
     assert len(content(path)) == 9
 
 
-def test_a_member_of_negative_size_is_refused(tmp_path):
-    """Older patch versions of Python read it for ever (cpython#130577)."""
+def test_tar_index_rejects_negative_size(tmp_path):
+    """Older patch versions of Python read it forever (cpython#130577)."""
     path = write_tar(tmp_path / "train.tar", "a/1.jpg", "a/2.jpg")
     whole, start = path.read_bytes(), header_of(path, 1)
     header = bytearray(whole[start : start + 512])
@@ -170,42 +172,42 @@ def test_a_member_of_negative_size_is_refused(tmp_path):
     assert f"{path}: cannot be read at byte {start:,}" in refusal(path)
 
 
-def test_refused_members(tmp_path):
+def test_tar_index_rejects_members(tmp_path):
     path = tmp_path / "train.tar"
     for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
         write_tar(path, "a/1.jpg", special("a/2.jpg", kind))
         assert "a/2.jpg is a link; it may be damaged" in refusal(path)
     sparse = tarfile.TarInfo("a/2.bmp")
-    sparse.pax_headers = {"GNU.sparse.map": "0,7", "GNU.sparse.size": "9000"}  # then zeros
+    sparse.pax_headers = {"GNU.sparse.map": "0,7", "GNU.sparse.size": "9000"}  # followed by zeros
     write_tar(path, "a/1.jpg", sparse)
     assert "a/2.bmp is sparse (tar --sparse), or of negative size; it may be" in refusal(path)
     write_tar(path, "a/1.jpg", "b/1.jpg", "./a/1.jpg")
-    assert "a second file has the name ./a/1.jpg; it may be damaged" in refusal(path)
+    assert "./a/1.jpg occurs twice; it may be damaged" in refusal(path)
     write_tar(path, "000.jpg", "000.cls")
-    assert "holds no <class>/<name> with the suffix of an image; python" in refusal(path)
+    assert "contains no <class>/<name> with an image suffix; convert" in refusal(path)
     (tmp_path / "val").mkdir()
     for number in range(2):
         write_tar(tmp_path / "val" / f"{number}.tar", "a/1.jpg", f"b/{number}.jpg")
     write_tar(path, "train/a/1.jpg", "val/a/1.jpg")
-    assert "class folder train holds folders, as a split does; " in refusal(path)
-    assert refusal(tmp_path / "val").startswith("a/1.jpg: two of the tar files hold it; ")
+    assert "class folder train contains folders, like a split; " in refusal(path)
+    assert refusal(tmp_path / "val").startswith("a/1.jpg: found in two of the tar files; ")
 
 
-def test_a_folder_comes_before_a_tar_file_and_a_list(tmp_path):
+def test_load_index_prefers_folder(tmp_path):
     write_tar(tmp_path / "train.tar", "a/1.jpg")
     (tmp_path / "train" / "a").mkdir(parents=True)
     (tmp_path / "train" / "a" / "2.jpg").write_bytes(JPEG)
     (tmp_path / "train.csv").write_text("train.tar,a")
-    (tmp_path / "train" / "0.tar").touch()  # perhaps what the folders were unpacked from
+    (tmp_path / "train" / "0.tar").touch()  # may be the file that was unpacked
     assert content(tmp_path / "train") == [("a/2.jpg", JPEG)]
     assert content(tmp_path / "train.tar") == [("a/1.jpg", b"a/1.jpg")]
     shutil.rmtree(tmp_path / "train")
     assert content(tmp_path / "train") == [("a/1.jpg", b"a/1.jpg")]
-    assert "there is no such folder, .tar or .csv file; " in refusal(tmp_path / "trani")
+    assert "no such folder, .tar or .csv file; " in refusal(tmp_path / "trani")
     assert refusal(tmp_path / "trani.tar").endswith("; did you mean train.tar?")
 
 
-def test_list_with_other_folders_and_wrong_lists(tmp_path):
+def test_csv_index_paths_and_errors(tmp_path):
     (tmp_path / "one, two.jpg").write_bytes(JPEG)
     (tmp_path / "three.jpg").write_bytes(JPEG)
     text = f'\npath,label\n"one, two.jpg", "z"\n"{tmp_path / "three.jpg"}",a b\n./three.jpg,a b\n'
@@ -219,23 +221,24 @@ def test_list_with_other_folders_and_wrong_lists(tmp_path):
         ("1.jpg,a\n2.jpg;a\n", "line 2 is not path,label"),
         ('"1.jpg,a\n2.jpg,a\n"3.jpg,b', "line 3: ',' expected after '\"'; correct it"),
         ("a,1.jpg\nb,2.jpg", "the columns are label,path in line 1; write path,label"),
+        ("gone,a\nthree.jpg,a\n", "line 1: gone: no such file (1 of 2 images)"),  # no header
         ("label,path\na,1.jpg", "the columns are label,path in line 2; "),
         ("path,label\nthree.jpg,a\nfour.jpg,a\n", "line 3: four.jpg: no such file (1 of 2 images)"),
         ("sub\\4.jpg,a\n", "sub\\4.jpg: no such file (1 of 1 images); write paths with /, not"),
-        (f"1.jpg,a\n{tmp_path}/1.jpg,b", "1.jpg is b, but a in an earlier line; "),
-        ("1.jpg,a\n2.jpg,b\n./1.jpg,b", "line 3: ./1.jpg is b, but a in an earlier line; "),
+        (f"1.jpg,a\n{tmp_path}/1.jpg,b", "1.jpg has the label b, but a in"),
+        ("1.jpg,a\n2.jpg,b\n./1.jpg,b", "line 3: ./1.jpg has the label b, but a in"),
     ):
         (tmp_path / "train.csv").write_text(text)
         assert says in refusal(tmp_path / "train")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_only_regular_files_of_a_list_are_read(kind, tmp_path):
-    """A pipe would block the process, a device may have no end."""
+def test_csv_index_accepts_only_regular_files(kind, tmp_path):
+    """A pipe would block the process; a device may have no end."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "folder").mkdir()
-    (tmp_path / "train.csv").write_text(f"{kind},label\n{kind},a\n")  # with a header
-    index = load_index(tmp_path / "train", key="data.train")
-    with pytest.raises(OSError, match="not a regular file"):
-        index.read(0)
+    (tmp_path / "train.csv").write_text(f"path,label\n{kind},a\n")
+    assert f"line 2: {kind}: no such file (1 of 1 images); remove the" in refusal(
+        tmp_path / "train"
+    )

@@ -1,4 +1,4 @@
-"""The region decoder: Pillow's pixels, no access outside its memory, and a safe cache."""
+"""The region decoder has Pillow's pixels, no access outside its memory, and a safe cache."""
 
 import itertools
 import os
@@ -24,8 +24,8 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
-def test_every_region_of_a_small_file():
-    """Chroma of the last columns is interpolated only in a region that is wide enough."""
+def test_region_decoder_every_region():
+    """Chroma of the last columns is interpolated only if the region is wide enough."""
     for data in FILES:
         picture = decode.open_picture(data, "region")
         if picture.size[0] > 34:
@@ -53,8 +53,8 @@ MIDDLE = len(JPEG) // 2
         GREY[:-3000] + b"\xff\xd9",
     ],
 )
-def test_damaged_data_is_refused(data):
-    """Pillow would give grey or wrong pixels for most of them."""
+def test_region_decoder_rejects_damaged_data(data):
+    """Pillow would return gray or wrong pixels for most of them."""
     with pytest.raises(UnreadableError, match=DAMAGED):
         decode.open_picture(data, "region").pixels()
 
@@ -62,8 +62,8 @@ def test_damaged_data_is_refused(data):
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(7500)
-def test_damaged_files_and_memory(tmp_path):
-    """100,000 files, with code that checks every access to memory if the compiler can add it."""
+def test_region_decoder_memory_safety(tmp_path):
+    """Decode 100,000 files, with code that checks all memory access if the compiler supports it."""
     compiler = next(filter(None, map(shutil.which, region.COMPILERS)), "")
     checks, libraries = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"], []
     for name in ("libasan.so", "libubsan.so"):
@@ -86,7 +86,7 @@ def test_damaged_files_and_memory(tmp_path):
 
 @needs_compiler
 @pytest.mark.parametrize("box", [(0, 0, 132, 150), (0, 0, 131, 151), (5, 5, 5, 9), (9, 5, 8, 9)])
-def test_a_box_outside_the_image_writes_nothing(box):
+def test_region_decoder_rejects_outside_box(box):
     decoder, result = region.load(), np.zeros(132 * 151 * 3, np.uint8)
     assert not decoder(FILES[0], box, 1, result.ctypes.data)
     assert not result.any()
@@ -94,7 +94,7 @@ def test_a_box_outside_the_image_writes_nothing(box):
 
 @pytest.fixture
 def fresh(cache: Path) -> Iterator[Path]:
-    """An empty cache folder, and no decoder in memory."""
+    """Use an empty cache directory, without a loaded decoder."""
     region.load.cache_clear()
     decode.resolve.cache_clear()
     yield cache / "native"
@@ -109,9 +109,7 @@ def fresh(cache: Path) -> Iterator[Path]:
         ("echo 'cannot find ld' >&2; exit 1", r"cc failed \(cannot find ld\)"),
     ],
 )
-def test_without_a_compiler_another_decoder_is_used(
-    compiler, problem, fresh, tmp_path, monkeypatch, caplog
-):
+def test_resolve_decoder_without_compiler(compiler, problem, fresh, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PATH", str(tmp_path))
     if compiler is not None:
         (tmp_path / "cc").write_text(f"#!/bin/sh\n{compiler}\n")
@@ -124,7 +122,7 @@ def test_without_a_compiler_another_decoder_is_used(
 
 
 @needs_compiler
-def test_machine_code_is_compiled_once_and_only_into_a_safe_folder(fresh):
+def test_region_load_compiles_once_into_safe_folder(fresh):
     fresh.write_text("a file")
     with pytest.raises(UserError, match="File exists"):
         region.load()
@@ -139,8 +137,8 @@ def test_machine_code_is_compiled_once_and_only_into_a_safe_folder(fresh):
 
 
 @needs_compiler
-def test_two_threads_decode_at_the_same_time():
-    """A shared box once made one of them write past its array, which ends the process."""
+def test_region_decoder_two_threads():
+    """With a shared box, one of them once wrote past its array, which ends the process."""
     noise = np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8)
     data = encoded(Image.fromarray(noise).resize((1200, 1200)), quality=95)
     boxes = [(0, 0, 200, 200), (100, 100, 1100, 1100)] * 30

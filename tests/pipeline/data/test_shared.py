@@ -1,4 +1,4 @@
-"""Shared memory: one copy for all processes, freed with the last of them; page-locking."""
+"""Shared memory: one copy for all processes, freed with the last one; pinned memory."""
 
 import multiprocessing
 import os
@@ -11,9 +11,9 @@ import torch
 
 from conf.errors import UserError
 from pipeline.data.shared import SharedArray, SharedObject
-from pipeline.feed.pinned import page_locked
+from pipeline.feed.pinned import pinned_memory
 from tests.helpers.limits import file_size_limit, soft_limit
-from tests.helpers.processes import HANGS_SECONDS, needs_linux
+from tests.helpers.processes import HANGS_SECONDS, needs_linux, wait_for
 
 
 def descriptors() -> int:
@@ -22,13 +22,13 @@ def descriptors() -> int:
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 @pytest.mark.parametrize("memfd", [True, False])
-def test_child_reads_and_writes_the_same_memory(start_method, memfd, monkeypatch):
-    if not memfd:  # as on macOS
+def test_shared_array_in_child_process(start_method, memfd, monkeypatch):
+    if not memfd:  # macOS has none
         monkeypatch.delattr(os, "memfd_create", raising=False)
     shared = SharedArray.copy_of(np.arange(12, dtype=np.int64).reshape(3, 4))
     code = "assert shared.array[2, 3] == 11; shared.array[1] *= 10"
     context = multiprocessing.get_context(start_method)
-    # a target that every start method can pickle
+    # target that every start method can pickle
     process = context.Process(target=exec, args=(code, {"shared": shared}))
     process.start()
     process.join(HANGS_SECONDS)
@@ -37,7 +37,7 @@ def test_child_reads_and_writes_the_same_memory(start_method, memfd, monkeypatch
     assert shared.array.tolist() == [[0, 1, 2, 3], [40, 50, 60, 70], [8, 9, 10, 11]]
 
 
-def test_memory_has_no_name_and_ends_with_the_last_array():
+def test_shared_array_frees_memory_with_last_view():
     needs_linux()
     before = descriptors()
     assert SharedArray((0, 3), np.float32).array.shape == (0, 3)
@@ -46,13 +46,13 @@ def test_memory_has_no_name_and_ends_with_the_last_array():
     assert os.readlink(f"/proc/self/fd/{shared._fd}") == "/memfd:batches (deleted)"
     values = shared.array[10:20]
     del shared
-    values[:] = 9  # an array over it keeps the mapping
+    values[:] = 9  # a view keeps the mapping
     assert values.sum() == 9 * 10 * 1000
     del values
     assert descriptors() == before
 
 
-def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing():
+def test_shared_array_allocation_failure():
     before = descriptors()
     with pytest.raises(UserError, match="cannot be allocated"):
         SharedArray((2**46,), np.int64)  # larger than the address space
@@ -66,9 +66,9 @@ def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing():
 
 
 @pytest.mark.parametrize("most", [9, 1])
-def test_page_locked_buffers_are_unlocked_once(monkeypatch, caplog, most):
+def test_page_locked_unlocks_once(monkeypatch, caplog, most):
     """A second time is an error that a later CUDA call would report."""
-    locked = []
+    locked, unlocked = [], []
 
     def register(pointer, size, flags):
         if len(locked) == most:
@@ -76,40 +76,38 @@ def test_page_locked_buffers_are_unlocked_once(monkeypatch, caplog, most):
         locked.append(pointer)
         return 0
 
-    names = {"cudaHostRegister": register, "cudaHostUnregister": locked.remove}
+    names = {"cudaHostRegister": register, "cudaHostUnregister": unlocked.append}
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**names))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    with page_locked([SharedArray((8, 9), np.uint8), SharedArray((7,), np.int64)]) as locking:
-        assert (locking.result(), len(locked)) == (locked, min(most, 2))
-    assert not locked
-    warning = "0.0 MiB cannot be page-locked (2), so batch buffers are "
+    with pinned_memory([SharedArray((8, 9), np.uint8), SharedArray((7,), np.int64)]):
+        pass
+    assert (unlocked, len(locked)) == (locked, min(most, 2))
+    warning = "cannot pin 0.0 MiB of batch buffers (2), so copies "
     assert caplog.text.count(warning) == (0 if most == 9 else 1)
 
 
 @pytest.mark.gpu
-def test_buffers_are_page_locked_on_a_gpu(caplog):
-    """Page-locking memory twice is an error, which no later kernel reports."""
+def test_page_locked_on_gpu(caplog):
+    """Locking memory twice is an error, which no later kernel reports."""
     arrays = [SharedArray((4, 8, 24, 24, 3), np.uint8), SharedArray((4, 8), np.int64)]
     pixels, labels = (torch.from_numpy(shared.array) for shared in arrays)
-    with page_locked(arrays) as locking:
-        locking.result()
-        assert pixels[3].is_pinned()
-        assert labels.is_pinned()
+    with pinned_memory(arrays):
+        wait_for("both are pinned", lambda: pixels[3].is_pinned() and labels.is_pinned())
     assert not pixels.is_pinned()
     cudart = torch.cuda.cudart()
     assert int(cudart.cudaHostRegister(labels.data_ptr(), labels.nbytes, 0)) == 0
-    with page_locked(arrays[::-1]) as locking:
-        locking.result()
+    with pinned_memory(arrays[::-1]):
+        wait_for("the warning", lambda: caplog.messages)
         assert float(torch.ones(5, device="cuda").sum()) == 5
         assert not pixels.is_pinned()
-        assert caplog.text.count("cannot be page-locked") == 1
+        assert caplog.text.count("cannot pin") == 1
         assert torch.equal(pixels.to("cuda", non_blocking=True).cpu(), pixels)
     assert int(cudart.cudaHostUnregister(labels.data_ptr())) == 0
 
 
-def test_object_is_shared_without_copies_of_its_arrays(tmp_path):
-    """Contiguous or not, tensors, and a part of a memory-mapped file; writes stay in the child."""
+def test_shared_object_does_not_copy_arrays(tmp_path):
+    """Contiguous or not, tensors, and part of a memory map; writes stay in the child."""
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (40, 3, 32, 32), np.uint8)
     mapped = np.memmap(tmp_path / "mapped", np.int32, "w+", 64, (5000,))
@@ -145,7 +143,7 @@ assert value["names"] == ["a", "b"] and not value["array"].any()
     assert pickled.stop - pickled.start < 5000 and shared.value["array"] is not images
 
 
-def test_object_that_cannot_be_pickled_is_an_error():
+def test_shared_object_pickle_error():
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=print, args=(SharedObject([lambda: 0]),))
     with pytest.raises(UserError, match=r"^data.source: a dataset cannot be sent to the workers"):

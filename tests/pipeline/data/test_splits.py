@@ -1,4 +1,4 @@
-"""Which images are the splits: data.val_fraction and data.val_fold."""
+"""Images of each split with data.val_fraction and data.val_fold."""
 
 import shutil
 from collections import Counter
@@ -23,23 +23,23 @@ def splits(root: object, **keys: object) -> tuple[Index, Index]:
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.25, 0.99])
-def test_fraction_of_each_class(changeable, fraction):
+def test_val_fraction_per_class(changeable, fraction):
     train, val = splits(changeable, val_fraction=fraction)
     count = min(max(round(12 * fraction), 1), 11)
     assert Counter(val.labels.array.tolist()) == dict.fromkeys(range(3), count)
     assert sorted(samples(train) + samples(val)) == samples(load_index(changeable, key="data.root"))
     assert (samples(train), samples(val)) == (sorted(samples(train)), sorted(samples(val)))
-    names = sorted(f"cat/{i}é.jpg".encode() for i in range(500))  # a run resumes with the same
+    names = sorted(f"cat/{i}é.jpg".encode() for i in range(500))  # resumed runs need the same
     index = Index.of_files(ImageFolder("/none"), {"cat": names})
     _, rows = split_rows(index, HeldOut("", 0, 0.01, 2))
     assert {names[i] for i in rows} == {f"cat/{i}é.jpg".encode() for i in (279, 167, 416, 29, 148)}
-    index = Index.of_files(ImageFolder("/none"), {"cat": 9 * names[:1] + names})  # as a list may
+    index = Index.of_files(ImageFolder("/none"), {"cat": 9 * names[:1] + names})  # like a list
     for rows in split_rows(index, HeldOut("", 0.5, 1, 2)):
         assert len(set(index.paths.array[rows])) == 250
 
 
 @pytest.mark.parametrize("folds", [2, 5, 12])
-def test_folds_are_disjoint_and_cover_all(changeable, folds):
+def test_val_fold_partitions_images(changeable, folds):
     held_out = []
     for fold in range(1, folds + 1):
         train, val = splits(changeable, val_fold=f"{fold}/{folds}")
@@ -54,7 +54,7 @@ def test_folds_are_disjoint_and_cover_all(changeable, folds):
     assert first.digest == splits(changeable, val_fold=f"1/{folds}")[1].digest
 
 
-def test_the_same_images_are_held_out_of_every_storage(changeable, image_root, tmp_path):
+def test_val_fraction_equal_in_every_storage(changeable, image_root, tmp_path):
     found = [splits(changeable, val_fraction=0.25)]
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -71,19 +71,19 @@ def test_the_same_images_are_held_out_of_every_storage(changeable, image_root, t
     assert one.val.fingerprint() == other.val.fingerprint() != one.train.fingerprint()
 
 
-def test_fake_validation_images_are_a_tenth():
+def test_fake_dataset_validation_size():
     datasets = build_datasets(from_overrides(["data=fake", "data.fake_images=60"]))
     assert (len(datasets.train), len(datasets.val)) == (60, 6)
 
 
 def other_order(data: DataConfig, train: Any, val: Any, options: Any) -> Splits:
-    """A fork's source, which gives the second split other labels."""
+    """A fork's source with different labels in the second split."""
     train, val, classes = folder(data, train, val, options)
     val.index = replace(val.index, classes=classes[::-1])
     return train, val, classes
 
 
-def test_a_source_whose_splits_have_other_classes_is_refused(image_root):
+def test_build_datasets_rejects_unequal_classes(image_root):
     source = f"data.source={__name__}:other_order"
     with pytest.raises(UserError, match=r"^data\.val=.*: its classes are not those of "):
         build_datasets(from_overrides([f"data.root={image_root}", source]))
@@ -98,7 +98,7 @@ def test_other_classes_shows_names_that_look_alike(changeable, tmp_path):
 
 
 @pytest.mark.parametrize("train", ["../train", "train"])
-def test_a_list_that_shares_images_is_refused(changeable, tmp_path, train):
+def test_load_splits_rejects_shared_images(changeable, tmp_path, train):
     image = next(changeable.glob("*/*"))
     (tmp_path / "link").symlink_to(image.parent)
     (tmp_path.parent / "train.csv").write_text(f"{tmp_path}/link/{image.name},a\n")
@@ -106,4 +106,4 @@ def test_a_list_that_shares_images_is_refused(changeable, tmp_path, train):
     (tmp_path / "val.csv").write_text(f"3.jpg,a\n./{image.relative_to(tmp_path)},b\n")
     with pytest.raises(UserError, match=f"val.csv: 1 of its .* also in .*, such as {image}; "):
         splits(tmp_path, train=train)
-    assert len(splits(tmp_path, train="val")[0]) == 2  # as evaluate.py reads it
+    assert len(splits(tmp_path, train="val")[0]) == 2  # evaluate.py does this

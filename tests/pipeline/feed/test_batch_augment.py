@@ -1,4 +1,4 @@
-"""Batch transforms: pixels and targets mix in proportion, drawn from (seed, step, rank)."""
+"""Batch transforms mix pixels and targets in proportion, drawn from (seed, step, rank)."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,13 @@ from torch import Tensor
 from torchvision.transforms import RandomErasing
 
 from pipeline.data.augment import build_by_name
-from pipeline.feed.batch_augment import BATCH_TRANSFORMS, BLOCK, BatchTransforms, blend
+from pipeline.feed.batch_augment import (
+    BATCH_TRANSFORMS,
+    BLOCK,
+    BatchTransforms,
+    blend,
+    find_partners,
+)
 from tests.helpers.batches import batch_of
 from tests.helpers.results import same
 
@@ -22,13 +28,13 @@ def one(name: str, **parameters: Any) -> Any:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Sample i has colour i + 1 and class i: its value identifies a pixel's source."""
+    """Return samples i with color i + 1 and class i; a value identifies a pixel's source."""
     images = torch.arange(1.0, COUNT + 1)[:, None, None, None].expand(COUNT, 3, SIDE, SIDE).clone()
     return images, torch.eye(COUNT)
 
 
 def transforms(*names: Any, seed: int = 0, rank: int = 0, ranks: int = 1) -> BatchTransforms:
-    """Transforms of a rank, for batches with targets."""
+    """Return one rank's transforms for batches with targets."""
     return BatchTransforms(
         names, COUNT, seed, ["image"], label="target", rank=rank, world_size=ranks
     )
@@ -39,7 +45,7 @@ def drawn_by(seed: int, step: int) -> np.random.Generator:
 
 
 def run(transform: Any, images: Tensor, targets: Tensor, step: int = 0, **place: int) -> Any:
-    """Draw, and return the images and the targets after the transform."""
+    """Draw and apply a transform; return images and targets."""
     mixing = transforms(transform, **place)
     batch = batch_of(step, image=images, target=targets)
     batch.fields.update(mixing.draw(batch.fields, step))
@@ -54,18 +60,18 @@ def neighbours() -> np.ndarray:
 
 
 def is_box(inside: np.ndarray) -> bool:
-    """Return whether a mask [S, S] is one filled rectangle, or empty."""
+    """Return whether a mask [S, S] is empty or one filled rectangle."""
     return bool((inside == np.outer(inside.any(axis=1), inside.any(axis=0))).all())
 
 
-def test_draws_differ_between_seeds_and_steps():
+def test_batch_transforms_draw_by_seed_and_step():
     places = (0, 0), (1, 0), (0, 1), (1, 0)
     found = [run(one("mixup"), *batch(), step, seed=seed)[1] for seed, step in places]
     assert torch.equal(found[1], found[3])
     assert len({targets.sum(0)[0].item() for targets in found}) == 3
 
 
-def test_mixup_blends_pixels_and_targets_alike():
+def test_mixup_blends_pixels_and_targets():
     images, targets = run(one("mixup", alpha=5.0), *batch())
     own = targets[range(COUNT), range(COUNT)]
     other = targets[range(COUNT), neighbours()]
@@ -74,10 +80,10 @@ def test_mixup_blends_pixels_and_targets_alike():
     values = torch.arange(1.0, COUNT + 1)
     expected = own * values + other * values[neighbours()]
     torch.testing.assert_close(images, expected[:, None, None, None].expand_as(images))
-    assert len(set(own.tolist())) > COUNT / 2  # a weight of its own for each image
+    assert len(set(own.tolist())) > COUNT / 2  # separate weights for each image
 
 
-def test_cutmix_pastes_a_box_and_its_area_is_the_weight():
+def test_cutmix_box_area_is_weight():
     images, targets = run(one("cutmix", alpha=1.0), *batch())
     torch.testing.assert_close(targets.sum(1), torch.ones(COUNT))
     rows, others = torch.arange(COUNT), torch.from_numpy(neighbours())
@@ -93,8 +99,8 @@ def test_cutmix_pastes_a_box_and_its_area_is_the_weight():
     assert areas.max() > 0.5
 
 
-def test_erasing_clears_a_box_and_keeps_the_targets():
-    """Wherever it lies: the border does not cut it."""
+def test_random_erasing_clears_box():
+    """The border does not clip it."""
     erasing = one("random_erasing", p=0.25, scale=[0.1, 0.2], ratio=[0.5, 2.0])
     erased = []
     for step in range(20):
@@ -111,7 +117,7 @@ def test_erasing_clears_a_box_and_keeps_the_targets():
 
 
 @pytest.mark.parametrize("ratio", [0.3, 1.0, 3.3])
-def test_erased_boxes_are_as_high_and_as_wide_as_torchvisions(ratio):
+def test_random_erasing_box_equals_torchvision(ratio):
     options = {"scale": (0.1, 0.1), "ratio": (ratio, ratio)}
     images, _ = run(one("random_erasing", p=1.0, **options), *batch())
     erased = images[:, 0] == 0
@@ -121,7 +127,7 @@ def test_erased_boxes_are_as_high_and_as_wide_as_torchvisions(ratio):
 
 
 def drawn(step: int, count: int, size: int) -> tuple[np.ndarray, ...]:
-    """Whether cutmix, weights and (x, y) centres that mixup_or_cutmix draws by default."""
+    """Return whether cutmix, weights and (x, y) centers as drawn by mixup_or_cutmix by default."""
     rng = drawn_by(0, step)
     rng.random(count)
     cut = rng.random(count) < 0.5
@@ -129,8 +135,8 @@ def drawn(step: int, count: int, size: int) -> tuple[np.ndarray, ...]:
     return cut, rng.beta(alpha, alpha), np.floor(rng.random((2, count)) * size).astype(int)
 
 
-def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(monkeypatch):
-    """One choice, one weight and one box for the group, which is one block; 64 steps."""
+def test_mixup_or_cutmix_equals_torchvision(monkeypatch):
+    """The group, which is one block, has one choice, one weight and one box; 64 steps."""
     from torchvision.transforms import v2
 
     transform, images = one("mixup_or_cutmix"), torch.randn(BLOCK, 3, 33, 33)
@@ -153,7 +159,7 @@ def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(monkeypatch):
 @pytest.mark.parametrize(
     ("group", "sizes"), [(1, [1] * 10), (4, [4, 4, 2]), (10, [10]), (99, [10])]
 )
-def test_a_group_shares_its_draws_and_the_last_may_be_smaller(group, sizes):
+def test_mixup_or_cutmix_group_sizes(group, sizes):
     transform = one("mixup_or_cutmix", switch_p=0, group=group)
     _, targets = run(transform, torch.zeros(10, 1, 1, 1), torch.eye(10))
     assert targets.diagonal().unique_consecutive(return_counts=True)[1].tolist() == sizes
@@ -167,7 +173,7 @@ def test_a_group_shares_its_draws_and_the_last_may_be_smaller(group, sizes):
         one("mixup_or_cutmix", p=0.7, group=6),
     ],
 )
-def test_ranks_together_make_the_batch_of_one_process(transform):
+def test_batch_transforms_of_ranks_equal_one_process(transform):
     total = 48
     images, targets = torch.randn(total, 3, 8, 8), torch.eye(total)
     whole = run(transform, images, targets, 5, seed=3)
@@ -182,22 +188,20 @@ def test_ranks_together_make_the_batch_of_one_process(transform):
 
 
 @pytest.mark.parametrize(("total", "ranks"), [(24, 2), (12, 2), (9, 3), (10, 2), (7, 1), (6, 3)])
-def test_every_image_of_a_small_share_gets_another_one(total, ranks):
-    for rank in range(ranks):
-        rows = torch.arange(float(total // ranks))
-        mixed_with = transforms(rank=rank, ranks=ranks).partners(rows)
-        partners = blend(rows, torch.zeros_like(rows), mixed_with)
-        assert sorted(partners.tolist()) == rows.tolist()
-        assert not (partners == rows).any()
+def test_partners_in_small_shard(total, ranks):
+    rows = torch.arange(float(total // ranks))
+    partners = blend(rows, torch.zeros_like(rows), find_partners(rows))
+    assert sorted(partners.tolist()) == rows.tolist()
+    assert not (partners == rows).any()
 
 
 @pytest.mark.parametrize(("p", "low", "high"), [(0.0, 0.0, 0.0), (0.3, 0.25, 0.35)])
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
-def test_p_is_the_fraction_of_changed_images_and_the_input_stays(name, p, low, high):
+def test_batch_transforms_p_is_changed_fraction(name, p, low, high):
     images, targets = batch()
     changed = []
     transform = one(name, p=p)
-    transform.group = 1  # of MixupOrCutmix
+    transform.group = 1  # MixupOrCutmix
     for step in range(40):
         found, _ = run(transform, images, targets, step)
         changed.append((found != images).flatten(1).any(1))

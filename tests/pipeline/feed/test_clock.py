@@ -1,4 +1,4 @@
-"""The clock's CUDA path without a GPU: which figures are read, and when the host waits."""
+"""The clock's CUDA path without a GPU: times that it reads, and when the host waits."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from pipeline.feed.step_times import StepTimes, mean_of
 
 
 class Gpu:
-    """A device that has a time of its own, in milliseconds, and finishes events only when told."""
+    """A device with its own time, in milliseconds, that finishes events only when told."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -47,7 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 def run(clock: StepClock, gpu: Gpu, *, copied: float, begin: float, end: float) -> None:
-    """One batch, by the times at which its copy ends, its step begins and its step ends."""
+    """Run a batch, given the times when its copy ends and when its step begins and ends."""
     events = BatchEvents(copy_begin=clock.now())
     gpu.now = copied
     events.copy_end = clock.now()
@@ -63,7 +63,7 @@ def started(cuda: bool) -> StepClock:
     return clock
 
 
-def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu):
+def test_step_clock_splits_gap_into_wait_and_late(gpu):
     clock = started(cuda=True)
     run(clock, gpu, copied=30, begin=40, end=100)
     times = clock.step_times()
@@ -73,8 +73,8 @@ def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu):
     assert times.copy_fraction == pytest.approx(0.3)
 
 
-def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu):
-    """Steps that compile are left out, but not the last one."""
+def test_step_clock_reads_steps_once(gpu):
+    """Steps that compile are skipped, but never the last one."""
     clock = started(cuda=True)
     for seconds in (60, 1, 2, 4):
         run(clock, gpu, copied=gpu.now, begin=gpu.now, end=gpu.now + 1000 * seconds)
@@ -89,14 +89,14 @@ def test_steps_are_read_once_and_the_host_waits_only_for_them(gpu):
     assert gpu.waits == [61_000, 63_000, 67_000]
 
 
-def test_points_within_a_step_on_a_cpu(clock, monkeypatch):
-    waited = iter([0.0, 3.0])  # seconds for a core, at the beginning and when it is read
+def test_step_clock_on_cpu(clock, monkeypatch):
+    waited = iter([0.0, 3.0])  # seconds waiting for a core, at the start and when read
     monkeypatch.setattr("pipeline.feed.clock.waited_for_core", lambda: next(waited))
     found = started(cuda=False)
     found.ranks_ready()  # outside of a step
     for seconds in (11, 9, 9):
         found.begin_step(BatchEvents(copy_begin=found.now(), copy_end=found.now()))
-        clock.now += 1  # waits for the batch of the other rank
+        clock.now += 1  # waits for the other rank's batch
         found.ranks_ready()
         clock.now += seconds
         found.end_step()
@@ -106,8 +106,8 @@ def test_points_within_a_step_on_a_cpu(clock, monkeypatch):
     assert (times.compute_fraction, times.step_worst_ms) == pytest.approx((29 / 32, 11_000))
 
 
-def test_mean_of_rows():
-    """Weighted by their seconds, which are added."""
+def test_mean_of_step_times():
+    """Weighted by their seconds, which are summed."""
     rows = [
         StepTimes(steps=10, seconds=1.0, images_per_second=100.0),
         StepTimes(steps=30, seconds=3.0, images_per_second=200.0),

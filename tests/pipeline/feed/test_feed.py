@@ -1,4 +1,4 @@
-"""open_feed: the pixels of each split, and the number of workers that make them."""
+"""open_feed: pixels of each split, and number of workers."""
 
 import pytest
 
@@ -19,14 +19,14 @@ def small(*overrides: str) -> Config:
 @pytest.mark.parametrize(
     ("workers", "modes", "measured", "counts"),
     [
-        # active workers, the most workers, slots
+        # active workers, maximum, slots
         ("auto", ("cpu", "gpu"), True, (3, 8, 30)),
         ("auto", ("gpu",), False, (3, 3, 15)),
         ("1", ("cpu", "gpu"), False, (1, 1, 9)),
         ("0", ("cpu",), False, (0, 0, 4 + 1 + 2)),
     ],
 )
-def test_workers(image_root, monkeypatch, workers, modes, measured, counts):
+def test_open_feed_workers_and_slots(image_root, monkeypatch, workers, modes, measured, counts):
     monkeypatch.setattr(machine, "cores_for_workers", lambda local_size: 3)
     monkeypatch.setattr(feed, "is_measured", lambda *_: measured)
     monkeypatch.setattr(DeviceStage, "decode_modes", ("cpu", "gpu"))
@@ -36,15 +36,15 @@ def test_workers(image_root, monkeypatch, workers, modes, measured, counts):
         assert len(found.pool.workers) == found.pool.active
 
 
-def test_each_split_has_slots_for_its_images():
-    """In an evaluation, those of training have 1 px."""
+def test_open_feed_slots_per_split():
+    """In an evaluation, training images have 1 px."""
     config = small("data.val_size=128", "loader.batch_size=128", "loader.workers=2")
     with open_feed(config, build_datasets(config), ALONE) as found:
         assert [split.loader.ring.slots for split in (found.train, found.val)] == [12, 8]
 
 
-def test_batches_that_nothing_uses(image_root):
-    """Their images/s, with the times of a worker; the training gets the same batches later."""
+def test_feed_measure(image_root):
+    """Return images/s with a worker's times. Training gets the same batches later."""
     with opened(image_root) as found:
         expected = training(found)
         measured = found.measure(0)
@@ -53,7 +53,7 @@ def test_batches_that_nothing_uses(image_root):
         assert_equal(training(found), expected)
 
 
-def test_decoder_and_modes():
+def test_choose_decode_modes():
     plain, moded = DeviceStage(), DeviceStage()
     moded.decode_modes = ("cpu", "gpu", "hybrid")
     assert choose_decode_modes(small(), moded, None) == moded.decode_modes
@@ -64,8 +64,8 @@ def test_decoder_and_modes():
     assert choose_decode_modes(small(), plain, "gpu") == ("cpu",)
 
 
-def test_validation_uses_all_workers(image_root):
-    """No process is started or ended for it. The modes of a stage: tests/extras/gpu_decode."""
+def test_for_validation_uses_all_workers(image_root):
+    """It starts and ends no process. tests/extras/gpu_decode tests the modes of a stage."""
     with opened(image_root, workers=2) as feed:
         pool = feed.pool
         pool.activate(1)

@@ -1,4 +1,4 @@
-"""Samples of other tasks: every field arrives as the dataset returns it; images are normalised."""
+"""Samples for other tasks: each field arrives as returned; images are normalized."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ Fields = dict[str, Field]
 
 
 class Noise(Dataset):
-    """Samples of any fields; `changed` replaces or removes (None) those of sample 3."""
+    """Samples of any fields; `changed` replaces or removes (None) fields of sample 3."""
 
     fields: Fields = {}
 
@@ -72,7 +72,7 @@ def only(*names: str) -> Fields:
 
 @contextmanager
 def opened(fields: Fields, *overrides: str, **changed: Any) -> Iterator[Feed]:
-    """A feed of 20 and 11 samples in batches of 8."""
+    """Open a feed of 20 and 11 samples in batches of 8."""
     fixed = ["data=fake", f"data.image_size={SIDE}", "data.mean=[0.5]", "data.std=[0.25]"]
     config = from_overrides([*fixed, "loader.batch_size=8", "loader.workers=0", *overrides])
     splits = Noise(20, fields, changed), Noise(11, fields), ("a", "b")
@@ -84,7 +84,7 @@ def opened(fields: Fields, *overrides: str, **changed: Any) -> Iterator[Feed]:
 
 
 def check(batch: Batch, dataset: Dataset, samples: np.ndarray) -> None:
-    """Compare a batch, and its copy in parts, with its samples."""
+    """Compare a batch and its split copy with its samples."""
     count, parts = len(samples), batch.clone().split(2)
     assert (batch.samples[:, 1] >= 0).tolist() == [True] * count + [False] * (8 - count)
     assert batch.samples[:count].tolist() == samples.tolist()
@@ -101,8 +101,8 @@ def check(batch: Batch, dataset: Dataset, samples: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("fields", [EVERYTHING, DEEP], ids=["everything", "deep"])
-def test_fields_arrive_as_they_are_loaded(fields):
-    """Also in a short last batch."""
+def test_feed_fields_equal_loaded(fields):
+    """Including a short last batch."""
     with opened(fields, "loader.workers=2") as feed:
         for share, stop in ((feed.train, 6), (feed.val, feed.num_val_batches)):
             for batch in share.batches(0, stop):
@@ -113,14 +113,17 @@ def test_fields_arrive_as_they_are_loaded(fields):
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"mask": np.zeros((12, 11))}, r"field mask is float64 \(12, 11\), .* uint8 \(12, 12\) "),
-        ({"number": np.zeros(1)}, r"field number is float64 \(1,\), .* states float32 \(\) "),
-        ({"mask": np.full((12, 12), 0.5)}, r"field mask is float64 .* states uint8 \(12, 12\) "),
-        ({"mask": np.full((12, 12), 258)}, r"field mask is int64 .* states uint8 \(12, 12\) "),
-        ({"number": None, "mask": None}, "sample lacks (mask|number) of the dataset's `fields`"),
+        ({"mask": np.zeros((12, 11))}, r"field mask is float64 \(12, 11\), .* uint8 \(12, 12\), "),
+        ({"number": np.zeros(1)}, r"field number is float64 \(1,\), expected float32 \(\), "),
+        ({"mask": np.full((12, 12), 0.5)}, r"field mask is float64 .* expected uint8 \(12, 12\), "),
+        ({"mask": np.full((12, 12), 258)}, r"field mask is int64 .* expected uint8 \(12, 12\), "),
+        (
+            {"number": None, "mask": None},
+            "sample lacks (mask|number), which is in the dataset's `fields`",
+        ),
     ],
 )
-def test_a_wrong_sample_is_named(changed, reason):
+def test_loader_names_invalid_sample(changed, reason):
     with (
         opened(only("image", "mask", "number"), **changed) as feed,
         pytest.raises(LoaderError, match=rf"^noise 3: ValueError: the .*{reason}"),
@@ -156,8 +159,8 @@ PARTNERS = torch.tensor([3, 0, 1, 2, 7, 4, 5, 6])
         (("number", "labels", "mask"), "random_erasing"),
     ],
 )
-def test_all_images_and_the_numbers_are_mixed_alike(names, entry):
-    """With the same partners and boxes in each image and frame; other fields are as before."""
+def test_mix_all_images_and_numbers(names, entry):
+    """Images and frames use the same partners and boxes; other fields do not change."""
     fields = only("image", "view", "frames", *names)
     (transform,) = build_by_name([{entry: {"p": 1.0}}], BATCH_TRANSFORMS, key="augment.batch")
     with (
@@ -185,19 +188,19 @@ def test_all_images_and_the_numbers_are_mixed_alike(names, entry):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        (only("image"), "augment.batch: .* a sample has image; leave them out"),
+        (only("image"), "augment.batch: .* a sample has image; remove them"),
         (only("image", "mask"), "augment.batch: .* a sample has image, mask; "),
         (only("image", "number", "mask"), "augment.batch: .* a sample has image, number, mask; "),
         (EVERYTHING | {"view": DEEP["image"]}, "data.mean: .* differ in"),
     ],
 )
-def test_what_cannot_be_mixed_or_normalised_is_refused(fields, reason):
+def test_open_feed_rejects_unmixable_fields(fields, reason):
     with pytest.raises(UserError, match=rf"^{reason}"), opened(fields, "augment.batch=[mixup]"):
         pass
 
 
-def test_memory_of_float_images_on_a_gpu_is_reused():
-    """Other memory could be that of a batch which the step still reads."""
+def test_device_slot_reuses_float_memory():
+    """New memory could belong to a batch that the step still reads."""
     slot = DeviceSlot(ImageFormat(torch.device("meta"), [0.5], [0.5]))
     levels = torch.zeros(2, SIDE, SIDE, 3)
-    assert slot.normalise("image", levels) is slot.normalise("image", levels)
+    assert slot.normalize("image", levels) is slot.normalize("image", levels)

@@ -1,4 +1,4 @@
-"""Batches from workers equal their samples; otherwise an error says why."""
+"""Batches from workers equal their samples; otherwise, an error reports the reason."""
 
 import os
 import random
@@ -43,14 +43,14 @@ def check(batch: Batch, dataset: FolderDataset, samples: np.ndarray) -> None:
 
 
 def begun(loader: Loader) -> list[Task]:
-    """The tasks of all batches that have not been taken."""
+    """Return the tasks of all batches that have not been taken."""
     return [task for tasks in loader._queue for task in tasks]
 
 
-def test_the_forkserver_imports_torch_before_the_program_does_and_in_any_folder(tmp_path):
-    """Python 3.11 does not tell it where the modules of the program are.
+def test_forkserver_preloads_torch_in_any_folder(tmp_path):
+    """Python 3.11 does not tell it the location of the program's modules.
 
-    A process that is no worker ends by SIGTERM.
+    A process that is not a worker ends on SIGTERM.
     """
     needs_linux()
     program = """
@@ -72,7 +72,7 @@ other.join()
     assert result.stdout == "False\nTrue\n", result.stderr
 
 
-def test_a_forkserver_that_cannot_start_is_one_line(tmp_path):
+def test_forkserver_start_failure_is_one_line(tmp_path):
     limited = ["sh", "-c", 'ulimit -n 8; exec "$@"', "sh", sys.executable, ROOT / "train.py"]
     result = run_command([*limited, "data=fake", "train.max_steps=1", f"run.dir={tmp_path}"])
     assert result.stderr.splitlines()[-1].startswith("train.py: ")
@@ -82,15 +82,13 @@ def test_a_forkserver_that_cannot_start_is_one_line(tmp_path):
     ("workers", "start_method"),
     [(0, "fork"), (2, "forkserver"), pytest.param(2, "spawn", marks=pytest.mark.slow)],
 )
-def test_batches_are_equal_for_any_number_of_workers_and_start_method(
-    image_root, workers, start_method, monkeypatch
-):
-    """Also while the number changes; no process is left."""
-    monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)  # as if these samples were not small
+def test_loader_batches_equal_for_any_workers(image_root, workers, start_method, monkeypatch):
+    """Even if the number changes; no process is left."""
+    monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)  # treat these samples as large
     dataset = crops(image_root / "train")
     numbers = [3, 1, 4, 2, 0, 1] if workers else []  # after each batch; at least one works
     options = {"workers": workers, "start_method": start_method}
-    # 80 images: tasks of 32, 32 and 16; a batch spans three epochs of 36
+    # 80 images are tasks of 32, 32 and 16; a batch spans three epochs of 36
     with open_loader(dataset, local_batch_size=80, slots=3, **options) as loader:
         pool, steps = loader.pool, []
         assert len(pool.workers) == workers
@@ -109,11 +107,11 @@ def test_batches_are_equal_for_any_number_of_workers_and_start_method(
 
 
 @pytest.mark.parametrize(("size", "rows"), [(8, 128), (64, 42), (224, 32)])
-def test_a_task_has_more_samples_if_they_are_small(size, rows):
+def test_task_rows_by_sample_size(size, rows):
     assert task_rows(FakeDataset(num_samples=1, num_classes=1, size=size)) == rows
 
 
-def test_iteration_waits_for_tasks_of_the_one_before(image_root):
+def test_loader_iteration_waits_for_previous_tasks(image_root):
     """A late worker would overwrite the next batch in its slot."""
     dataset = crops(image_root / "train", Stuck)
     with open_loader(dataset, slots=4) as loader:
@@ -121,21 +119,21 @@ def test_iteration_waits_for_tasks_of_the_one_before(image_root):
         next(loader.batches(0, 100))
         wait_for("a worker stops in slot 1", dataset.stopped)
         tasks = begun(loader)
-        Timer(0.3, dataset.go_on).start()  # an iteration that does not wait continues before
-        batch = next(loader.batches(5, 6))  # in slot 1 again
-        wait_for("the late worker", lambda: loader.pool.done(tasks))
+        Timer(0.3, dataset.go_on).start()  # an iteration that does not wait continues earlier
+        batch = next(loader.batches(5, 6))  # reuses slot 1
+        wait_for("the late worker finishes", lambda: loader.pool.done(tasks))
         check(batch, dataset, loader.samples(5))
 
 
-def test_workers_compute_in_one_thread_and_draw_different_numbers(monkeypatch):
-    """Forked workers start with the number of threads and the generator of the training process."""
+def test_worker_threads_and_generators(monkeypatch):
+    """Forked workers inherit the training process's number of threads and its generator."""
 
     class Threads(FakeDataset):
         def load(self, index, rng):
             image = np.full((SIZE, SIZE, 3), torch.get_num_threads())
             return {"image": image, "label": int(torch.randint(2**40, ()))}
 
-    monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)  # as if these samples were not small
+    monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)  # treat these samples as large
     dataset = Threads(num_samples=64, num_classes=1, size=SIZE)
 
     before = torch.get_num_threads()
@@ -149,8 +147,8 @@ def test_workers_compute_in_one_thread_and_draw_different_numbers(monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_a_worker_that_waits_for_storage_reads_ahead(image_root, monkeypatch):
-    """Twice as many after each task, also of the task after it; the images are the same."""
+def test_worker_reads_ahead(image_root, monkeypatch):
+    """The number doubles after each task and includes the next task. The images are the same."""
 
     class Ahead(FolderDataset):
         def targets(self, *_):
@@ -172,7 +170,7 @@ def test_a_worker_that_waits_for_storage_reads_ahead(image_root, monkeypatch):
         assert np.array_equal(image, plain[index]["image"])
 
 
-def test_what_is_read_ahead_is_read_once(changeable, monkeypatch):
+def test_read_ahead_reads_once(changeable, monkeypatch):
     dataset, read, places = crops(changeable), ImageFolder.read, []
     contents = [dataset.read(index) for index in range(2)]
     Path(dataset.name(2)).unlink()
@@ -185,15 +183,15 @@ def test_what_is_read_ahead_is_read_once(changeable, monkeypatch):
 
 
 @pytest.mark.parametrize(("workers", "in_use"), [(0, 1), (2, 3)])
-def test_slot_is_reused_only_after_the_copy_out_of_it(image_root, workers, in_use):
-    """The consumer reads each batch as late as allowed, after taking `in_use` others."""
+def test_loader_reuses_slot_after_copy(image_root, workers, in_use):
+    """The consumer reads each batch as late as allowed, after taking `in_use` more batches."""
     dataset = crops(image_root / "train")
     with open_loader(dataset, workers=workers, slots=5, in_use=in_use) as loader:
         unread = []
         events = []
         places = set()
         for batch in loader.batches(0, 20):
-            # Of all slots that have been filled again: each event was waited for, once.
+            # The loader has waited once for the event of every slot that was filled again.
             begun_again = min(batch.step + 5 - in_use, 20) - 5
             assert [each.query.call_count for each in events] == [
                 int(step < begun_again) for step in range(len(events))
@@ -201,18 +199,20 @@ def test_slot_is_reused_only_after_the_copy_out_of_it(image_root, workers, in_us
             places.add(tuple(rows.data_ptr() for rows in batch.fields.values()))
             unread.append(batch)
             if len(unread) == in_use + 1:
-                # The workers are as far ahead as possible; without workers, nothing runs ahead.
-                wait_for("all tasks", lambda: not workers or loader.pool.done(begun(loader)))
+                # Workers are as far ahead as possible; without workers, nothing runs ahead.
+                wait_for(
+                    "all tasks are done", lambda: not workers or loader.pool.done(begun(loader))
+                )
                 check(unread[0], dataset, loader.samples(unread[0].step))
-                events.append(Mock(spec=["query"]))  # of the copy: it has ended
+                events.append(Mock(spec=["query"]))  # the copy has ended
                 loader.keep_until(events[-1], unread.pop(0))
         assert len(places) == 5
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
 @pytest.mark.parametrize("killed", [True, False])
-def test_a_worker_that_died_or_hangs_is_named_with_its_sample(image_root, start_method, killed):
-    """As on a network file system that does not respond. None is left."""
+def test_pool_names_dead_or_hanging_worker(image_root, start_method, killed):
+    """As on a network file system that does not respond. No worker is left."""
     dataset = crops(image_root / "train", Stuck)
     with open_loader(dataset, workers=1, start_method=start_method) as loader:
         sample, (pid,) = loader.samples(1)[5], loader.pool.pids
@@ -227,7 +227,7 @@ def test_a_worker_that_died_or_hangs_is_named_with_its_sample(image_root, start_
         message = rf"^loader\.timeout_seconds=0\.5: no .* {path} \(worker {pid}\); check the"
         if killed:
             os.kill(pid, signal.SIGKILL)
-            message = rf"^loader worker {pid} died \(SIGKILL: .*made {path}; the same command"
+            message = rf"^loader worker {pid} died with exit status -9 while it made {path}; the"
         else:
             loader.pool.timeout_seconds = loader.pool.patience = 0.5
         with pytest.raises(LoaderError, match=message):
@@ -235,7 +235,7 @@ def test_a_worker_that_died_or_hangs_is_named_with_its_sample(image_root, start_
     assert not is_running(pid)
 
 
-# Signals by the hundred from before the first worker starts; then a worker that hangs.
+# Hundreds of signals, starting before the first worker; then a worker that hangs.
 PROGRAM = """
 import os, signal, sys, threading, time
 import numpy as np
@@ -280,43 +280,42 @@ pool.wait([blocked])
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-def test_workers_survive_signals_to_the_group_and_end_with_the_training_process(
-    image_root, start_method
-):
+def test_pool_workers_survive_signals_and_end_with_parent(image_root, start_method):
     """After SIGKILL to the training process, they end even during a read that never returns."""
     needs_linux()
     command = [sys.executable, "-c", PROGRAM, image_root / "train", start_method]
     with Started(command, stdout=PIPE) as process:
-        assert process.stdout.readline() == "stopped\n", "it ended early"
+        assert process.stdout.readline() == "stopped\n", "the process ended early"
         family = descendants(process.pid)
-        assert len(family) >= 3  # with two workers
+        assert len(family) >= 3  # two workers and more
         process.kill()
         process.wait()
-        wait_for("its workers end", lambda: not any(is_running(pid) for pid in family))
+        wait_for("the workers end", lambda: not any(is_running(pid) for pid in family))
 
 
-def test_a_class_of_unreadable_files_ends_the_run(changeable):
-    """An image of another class would have another label."""
+def test_loader_class_of_unreadable_files(changeable):
+    """An image from a different class would have a different label."""
     dataset = crops(changeable)
     for index in range(12, 24):
         path = Path(dataset.name(index))
         path.write_bytes(path.read_bytes()[:-500])
-    reason = "none of its 11 replacements can be read either"
+    reason = "its 11 replacements cannot be read either"
     with (
-        open_loader(dataset, max_bad_fraction=1.0) as loader,
+        open_loader(dataset, replacements=100, max_bad_fraction=1.0) as loader,
         pytest.raises(LoaderError, match=rf"^{path.parent}/\S+: OSError: .*truncated.*; {reason}"),
     ):
         list(loader.batches(0, 9))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_unreadable_file_is_skipped_and_counted(changeable, caplog, workers):
-    """Each counts once; more than the limit are an error."""
+def test_loader_skips_and_counts_unreadable_files(changeable, caplog, workers):
+    """Each file counts once; more than the limit is an error."""
     dataset = crops(changeable)
-    bad = {20, 21, 35}  # two neighbours, and the last one of its class and of all
+    bad = {20, 21, 35}  # two neighbors, and the last one of its class and of all
     for index in bad:
         Path(dataset.name(index)).write_bytes(b"<html>404</html>")
-    with open_loader(dataset, workers=workers, max_bad_fraction=3 / 36) as loader:
+    skipping = {"replacements": 100, "max_bad_fraction": 3 / 36}
+    with open_loader(dataset, workers=workers, **skipping) as loader:
         for batch in loader.batches(0, 9):  # two epochs
             samples = loader.samples(batch.step)
             replaced = [
@@ -348,13 +347,11 @@ def buggy(image: np.ndarray, rng: random.Random) -> np.ndarray:
 
 
 @pytest.mark.parametrize("workers", [2, 0])
-def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
-    image_root, caplog, workers
-):
+def test_loader_transform_error_keeps_traceback(image_root, caplog, workers):
     dataset = crops(image_root / "train")
     dataset.transform = Compose([buggy], SIZE)
     with (
-        open_loader(dataset, workers=workers, max_bad_fraction=1.0) as loader,
+        open_loader(dataset, workers=workers, replacements=100, max_bad_fraction=1.0) as loader,
         pytest.raises(LoaderError, match=rf"^{image_root}/\S+\.jpg: OSError.*traceback above$"),
     ):
         list(loader.batches(0, 4))

@@ -1,4 +1,4 @@
-"""Cores for this process: control groups, ranks of a node."""
+"""Cores for this process: control groups, ranks on a node."""
 
 import math
 
@@ -12,16 +12,16 @@ V2 = "1:cpu:/old\n0::/a/b\n"
 @pytest.mark.parametrize(
     ("lines", "files", "cores"),
     [
-        # a parent's quota holds for its children, and the smallest applies
+        # a parent's quota limits its children; the lowest applies
         (V2, {}, math.inf),
         (V2, {"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"}, 4),
         (V2, {"cpu.max": "800000 100000", "a/b/cpu.max": "50000 20000"}, 2.5),
         (V2, {"a/cpu.max": "", "a/b/cpu.max": "no quota at all", "cpu.max": "300000 100000"}, 3),
-        (V2, {"a/c/cpu.max": "100000 100000"}, math.inf),  # another group
+        (V2, {"a/c/cpu.max": "100000 100000"}, math.inf),  # a different group
         ("0::/\n", {"cpu.max": "250000 100000"}, 2.5),  # a container
     ],
 )
-def test_quota(tmp_path, monkeypatch, lines, files, cores):
+def test_cpu_quota(tmp_path, monkeypatch, lines, files, cores):
     for name in ("GROUPS", "MOUNT"):
         monkeypatch.setattr(machine, name, tmp_path / name)
     assert machine.cpu_quota() == math.inf  # without control groups

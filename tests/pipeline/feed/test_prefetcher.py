@@ -1,4 +1,4 @@
-"""Batches on the device: equal to a reference, and never overwritten while a kernel reads them."""
+"""Device batches equal a reference and are never overwritten while a kernel reads them."""
 
 import itertools
 import random
@@ -28,7 +28,7 @@ from tests.pipeline.loaders import SIZE, open_loader, same
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LEVELS = (0.0,) * 3, (1 / 255,) * 3  # images are the integer pixels, exact in bf16
 BATCH, CLASSES = 16, 3
-# 2 to 4 ms: many times a copy of one of these batches, and longer than the host needs for a step
+# 2 to 4 ms, many times longer than copying such a batch, and longer than a step on the host
 LAG_CYCLES = 4_000_000
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DEVICES = [CPU, pytest.param(CUDA, marks=pytest.mark.gpu)]
@@ -37,7 +37,7 @@ FAKE = FakeDataset(num_samples=512, num_classes=CLASSES, size=SIZE)
 
 
 def draws(fields: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-    """Fields from the host, as `BatchTransforms.draw` returns."""
+    """Return fields from the host like `BatchTransforms.draw`."""
     return {"drawn": torch.full((len(fields["image"]), 2), step / 8)}
 
 
@@ -50,7 +50,7 @@ def open_prefetcher(
     depth: int = 2,
     **options: Any,
 ) -> Iterator[Prefetcher]:
-    """`options` are of `open_loader`."""
+    """Open a prefetcher; `options` are passed to `open_loader`."""
     on_gpu = format.device.type == "cuda"
     start_method = "forkserver" if on_gpu else "fork"
     options = {"workers": 0, "local_batch_size": BATCH, "start_method": start_method} | options
@@ -68,8 +68,8 @@ def open_prefetcher(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("levels", [np.uint8, np.uint16, np.float32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_levels_are_multiplied_and_added_in_float32(levels, dtype, device):
-    """Rounded after each, and once to the training dtype: the same bits on every device."""
+def test_device_stage_normalizes_in_float32(levels, dtype, device):
+    """Rounded after each, and once to the training dtype; equal bits on every device."""
     field = Field(levels, (8, 8, 3), image=True)
     format = ImageFormat(device, MEAN, STD, dtype, channels_last=True, highest=field.highest)
     pixels = (np.random.default_rng(0).random((4, 8, 8, 3)) * field.highest).astype(levels)
@@ -81,8 +81,8 @@ def test_levels_are_multiplied_and_added_in_float32(levels, dtype, device):
     assert found["image"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_timing_tells_waiting_from_stepping_and_from_pauses(clock):
-    """A batch is loaded in 0.1 s, a step takes 0.1 s, and a pause 1 s."""
+def test_prefetcher_timing(clock):
+    """Loading a batch takes 0.1 s, a step 0.1 s, and a pause 1 s."""
 
     class Slow(FakeDataset):
         def load(self, index, rng):
@@ -102,14 +102,14 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock):
 
 
 class Stream:
-    """A CUDA stream as a clock: its work starts after the events it waited for."""
+    """A CUDA stream as a clock; work starts after the events that it waits for."""
 
     now = 0
-    current: "Stream"  # of all
+    current: "Stream"  # shared by all
 
 
 class Event:
-    """A CUDA event: it records the time of the current stream."""
+    """A CUDA event that records the current stream's time."""
 
     time = -1
     asked = False
@@ -132,7 +132,7 @@ class Event:
 
 
 class OnStream(AtOnce):
-    """The thread of a stream, without a thread."""
+    """A stream's thread, without a thread."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -146,7 +146,7 @@ class OnStream(AtOnce):
 
 @dataclass(frozen=True)
 class Access:
-    """To the images of a step in the memory of a slot."""
+    """Access to a step's images in the memory of a slot."""
 
     address: int
     begin: int
@@ -160,8 +160,8 @@ class Access:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_streams_wait_for_each_other_in_both_directions(monkeypatch, depth):
-    """By CUDA's rules: a copy takes 1, the step's kernels take 10, the host takes 0."""
+def test_prefetcher_streams_wait_for_each_other(monkeypatch, depth):
+    """By CUDA's rules. A copy takes 1, the step's kernels 10, and the host 0."""
     main, side = Stream(), Stream()
     Stream.current = main
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -171,7 +171,7 @@ def test_streams_wait_for_each_other_in_both_directions(monkeypatch, depth):
         prefetcher.clock = StepClock(cuda=True)
         prefetcher.depth, prefetcher._thread = depth, OnStream(side)
         monkeypatch.setattr(prefetcher.loader, "ready", lambda: True)
-        prefetcher.slots = [DeviceSlot(ON_CPU) for _ in range(depth + 1)]  # as on a GPU
+        prefetcher.slots = [DeviceSlot(ON_CPU) for _ in range(depth + 1)]  # like on a GPU
         memory_of = DeviceSlot.memory
 
         def memory(slot: DeviceSlot, *args: Any) -> Tensor:
@@ -190,21 +190,21 @@ def test_streams_wait_for_each_other_in_both_directions(monkeypatch, depth):
                     early.append(batch.step)
                 read.append(Access(address, main.now, main.now + 10, batch.step))
                 main.now += 10
-            # The kernels of the last one are still waiting when the next iteration starts.
+            # The last step's kernels are still pending when the next iteration starts.
     assert len({access.address for access in read}) == depth + 1
     assert not early
     assert not [r.step for w, r in itertools.product(written, read) if w.overlaps(r)]
 
 
-# On a GPU. The consumer lags behind: its kernels are still queued when the host has continued, so
-# that memory written too early is read with the wrong content.
+# GPU tests. The consumer lags behind; its kernels are still queued when the host continues, so
+# memory that is written too early is read with wrong content.
 
-# Two tasks, and more than the 64 KiB that a driver may take out of host memory at the call
+# Two tasks, and more than the 64 KiB that a driver may copy from the host within the call
 LARGE_BATCH = 64
 
 
 class Noise(FakeDataset):
-    """Noise from a byte that the sample draws: all differ, at no cost."""
+    """Noise from a start drawn by the sample, so all differ at no cost."""
 
     noise = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
 
@@ -218,7 +218,7 @@ NOISE = Noise(num_samples=512, num_classes=CLASSES, size=SIZE)
 
 
 def count_wrong(found: list[Batch], dtype: torch.dtype = torch.float32) -> int:
-    """Count the batches that differ from those of a CPU, which has no streams."""
+    """Count batches that differ from those on a CPU, which has no streams."""
     format = ImageFormat(CPU, *LEVELS, dtype)
     begin, end = found[0].step, found[-1].step + 1
     with open_prefetcher(NOISE, format, local_batch_size=len(found[0].samples)) as prefetcher:
@@ -227,7 +227,7 @@ def count_wrong(found: list[Batch], dtype: torch.dtype = torch.float32) -> int:
 
 
 class LateCopies(Prefetcher):
-    """Copies start late: the host and the consumer are as far ahead as allowed."""
+    """Copies start late; the host and the consumer are as far ahead as allowed."""
 
     def _enqueue(self, host: Batch, slot: DeviceSlot) -> Any:
         with torch.cuda.stream(self.side):
@@ -242,23 +242,21 @@ class LateCopies(Prefetcher):
         (500, 1, Prefetcher, torch.bfloat16, dict(workers=2)),
         (500, 2, Prefetcher, torch.float32, dict(workers=2)),
         (500, 2, Prefetcher, torch.float32, dict(workers=4, depth=4)),
-        (500, 2, Prefetcher, torch.float32, dict(depth=1)),  # the host decodes as well
+        (500, 2, Prefetcher, torch.float32, dict(depth=1)),  # the host also decodes
         (100, 1, LateCopies, torch.float32, dict(workers=2)),
     ],
 )
-def test_consumer_three_steps_behind_reads_the_right_batches(
-    steps, lag, kind, dtype, options, monkeypatch
-):
+def test_prefetcher_with_consumer_three_steps_behind(steps, lag, kind, dtype, options, monkeypatch):
     monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)
     copies = []
     unread = deque()
-    ahead = []  # by how many steps the host is ahead
+    ahead = []  # steps by which the host is ahead
     format = ImageFormat(CUDA, *LEVELS, dtype, channels_last=True)
     with open_prefetcher(
         NOISE, format, kind=kind, local_batch_size=LARGE_BATCH, **options
     ) as prefetcher:
         for batch in prefetcher.batches(0, steps):
-            copies = copies or [batch.clone() for _ in range(steps)]  # to allocate waits
+            copies = copies or [batch.clone() for _ in range(steps)]  # allocating waits
             torch.cuda._sleep(lag * LAG_CYCLES)
             copies[batch.step].copy_(batch)
             unread.append(torch.cuda.Event())
@@ -267,14 +265,14 @@ def test_consumer_three_steps_behind_reads_the_right_batches(
                 unread.popleft()
             ahead.append(len(unread))
             if batch.step % 100 == 99:
-                prefetcher.clock.step_times()  # as at a log step: else the clock keeps all events
+                prefetcher.clock.step_times()  # otherwise, the clock keeps all events
         found = [replace(copy, step=step) for step, copy in enumerate(copies)]
     assert not count_wrong(found, dtype)
     assert median(ahead) >= 3
 
 
 class SlowThread(Prefetcher):
-    """Is slow, and records when it enqueues a batch."""
+    """Slow; records when it enqueues a batch."""
 
     busy = False
 
@@ -287,7 +285,7 @@ class SlowThread(Prefetcher):
 
 
 @pytest.mark.gpu
-def test_next_iteration_waits_for_the_thread():
+def test_prefetcher_next_iteration_waits_for_thread():
     """The thread may still read a slot for an iteration that ended early."""
     format = ImageFormat(CUDA, *LEVELS)
     with open_prefetcher(NOISE, format, kind=SlowThread, workers=2) as prefetcher:
@@ -308,7 +306,7 @@ def test_next_iteration_waits_for_the_thread():
 
 
 @pytest.mark.gpu
-def test_loop_never_waits_for_the_device():
+def test_prefetcher_does_not_synchronize():
     weight = torch.randn(8, 3, 3, 3, device="cuda")
 
     def used(batch):
@@ -318,7 +316,7 @@ def test_loop_never_waits_for_the_device():
     format = ImageFormat(CUDA, MEAN, STD, torch.bfloat16)
     with open_prefetcher(FAKE, format, workers=2) as prefetcher:
         total = torch.zeros((), device="cuda")
-        for batch in prefetcher.batches(0, 3):  # first uses of a kernel may load it
+        for batch in prefetcher.batches(0, 3):  # a kernel's first use may load it
             total += used(batch)
         with without_waiting():
             for batch in prefetcher.batches(3, 60):

@@ -12,7 +12,7 @@ def rows(sampler: TrainSampler, steps: range) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("num_samples", "batch_size"), [(37, 8), (5, 16), (7, 7)])
-def test_every_sample_once_an_epoch_if_batches_straddle(num_samples, batch_size):
+def test_train_sampler_every_sample_once_per_epoch(num_samples, batch_size):
     steps = range(6 * num_samples // batch_size)
     stream = rows(TrainSampler(num_samples=num_samples, batch_size=batch_size, seed=1), steps)
     assert len(stream) == len(steps) * batch_size  # no short batch
@@ -23,7 +23,7 @@ def test_every_sample_once_an_epoch_if_batches_straddle(num_samples, batch_size)
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("kind", [{}, {"repeats": 3}, {"labels": np.arange(37) % 5}])
-def test_ranks_together_take_what_one_rank_takes(world_size, kind):
+def test_train_sampler_ranks_equal_one_rank(world_size, kind):
     options = {"num_samples": 37, "batch_size": 8, "seed": 5, **kind}
     alone = TrainSampler(**options)
     ranks = [TrainSampler(rank=r, world_size=world_size, **options) for r in range(world_size)]
@@ -33,8 +33,8 @@ def test_ranks_together_take_what_one_rank_takes(world_size, kind):
         np.testing.assert_array_equal(np.concatenate(shares), alone.samples(step))
 
 
-def test_classes_are_drawn_alike_and_no_sample_is_the_same():
-    """The augmentation depends on both numbers. 4,000 draws: 5 standard deviations are 0.04."""
+def test_train_sampler_balanced_classes():
+    """Augmentation depends on both numbers. For 4,000 draws, 5 standard deviations are 0.04."""
     labels = np.repeat([0, 1, 3], [890, 100, 10])  # no image of class 2
     drawn = rows(TrainSampler(num_samples=1000, batch_size=50, seed=1, labels=labels), range(80))
     assert len(set(drawn)) == len(drawn)
@@ -42,8 +42,8 @@ def test_classes_are_drawn_alike_and_no_sample_is_the_same():
     np.testing.assert_allclose(shares, [1 / 3, 1 / 3, 0, 1 / 3], atol=0.04)
 
 
-def test_resuming_late_in_a_long_run_is_exact():
-    """1.28 million images, step 450,000 of 90 epochs: products of that size must not be rounded."""
+def test_train_sampler_late_step_is_exact():
+    """1.28 million images, step 450,000 of 90 epochs; products this large must not be rounded."""
     epochs, indices = TrainSampler(num_samples=1_281_167, batch_size=256, seed=0).samples(450_000).T
     assert epochs.dtype == indices.dtype == np.int64
     assert set(epochs.tolist()) == {450_000 * 256 // 1_281_167}
@@ -53,7 +53,7 @@ def test_resuming_late_in_a_long_run_is_exact():
 @pytest.mark.parametrize("num_samples", [1, 5, 16, 17])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("share", [1, 7])
-def test_validation_takes_every_image_exactly_once(num_samples, world_size, share):
+def test_val_batches_every_image_once(num_samples, world_size, share):
     size = share * world_size
     seen = []
     for rank in range(world_size):

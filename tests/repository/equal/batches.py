@@ -1,4 +1,4 @@
-"""Digests of the batches of each recipe."""
+"""Digests of each recipe's batches."""
 
 import hashlib
 import itertools
@@ -16,17 +16,17 @@ from tests.engine.plans import ALONE
 from tests.helpers.drawings import TEXTURES, draw_image
 from tests.reliability.odd_images import exif
 
-BATCHES = 16  # of each split
+BATCHES = 16  # per split
 # With 16 training and 21 validation images for each of 3 classes, epochs end within batches, and
 # the last validation batch is short. imagenet_rn50_fast is resumed with larger images in batch 12.
 SMALL = ["data.image_size=32", "data.val_size=48", "loader.batch_size=4", "train.seed=3"]
 GROWING = {"imagenet_rn50_fast": ("data.image_size=24", 12)}
-# Decoders treat each kind of file on its own.
+# Decoders handle each kind of file differently.
 KINDS: list[dict[str, Any]] = [{}, {"progressive": True}, {"subsampling": 0}, {"exif": exif(6)}]
 
 
 def draw(root: Path) -> str:
-    """Draw train/ and val/ with three of the textures; return the digest of the files."""
+    """Draw train/ and val/ with three of the textures; return the files' digest."""
     digest = hashlib.sha256()
     names = list(enumerate(TEXTURES))[:3]
     for (split, count), (label, name) in itertools.product((("train", 16), ("val", 21)), names):
@@ -66,7 +66,7 @@ def of_recipe(recipe: str, root: Path) -> dict[str, list[str]]:
 
 
 def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers of this code for each recipe."""
+    """Return this code's answers for each recipe."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         files = draw(root)

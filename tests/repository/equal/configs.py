@@ -1,4 +1,4 @@
-"""The values of the config, the run's name among them, for each recipe and list of overrides."""
+"""Config values, including the run's name, for each recipe and list of overrides."""
 
 import json
 from typing import Any
@@ -7,11 +7,11 @@ from conf.compose import DEFAULT_RECIPE, from_overrides
 from conf.errors import UserError
 from conf.schema import config_values, group_names
 
-Values = dict[str, str]  # dotted key -> Python's repr of its value
+Values = dict[str, str]  # dotted key -> repr() of its value
 
 
 def values_of(overrides: list[str]) -> dict[str, Any] | None:
-    """Adapter: dotted key -> value of the composed config; None if it is refused."""
+    """Adapter: dotted key -> value of the composed config; None if invalid."""
     try:
         return config_values(from_overrides(overrides))
     except UserError:
@@ -19,7 +19,7 @@ def values_of(overrides: list[str]) -> dict[str, Any] | None:
 
 
 def compose(recipe: str, typed: list[str]) -> Values | None:
-    """Return the values; those of the run's name and folder as templates, alike for all recipes."""
+    """Return the values; the run's name and directory are templates that all recipes share."""
     values = values_of([f"recipe={recipe}", *typed])
     if values is None:
         return None
@@ -29,10 +29,10 @@ def compose(recipe: str, typed: list[str]) -> Values | None:
 
 
 def expanded(lines: list[dict[str, Any]], recipe: str) -> dict[str, Values | None]:
-    """Overrides, in JSON -> stored values, for one recipe.
+    """Return overrides, in JSON -> stored values, for one recipe.
 
-    The first line has all values of the default recipe. Each next one has those in which another
-    recipe `differs` from it, or overrides change some recipes; null if these are refused.
+    The first line has all values of the default recipe. Later lines have the values that differ
+    (`differs`) in a different recipe, or in some recipes with overrides; null if invalid.
     """
     usual, *lines = lines
     (own,) = (line["differs"] for line in lines if line.get("recipe") == recipe)
@@ -46,7 +46,7 @@ def expanded(lines: list[dict[str, Any]], recipe: str) -> dict[str, Values | Non
 
 
 def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The stored lines with the answers of this code."""
+    """Return the stored lines with this code's answers."""
     recipes = sorted(group_names("recipe"), key=lambda name: name != DEFAULT_RECIPE)
     bare = {recipe: compose(recipe, []) or {} for recipe in recipes}
     usual = bare[recipes[0]]

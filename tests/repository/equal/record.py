@@ -1,8 +1,8 @@
-"""What "equal" means for a change that should change nothing: stored answers, a file for a kind.
+"""Stored answers of the program, a file per kind, which define "equal" for refactorings.
 
-A refactoring changes none of these files. It may edit the function of each kind that calls the
-program, whose docstring begins with "Adapter". An intended change writes the file of a kind again,
-in a commit of its own that says so:
+A refactoring changes none of these files. It may edit each kind's function that calls the program,
+whose docstring begins with "Adapter". An intended change rewrites a kind's file in a separate
+commit that says so::
 
     python -m tests.repository.equal.record KIND ...
 """

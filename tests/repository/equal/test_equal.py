@@ -1,4 +1,4 @@
-"""The code gives the stored answers: see record.py, also for an intended change."""
+"""The code gives the stored answers. See record.py about intended changes."""
 
 import json
 from pathlib import Path
@@ -17,16 +17,16 @@ CONFIGS = stored("configs")
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The images, and their digest."""
+    """Draw the images; return their root and digest."""
     root = tmp_path_factory.mktemp("drawn")
     return root, batches.draw(root)
 
 
 @pytest.mark.parametrize("recipe", group_names("recipe"))
-def test_batches(recipe, drawn):
+def test_batches_equal_stored(recipe, drawn):
     root, files = drawn
     (line,) = (line for line in stored("batches") if line["recipe"] == recipe)
-    assert files == line["files"], "other JPEG files have been drawn, perhaps by another Pillow"
+    assert files == line["files"], "different JPEG files were drawn; check the version of Pillow"
     assert {"recipe": recipe, "files": files, **batches.of_recipe(recipe, root)} == line
 
 
@@ -34,18 +34,18 @@ def test_batches(recipe, drawn):
     "share", [0, *(pytest.param(share, marks=pytest.mark.slow) for share in range(1, 10))]
 )
 @pytest.mark.parametrize(("number", "recipe"), [*enumerate(group_names("recipe"))])
-def test_configs(number, recipe, share):
-    """A tenth of the lists of overrides, another one for the next recipe."""
+def test_configs_equal_stored(number, recipe, share):
+    """Test a tenth of the lists of overrides, a different one for each recipe."""
     expected = configs.expanded(CONFIGS, recipe)
     assert len(expected) == 59
     for typed in [*expected][(number + share) % 10 :: 10]:
         assert configs.compose(recipe, json.loads(typed)) == expected[typed], typed
 
 
-def test_verdicts():
+def test_verdicts_equal_stored():
     assert KINDS["verdicts"](stored("verdicts")) == stored("verdicts")
 
 
-def test_every_cause_but_two_has_a_remedy():
+def test_remedies_cover_all_causes_but_two():
     causes = {case["cause"] for case in stored("verdicts")[1:]}
     assert causes - REMEDIES.keys() == {"input-bound by transfer from the workers", "compute-bound"}

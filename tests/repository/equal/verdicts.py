@@ -1,11 +1,12 @@
-"""The cause that limits a run, for measured numbers of each rank."""
+"""The cause that limits a run, for given measurements of each rank."""
 
+from types import SimpleNamespace
 from typing import Any
 
 
 def cause_of(ranks: list[dict[str, Any]]) -> str:
     """Adapter: the cause that the verdict names, such as "input-bound by storage"."""
-    from engine.log.verdict import Setup, cause_in, judge
+    from engine.log import verdict
     from pipeline.feed.step_times import StepTimes
 
     row = []
@@ -31,22 +32,23 @@ def cause_of(ranks: list[dict[str, Any]]) -> str:
         )
     first = ranks[0]
     on_device = first["decoder"] in ("gpu", "hybrid")
-    setup = Setup(
-        on_gpu=first["on_gpu"],
-        workers=first["workers"],
+    stage = SimpleNamespace(device_decodes=first["decoder"] == "gpu")
+    feed: Any = SimpleNamespace(
+        train=SimpleNamespace(cuda=first["on_gpu"]),
+        pool=SimpleNamespace(active=first["workers"]),
         decode_mode=first["decoder"] if on_device else "cpu",
-        workers_only_read=first["decoder"] == "gpu",
-        step_images_per_second=first["step_rate"],
-        graph_refused=first["graph_refused"] or "",
+        datasets=SimpleNamespace(train=SimpleNamespace(stage=stage)),
+        step_rate=first["step_rate"],
     )
-    return cause_in(judge(row, setup))
+    run = verdict.combine(row, feed)
+    return verdict.cause_of(run, row, feed, first["graph_refused"] or "")
 
 
 def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The stored lines with the answers of this code.
+    """Return the stored lines with this code's answers.
 
-    The first line has the numbers of a usual rank; each other line what differs on `all` ranks,
-    and on each of the `ranks`. The cause does not depend on the order of the ranks.
+    The first line has values of a typical rank, every later line the values that differ on
+    `all` ranks and on each of the `ranks`. The cause does not depend on the rank order.
     """
     usual, *cases = lines
     found = [usual]
