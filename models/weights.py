@@ -87,14 +87,17 @@ def weights_in(content: Any, *, origin: str) -> Weights:
     weights.pop("n_averaged", None)
     if not all(isinstance(value, Tensor) for value in weights.values()):
         raise refusal
-    return {_plain_name(name): value for name, value in weights.items()}
+    wrappers: tuple[str, ...] = ("module.",)  # in files from DDP and AveragedModel
+    if "pytorch-lightning_version" in content:
+        wrappers = ("module.", "model.")
+    return {_plain_name(name, wrappers): value for name, value in weights.items()}
 
 
-def _plain_name(name: str) -> str:
+def _plain_name(name: str, wrappers: tuple[str, ...]) -> str:
     """Return the name of a tensor without those of the modules around the model."""
     name = name.replace("_orig_mod.", "")  # of torch.compile, also around a part of the model
-    while name.startswith("module."):  # of DDP and AveragedModel
-        name = name.removeprefix("module.")
+    while name.startswith(wrappers):
+        name = name.partition(".")[2]
     return name
 
 

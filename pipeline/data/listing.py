@@ -317,7 +317,7 @@ def read_list(path: str, origin: str) -> Classes:
         line, _, image = listed[missing[0]]
         wrong = f"line {line}: {image}: no such file ({len(missing):,} of {len(listed):,} images)"
         cure = f"remove the line, or correct the path, which is absolute or relative to {folder}"
-        if os.path.exists(missing[0].replace("\\", "/")):
+        if os.path.isfile(missing[0].replace("\\", "/")):
             cure = "write paths with /, not with a backslash"
         raise UserError(origin, wrong, cure)
     return {label: sorted(classes[label]) for label in sorted(classes)}

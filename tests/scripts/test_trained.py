@@ -42,6 +42,7 @@ KINDS: dict[str, Any] = {
     "timm with EMA": lambda w: {"state_dict": ZERO, "state_dict_ema": w},
     "torch.compile of DDP": lambda w: prefixed("_orig_mod.module.", w),
     "DDP of torch.compile": lambda w: prefixed("module._orig_mod.", w),
+    "Lightning": lambda w: {"state_dict": prefixed("model.", w), "pytorch-lightning_version": "2"},
     "format 1": lambda w: {"format": 1, "step": 3, "state": {"model": ZERO, "ema": w}},
 }
 

@@ -217,7 +217,7 @@ def test_csv_index_paths_and_errors(tmp_path):
     index = load_index(tmp_path / "train", key="data.train")
     assert (index.classes, [*dict(content_of(index)).values()]) == (("a b", "z"), [JPEG] * 2)
     for text, says in (
-        ("image,Target\n", "lists no images"),  # no class of that name
+        ("image,Target\n", "contains no images"),  # no class of that name
         ("1.jpg,a\n2.jpg;a\n", "line 2 is not path,label"),
         ('"1.jpg,a\n2.jpg,a\n"3.jpg,b', "line 3: ',' expected after '\"'; correct it"),
         ("a,1.jpg\nb,2.jpg", "the columns are label,path in line 1; write path,label"),
