@@ -232,7 +232,7 @@ class Predictor:
         if missing:
             wrong = f"the network also reads {missing}, which image files do not have"
             cure = f"pass a CSV file with the columns {','.join(['path', *self.fields])}"
-            raise UserError(wrong, cure=cure)
+            raise UserError(wrong, fix=cure)
         try:
             rng = sample_rng(self.config.train.seed, 0, number)
             pixels = self.transform(self.dataset.open(path), rng).pixels()

@@ -259,7 +259,7 @@ def prepare_images(options: argparse.Namespace) -> int:
     outer = os.path.realpath(options.source)
     inner = os.path.realpath(options.to)
     if os.path.commonpath([outer, inner]) in (outer, inner):
-        raise UserError(f"--to {inner} and {outer} contain each other", cure="give another folder")
+        raise UserError(f"--to {inner} and {outer} contain each other", fix="give another folder")
     samples, notes = recognise(options.source)
     images = Counter(sample.split for sample in samples)
     names = "\0".join(sorted(sample.path for sample in samples))

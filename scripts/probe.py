@@ -75,7 +75,7 @@ def probe_features(train: Path, val: Path) -> int:
         from sklearn.model_selection import GridSearchCV, ShuffleSplit
         from sklearn.neighbors import KNeighborsClassifier
     except ImportError:
-        raise UserError("needs scikit-learn", cure="run `pip install scikit-learn`") from None
+        raise UserError("needs scikit-learn", fix="run `pip install scikit-learn`") from None
     bank = read_features(train)
     queries = read_features(val)
     classes = set(bank.folders)

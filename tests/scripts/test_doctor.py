@@ -208,7 +208,7 @@ def test_the_mean_and_the_deviation_of_the_pixels(root):
 
 def test_the_plan_names_what_training_refuses(root):
     said = {
-        "model.weights=pretrained": "there are none of resnet_tiny;",
+        "model.weights=pretrained": "not available for resnet_tiny;",
         "model.weights=gone.pth": "cannot be read (",
         "optim.args={a: 1}": "",
         "train.best_by=-top1": "has the wrong sign;",
