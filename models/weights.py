@@ -86,8 +86,8 @@ def weights_in(content: Any, *, origin: str) -> Weights:
 
 
 def _plain_name(name: str) -> str:
-    """Remove the names of wrapper modules from the name of a tensor."""
-    name = name.replace("_orig_mod.", "")  # added by torch.compile, also to parts of the model
+    """Remove the names of wrapper modules from a tensor's name."""
+    name = name.replace("_orig_mod.", "")  # added by torch.compile to the model or its parts
     while name.startswith("module."):  # added by DDP and AveragedModel
         name = name.removeprefix("module.")
     return name
@@ -96,8 +96,8 @@ def _plain_name(name: str) -> str:
 def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> None:
     """Load initial weights for training from any file that `read_file` reads.
 
-    The head is loaded if the file has the same `classes` in the order of the logits, or has no
-    class names but the same number. Raises UserError if the file cannot be read or does not match.
+    `classes`: class names in logit order. The head is loaded if the file has the same ones, or the
+    same number and no names. Raises UserError if the file cannot be read or does not match.
     """
     origin = f"model.weights={path}"
     content = read_file(path, origin=origin, expected=f"{ANY_FILE}, or model.weights=pretrained")

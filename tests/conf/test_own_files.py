@@ -68,7 +68,7 @@ MISTAKES = [  # a file of the folder, its content, the message
     (
         "recipe/mine",
         "defaults: [{model: resnet51}]",
-        "to select a group in a recipe, write `- override /",
+        "to select a group in a recipe, write",
     ),
     ("recipe/mine", RECIPE + "log: {every_step: 3}", "unknown key; did you"),
     ("recipe/mine", RECIPE.replace("wide", "wid"), "Could not find 'model/wid'"),
