@@ -34,7 +34,7 @@ def test_it_trains_and_refuses_what_names_an_extra(core, image_root):
     shutil.rmtree(core / "run")
     for word in ("data=demo", "optim=lamb", "model.rewrite=extras.kernels:rewrite"):
         assert "; correct the name or remove it" in refused(core, *small, word)
-    assert "-m=None: there is no None.py in " in refused(core, *small, "-m")
+    assert "-m=None: None.py not found in " in refused(core, *small, "-m")
     shutil.copy(ROOT / "conf" / "config.yaml", core / "conf")
     assert "; `grep -r extras.object_storage conf` finds it" in refused(core, *small)
 
