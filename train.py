@@ -1,4 +1,4 @@
-"""Train an image classifier, or a network for another task on images of one size.
+"""Train an image classifier, or a network for a different task on images of one size.
 
     python train.py data.root=/imagenet
     torchrun --nproc-per-node 8 train.py data.root=/imagenet
@@ -121,7 +121,7 @@ class TrainStep(StepGraph):
         example = Batch.zeros(compute.fields, device)
         network = parts.world.wrap(parts.state.model, partial(forward, batch=example))
         super().__init__(network, parts.state)
-        # Not set earlier, because a search takes seconds, too long for the dry run.
+        # Not set earlier, because a search takes seconds, which is long for the dry run.
         torch.backends.cudnn.benchmark = is_search_worthwhile(schedule.config, schedule.stop_step)
         self.parts = parts
         self.mix = compile_function(mix, compute.compile_mode)

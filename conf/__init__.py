@@ -1,1 +1,1 @@
-"""The configuration. It imports no torch, so that a mistake is answered in under a second."""
+"""The configuration. It does not import torch, so that errors appear in under a second."""

@@ -141,7 +141,7 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU. Raises UserError if it is absent, damaged or something else."""
-    content: dict[str, Any] = read_file(path, origin=str(path), give=RESUME_CHOICES)
+    content: dict[str, Any] = read_file(path, origin=str(path), expected=RESUME_CHOICES)
     _check_format(path, content)
     return content
 

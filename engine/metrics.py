@@ -128,4 +128,4 @@ def check_predicted(values: Mapping[str, Tensor], classes: Sequence[str]) -> Non
     outputs = values["probability"].shape[1:].numel()
     if outputs != len(classes):
         wrong = f"the model has {outputs:,} outputs for {len(classes):,} classes"
-        raise UserError(wrong, cure="change the model, or predictions() in train.py")
+        raise UserError(wrong, fix="change the model, or predictions() in train.py")

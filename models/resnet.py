@@ -1,4 +1,4 @@
-"""Residual networks for small images, with the structure and key names of torchvision."""
+"""Residual networks for small images, with torchvision's structure and key names."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut (arXiv 1512.03385)."""
+    """Two 3x3 convolutions with a shortcut (arXiv 1512.03385)."""
 
     def __init__(self, width_in: int, width: int, stride: int) -> None:
         super().__init__()
@@ -39,14 +39,14 @@ def small_resnet(
     in_channels: int = 3,
     zero_init_residual: bool = False,
 ) -> nn.Sequential:
-    """A ResNet without ImageNet's pooling stem: float [B, C, S, S] -> [B, num_classes].
+    """Build a ResNet without ImageNet's pooling stem: float [B, C, S, S] -> [B, num_classes].
 
     Args:
-        widths: channels of each stage. Each stage after the first halves the resolution.
-        depths: number of blocks of each stage.
+        widths: channels in each stage. Each stage after the first halves the resolution.
+        depths: number of blocks in each stage.
         stem_stride: stride of the first convolution: 1 for 32 px images, 2 for 64 px.
-        zero_init_residual: whether the last norm of each block begins with a scale of 0, so that
-            the block is the identity at first (arXiv 1706.02677).
+        zero_init_residual: zero-initialize the scale of the last norm in each block, so that the
+            block is the identity at first (arXiv 1706.02677).
     """
     width_in = widths[0]
     layers = stem(in_channels, width_in, stem_stride)
@@ -64,7 +64,7 @@ def small_resnet(
 
 
 def stem(in_channels: int, width: int, stride: int) -> OrderedDict[str, nn.Module]:
-    """The first layers of a ResNet for small images, by name."""
+    """Return the first layers of a ResNet for small images, by name."""
     return OrderedDict(
         conv1=nn.Conv2d(in_channels, width, 3, stride, 1, bias=False),
         bn1=nn.BatchNorm2d(width),
@@ -73,21 +73,21 @@ def stem(in_channels: int, width: int, stride: int) -> OrderedDict[str, nn.Modul
 
 
 def residual_stage(width_in: int, width: int, depth: int, stride: int) -> nn.Sequential:
-    """`depth` residual blocks; the first one has the stride."""
+    """Return `depth` residual blocks; the first one has the stride."""
     blocks = [BasicBlock(width_in, width, stride)]
     blocks += [BasicBlock(width, width, 1) for _ in range(depth - 1)]
     return nn.Sequential(*blocks)
 
 
 def mean_classifier(width: int, num_classes: int) -> OrderedDict[str, nn.Module]:
-    """The last layers of a ResNet, by name: the mean over the image, and a linear layer."""
+    """Return the last layers of a ResNet, by name: global average pooling and a linear layer."""
     return OrderedDict(
         avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(width, num_classes)
     )
 
 
 def pooling_stage(width_in: int, width: int) -> nn.Sequential:
-    """A convolution, max pooling that halves the resolution, and a residual block."""
+    """Return a convolution, max pooling that halves the resolution, and a residual block."""
     layers = OrderedDict(
         conv=nn.Conv2d(width_in, width, 3, 1, 1, bias=False),
         pool=nn.MaxPool2d(2),
@@ -105,21 +105,21 @@ def init_convolutions(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-# The functions below take the number of classes, the image side and the options of `model.args`.
+# The functions below take the number of classes, the image size and the options in `model.args`.
 
 
 def resnet_tiny(num_classes: int, image_size: int, **options: Any) -> nn.Sequential:
-    """A ResNet with 0.3 M parameters, for 64 px images."""
+    """ResNet with 0.3 M parameters, for 64 px images."""
     widths = (32, 64, 128)
     return small_resnet(num_classes, widths, depths=(1, 1, 1), stem_stride=2, **options)
 
 
 def resnet11_cifar(num_classes: int, image_size: int, in_channels: int = 3) -> nn.Sequential:
-    """A ResNet that pools early, for 32 px images: fewer operations for the same accuracy.
+    """ResNet with early pooling for 32 px images, which needs fewer operations per accuracy.
 
-    10 convolutions and 9.9 M parameters, in the stages of airbench96
+    It has 10 convolutions and 9.9 M parameters in the stages of airbench96
     (github.com/KellerJordan/cifar10-airbench), with ReLU instead of GELU and a trained 3x3 stem
-    instead of whitening. On an H200, an epoch of CIFAR-10 takes 0.77 of ResNet-18's time.
+    instead of whitening. On an H200, a CIFAR-10 epoch takes 0.77 of ResNet-18's time.
     """
     widths = (32, 128, 384, 512)
     layers = stem(in_channels, widths[0], stride=1)

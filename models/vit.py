@@ -1,6 +1,6 @@
-"""The vision transformer of "Better plain ViT baselines for ImageNet-1k" (arXiv 2205.01580).
+"""The vision transformer from "Better plain ViT baselines for ImageNet-1k" (arXiv 2205.01580).
 
-What the paper omits (initialisation, GELU, epsilon) follows its code, google-research/big_vision.
+Initialization, GELU and epsilon, which it omits, follow its code, google-research/big_vision.
 """
 
 import math
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 def positions(rows: int, columns: int, width: int, device: torch.device | None = None) -> Tensor:
-    """Return fixed sine-cosine position embeddings as in MoCo v3 (arXiv 2104.02057), row by row.
+    """Return fixed sine-cosine position embeddings like MoCo v3 (arXiv 2104.02057), row by row.
 
     Frequencies decrease geometrically from 1 to 1/10000. float32 [rows * columns, width].
     """
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """float [B, N, width] -> the same shape."""
+        """Map float [B, N, width] to the same shape."""
         qkv = self.qkv(x).unflatten(2, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, N, width / heads]
         x = F.scaled_dot_product_attention(q, k, v)
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linear layers with the tanh form of GELU, the default in JAX."""
+    """Two linear layers with the tanh approximation of GELU, the default in JAX."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -64,19 +64,19 @@ class Mlp(nn.Module):
 
 
 class AddNorm(nn.LayerNorm):
-    """Adds a branch to the residual stream, and normalises the sum for the next branch.
+    """Add a branch to the residual stream, and normalize the sum for the next branch.
 
-    One module, so that `model.rewrite` can do both in one pass over memory.
+    This is one module, so that `model.rewrite` can fuse both into one pass over memory.
     """
 
     def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return the sum of two tensors [B, N, width], and the sum normalised."""
+        """Return the sum of two tensors [B, N, width], and the normalized sum."""
         total = stream + branch
         return total, super().forward(total)
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a layer norm before it."""
+    """Attention and MLP, each after a layer norm."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -86,9 +86,9 @@ class Block(nn.Module):
         self.mlp = Mlp(width, hidden)
 
     def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
-        """Add `branch` to the residual stream; return the stream and the output of the MLP.
+        """Add `branch` to the residual stream; return the stream and the MLP's output.
 
-        Unlike the paper's block, this one leaves the addition of that output to the next block.
+        Unlike in the paper, the next block adds that output to the stream.
         """
         stream, x = self.norm1(stream, branch)
         x = self.attn(x)
@@ -97,16 +97,16 @@ class Block(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """Embed each patch of an image: a convolution, computed as a matrix product over the patches.
+    """Embed the patches of an image by a convolution, computed as a matrix product.
 
-    cuDNN's convolution took 6 % more of a step of ViT-S/16 on an H200.
+    cuDNN's convolution took 6 % more of a ViT-S/16 step on an H200.
     """
 
     def __init__(self, in_channels: int, patch: int, width: int) -> None:
         super().__init__()
         self.patch = patch
         self.proj = nn.Conv2d(in_channels, width, patch, patch)
-        # lecun_normal of JAX: truncation at two standard deviations scales them by 0.8796.
+        # JAX's lecun_normal: truncation at two standard deviations scales them by 0.8796.
         inputs = self.proj.weight[0].numel()
         deviation = math.sqrt(1 / inputs) / 0.87962566
         limit = 2 * deviation
@@ -115,7 +115,7 @@ class PatchEmbed(nn.Module):
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """float [B, C, H, W] -> [B, H / patch, W / patch, width]."""
+        """Map float [B, C, H, W] to [B, H / patch, W / patch, width]."""
         patch = self.patch
         x = x.unflatten(3, (-1, patch))
         x = x.unflatten(2, (-1, patch))  # [B, C, rows, patch, columns, patch]
@@ -131,9 +131,9 @@ class VisionTransformer(nn.Module):
     The published run has one more layer before the head, which makes no difference in the paper.
 
     Args:
-        image_size: image side in pixels, a multiple of the patch side. For other sizes, positions
+        image_size: image size in pixels, a multiple of the patch size. For other sizes, positions
             are computed at each call.
-        patch_embed: its channels, a multiple of 4 * heads, are those of the blocks.
+        patch_embed: sets the channels of the blocks, a multiple of 4 * heads.
     """
 
     positions: Tensor
@@ -159,14 +159,14 @@ class VisionTransformer(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """float [B, C, H, W] -> [B, num_classes]; H and W are multiples of the patch side."""
+        """Map float [B, C, H, W] to [B, num_classes]; H and W are multiples of the patch size."""
         patches = self.patch_embed(x)
         _, rows, columns, width = patches.shape
         embeddings = self.positions
         if (rows, columns) != (self.grid, self.grid):
             embeddings = positions(rows, columns, width, x.device).to(embeddings.dtype)
         branch = patches.flatten(1, 2)
-        # bf16 + float32 under autocast: the residual stream is float32.
+        # Under autocast, bf16 + float32 keeps the residual stream in float32.
         stream = embeddings.expand(branch.shape)
         for block in self.blocks:
             stream, branch = block(stream, branch)

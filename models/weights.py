@@ -1,7 +1,4 @@
-"""Weights from files: this project's checkpoints, and files of torchvision, timm and others.
-
-Reading a file never executes code from it.
-"""
+"""Load weights of this project, torchvision, timm and others, without executing code in files."""
 
 import argparse
 import fnmatch
@@ -23,58 +20,58 @@ from conf.errors import UserError, near_paths
 logger = logging.getLogger(__name__)
 
 Weights = dict[str, Tensor]
-# Keys under which trainers store the state_dict. The moving average comes first: timm and
-# torchvision report the accuracy of the average if there is one.
+# Keys under which trainers store the state_dict. EMA weights come first, because timm and
+# torchvision report the EMA's accuracy if there is one.
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
-ANY_FILE = "a checkpoint, the folder of a run, or a file with weights (.pth, .pt, .safetensors)"
-# How to get a file of weights with class names
+ANY_FILE = "a checkpoint, a run directory, or a file with weights (.pth, .pt, .safetensors)"
+# How to write a file of weights with class names
 STATE_CLASSES = "to keep its head, name them: export.py FILE --to safetensors --classes NAMES"
-FORMER_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")  # in torchvision's files
+OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")  # torchvision's files
 
 
-def read_file(path: Path, *, origin: str, give: str = ANY_FILE) -> Any:
-    """Read a file of torch.save or, if its name ends in .safetensors, of safetensors to the CPU.
+def read_file(path: Path, *, origin: str, expected: str = ANY_FILE) -> Any:
+    """Load a torch.save file or, if its name ends in .safetensors, a safetensors file to the CPU.
 
-    `origin`: the beginning of error messages; `give`: the files that they ask for. Raises UserError
-    if the file is missing, damaged, or cannot be read without executing code from it.
+    `origin`: the beginning of error messages; `expected`: files that they suggest. Raises UserError
+    if the file is not found, damaged, or cannot be read without executing code from it.
     """
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         check_sums(path)
-        # timm and torchvision store their arguments. A Namespace only holds attributes.
+        # timm and torchvision store their arguments. A Namespace only contains attributes.
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, zipfile.BadZipFile) as error:
         reason = str(error)
-    except Exception:  # torch.load raises many types, with texts of many lines
-        reason = "damaged, not by torch.save, or it would run code"
+    except Exception:  # torch.load raises many types, with multi-line messages
+        reason = "damaged, not from torch.save, or it would execute code"
     near = near_paths(str(path), "runs")
-    raise UserError(origin, f"cannot be read ({reason})", f"give {give}{near}")
+    raise UserError(origin, f"cannot be read ({reason})", f"expected {expected}{near}")
 
 
 def check_sums(path: Path) -> None:
-    """Raise BadZipFile if a zip file is damaged: torch.load does not check the CRC-32 sums.
+    """Raise BadZipFile if a zip file is damaged, because torch.load ignores CRC-32 checksums.
 
-    torch.save has written zip files since torch 1.6; older files have no sums.
+    torch.save has written zip files since torch 1.6. Older files have no checksums.
     """
     if not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as file:
         damaged = file.testzip()
     if damaged is not None:
-        raise zipfile.BadZipFile(f"damaged: the CRC-32 sum of {damaged} does not fit")
+        raise zipfile.BadZipFile(f"damaged: CRC-32 mismatch in {damaged}")
 
 
 def weights_in(content: Any, *, origin: str) -> Weights:
-    """Return the state_dict in the content of a file, with the keys of the plain model.
+    """Return the state_dict in a file's contents, with the keys of the unwrapped model.
 
-    It is the content itself, or under one of CONTAINERS; in a checkpoint of this project, the
-    moving average if there is one. Raises UserError if there is no state_dict.
+    It is the contents themselves, or under one of CONTAINERS; in this project's checkpoints, the
+    EMA weights if there are any. Raises UserError if there is no state_dict.
     """
-    refusal = UserError(origin, "is not a state_dict", "give a state_dict or a checkpoint")
+    error = UserError(origin, "is not a state_dict", "pass a state_dict or a checkpoint")
     if not isinstance(content, dict):
-        raise refusal
+        raise error
     stored = content
     state = content.get("state")
     if isinstance(state, dict):
@@ -86,38 +83,38 @@ def weights_in(content: Any, *, origin: str) -> Weights:
     weights = dict(stored)
     weights.pop("n_averaged", None)
     if not all(isinstance(value, Tensor) for value in weights.values()):
-        raise refusal
-    wrappers: tuple[str, ...] = ("module.",)  # in files from DDP and AveragedModel
+        raise error
+    wrappers: tuple[str, ...] = ("module.",)  # added by DDP and AveragedModel
     if "pytorch-lightning_version" in content:
         wrappers = ("module.", "model.")
     return {_plain_name(name, wrappers): value for name, value in weights.items()}
 
 
 def _plain_name(name: str, wrappers: tuple[str, ...]) -> str:
-    """Return the name of a tensor without those of the modules around the model."""
-    name = name.replace("_orig_mod.", "")  # of torch.compile, also around a part of the model
+    """Remove the names of wrapper modules from a tensor's name."""
+    name = name.replace("_orig_mod.", "")  # added by torch.compile to the model or its parts
     while name.startswith(wrappers):
         name = name.partition(".")[2]
     return name
 
 
 def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> None:
-    """Load the initial weights of a training from any file that `read_file` reads.
+    """Load initial weights for training from any file that `read_file` reads.
 
-    The head is loaded if the file is for the same `classes`, in the order of the logits, or names
-    none and has as many. Raises UserError if the file cannot be read, or is of another model.
+    `classes`: class names in logit order. The head is loaded if the file has the same ones, or the
+    same number and no names. Raises UserError if the file cannot be read or does not match.
     """
     origin = f"model.weights={path}"
-    content = read_file(path, origin=origin, give=f"{ANY_FILE}, or model.weights=pretrained")
+    content = read_file(path, origin=origin, expected=f"{ANY_FILE}, or model.weights=pretrained")
     weights = weights_in(content, origin=origin)
-    stated = _stated_classes(path, content)
+    stored = _stored_classes(path, content)
     head = [name for name in head_of(model) if len(model.get_parameter(name)) == len(classes)]
-    has_same_classes = stated in ("[]", json.dumps(list(classes)))
-    if stated == "[]" and has_two_orders(classes) and _has_outputs(weights, head, len(classes)):
+    has_same_classes = stored in ("[]", json.dumps(list(classes)))
+    if stored == "[]" and has_two_orders(classes) and _has_outputs(weights, head, len(classes)):
         has_same_classes = False
         logger.warning("%s: the order of its classes is unknown; %s", origin, STATE_CLASSES)
     if not has_same_classes:
-        for name in head:  # otherwise an output is no class
+        for name in head:
             weights.pop(name, None)
     fit_weights(model, weights, origin=origin, new_head=True)
 
@@ -127,21 +124,21 @@ def _has_outputs(weights: Weights, head: Sequence[str], count: int) -> bool:
 
 
 def has_two_orders(classes: Sequence[str]) -> bool:
-    """Whether timm sorts these class names differently: in natural order, without case (timm#222).
+    """Whether timm sorts these class names differently: in natural order, ignoring case (timm#222).
 
-    A head for them that states no names may have them in either order.
+    A head without class names may have them in either order.
     """
     return list(classes) == sorted(classes) != sorted(classes, key=_natural_key)
 
 
 def _natural_key(name: str) -> list[int | str]:
-    """Split a name into text and numbers: class10 comes after class2, and Banana after apple."""
+    """Split a name into text and numbers, so that class10 follows class2, and B follows a."""
     parts = re.split(r"(\d+)", name)
     return [int(part) if part.isdecimal() else part.casefold() for part in parts]
 
 
-def _stated_classes(path: Path, content: dict[str, Any]) -> str:
-    """Return the names of the classes that a file states, as JSON; an empty list if it does not."""
+def _stored_classes(path: Path, content: dict[str, Any]) -> str:
+    """Return the class names in a file as JSON, or "[]" if it has none."""
     if path.suffix == ".safetensors":
         return safetensors_metadata(path).get("classes", "[]")
     model_input = content.get("model_input", {})
@@ -149,22 +146,22 @@ def _stated_classes(path: Path, content: dict[str, Any]) -> str:
 
 
 def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bool = False) -> None:
-    """Load weights by name. The model does not change if they do not fit.
+    """Load weights by name. The model does not change if they do not match.
 
-    Raises UserError if keys are missing, unknown or of another shape: another model's weights.
-    `origin`: the beginning of messages; `new_head`: allow another head, see `_first_head`.
+    Raises UserError if keys are missing, unknown or have a different shape. `origin`: the beginning
+    of messages; `new_head`: allow a different head, see `_new_head`.
     """
     own = model.state_dict()
-    weights = {_present_name(name): value for name, value in weights.items()}
+    weights = {_current_name(name): value for name, value in weights.items()}
     shared = own.keys() & weights.keys()
     fitting = {name for name in shared if own[name].shape == weights[name].shape}
     head = head_of(model)
     if new_head and fitting.isdisjoint(head):
-        first = _first_head(own, head)
-        logger.info(f"{origin}: the file has no head of these classes: {', '.join(head)} are new")
-        weights |= first
-        fitting |= first.keys()
-    # The oldest weights of torchvision have no num_batches_tracked.
+        new = _new_head(own, head)
+        logger.info(f"{origin}: the file has no head for these classes: {', '.join(head)} are new")
+        weights |= new
+        fitting |= new.keys()
+    # torchvision's oldest weights have no num_batches_tracked.
     counters = fnmatch.filter(own, "*num_batches_tracked")
     missing = own.keys() - weights.keys() - set(counters)
     unknown = weights.keys() - own.keys()
@@ -172,36 +169,36 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     examples = [*sorted(missing)[:1], *sorted(unknown)[:1], *sorted(misshapen)[:1]]
     if examples:
         counts = f"keys: {len(missing)} missing, {len(unknown)} unknown, "
-        counts += f"{len(misshapen)} of another shape, such as {', '.join(examples)}"
-        cure = "check model.name, data.image_size and the channels of the images"
-        raise UserError(origin, f"does not fit the model: {counts}", cure)
-    own.update(weights)  # `own` also has the versions of layers (`_metadata`), for MNASNet
+        counts += f"{len(misshapen)} with a different shape, such as {', '.join(examples)}"
+        fix = "check model.name, data.image_size and the number of image channels"
+        raise UserError(origin, f"does not match the model: {counts}", fix)
+    own.update(weights)  # `own` also contains layer versions (`_metadata`), for MNASNet
     model.load_state_dict(own)
 
 
-def _present_name(name: str) -> str:
-    """Return the name in today's torchvision of a layer in its files (DenseNet, ViT)."""
+def _current_name(name: str) -> str:
+    """Return torchvision's current name for a layer in its files (DenseNet, ViT)."""
     name = name.replace(".mlp.linear_1.", ".mlp.0.")
     name = name.replace(".mlp.linear_2.", ".mlp.3.")
-    return FORMER_DENSENET.sub(r"\1\2.", name)
+    return OLD_DENSENET.sub(r"\1\2.", name)
 
 
-def _first_head(own: Weights, head: Sequence[str]) -> Weights:
-    """Return the first values of a new head: zeros (ViT, arXiv 2010.11929).
+def _new_head(own: Weights, head: Sequence[str]) -> Weights:
+    """Return the initial values of a new head, which are zeros (ViT, arXiv 2010.11929).
 
-    Gradients of a random head would damage the trained layers. A convolutional head stays random:
-    a ReLU may follow (SqueezeNet).
+    Gradients of a random head would damage the trained layers. A convolutional head stays random,
+    because a ReLU may follow (SqueezeNet).
     """
-    first: Weights = {}
+    new: Weights = {}
     for name in head:
-        first[name] = own[name]
+        new[name] = own[name]
         if own[name].ndim < 4:
-            first[name] = torch.zeros_like(own[name])
-    return first
+            new[name] = torch.zeros_like(own[name])
+    return new
 
 
 def head_of(model: nn.Module) -> list[str]:
-    """Return the names of the tensors of the classifier: timm states it, else the last layer."""
+    """Return the names of the classifier's tensors, from timm's config or the last layer."""
     parameters = dict(model.named_parameters())
     layers = getattr(model, "pretrained_cfg", {}).get("classifier")
     if not layers:

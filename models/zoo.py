@@ -1,7 +1,7 @@
-"""Models by name: of torchvision, our own, of timm as `timm/<name>`, and `module:name`.
+"""Build models by name: from torchvision, models/, timm as `timm/<name>`, and `module:name`.
 
-Also freezes parameters and chooses the memory format, for a model of any of them.
-The state_dict keys are those of the libraries, so that weights can be exchanged with them.
+Also freezes parameters and selects the memory format for all of these models. The state_dict keys
+are those of the libraries, so that weights can be exchanged with them.
 """
 
 import importlib.util
@@ -23,20 +23,20 @@ from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
 from models.weights import fit_weights, head_of
 
-RGB = 3  # input channels of every library's first convolution
+RGB = 3  # input channels of the first convolution in all libraries
 Create = Callable[..., nn.Module]
-# Functions of (num_classes, image_size, **model.args), and in_channels, if the images are not RGB.
+# Functions of (num_classes, image_size, **model.args), and in_channels if images are not RGB.
 OURS: dict[str, Create] = {
     "resnet_tiny": resnet_tiny,
     "resnet11_cifar": resnet11_cifar,
     "resnet18_cifar": resnet18_cifar,
     "vit_s16": vit_s16,
 }
-UNSUITED = {"googlenet", "inception_v3"}  # they return more than logits in training
+UNSUITED = {"googlenet", "inception_v3"}  # they return auxiliary outputs in training
 
 
 def available() -> list[str]:
-    """Return all names that `build` accepts, except those of timm and `module:name`."""
+    """Return all names that `build` accepts, except timm models and `module:name`."""
     from torchvision import models as vision
 
     names = {*OURS, *vision.list_models(module=vision)}
@@ -52,15 +52,15 @@ def build(
     pretrained: bool = False,
     args: Mapping[str, Any] = {},
 ) -> nn.Module:
-    """Create a classifier: float [B, C, S, S] -> logits [B, num_classes].
+    """Build a classifier: float [B, C, S, S] -> logits [B, num_classes].
 
     Raises UserError if the model or its published weights do not exist, the download fails, or a
-    library's model does not take `args`, or images of this size or with these channels.
+    library's model does not accept `args`, the image size or the number of channels.
 
     Args:
-        name: from `available()`, `timm/<name>`, or `module:name` of a function of this checkout.
-        pretrained: load the published weights; for another number of classes, see `fit_weights`.
-        args: further arguments of the model's function.
+        name: from `available()`, `timm/<name>`, or `module:name` of a function in this checkout.
+        pretrained: load the published weights; if the number of classes differs, see `fit_weights`.
+        args: additional arguments of the model's function.
     """
     options = dict(args)
     create = _function(name, pretrained)
@@ -71,15 +71,15 @@ def build(
     except UserError:
         raise
     except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
-        if is_object_name(name):  # the traceback of own code helps
+        if is_object_name(name):  # the traceback of custom code helps
             raise
         wanted = f"data.image_size={image_size} and model.args={show(options)}"
-        wrong = f"cannot be built for {wanted} ({describe(error)})"
-        raise UserError(f"model.name={name}", wrong, "change one of them") from None
+        problem = f"cannot be built for {wanted} ({describe(error)})"
+        raise UserError(f"model.name={name}", problem, "change one of them") from None
 
 
 def _function(name: str, pretrained: bool) -> Create:
-    """Return the function of (num_classes, image_size, **model.args) that makes a model."""
+    """Return a function of (num_classes, image_size, **model.args) that builds the model."""
     if name.startswith("timm/"):
         return partial(_build_timm, name.removeprefix("timm/"), pretrained)
     if name in OURS:
@@ -89,13 +89,13 @@ def _function(name: str, pretrained: bool) -> Create:
     else:
         return partial(_build_torchvision, name, pretrained)
     if pretrained:
-        raise UserError("model.weights=pretrained", f"there are none of {name}", "give a file")
+        raise UserError("model.weights=pretrained", f"not available for {name}", "pass a file")
     return create
 
 
 def _build_named(name: str, num_classes: int, size: int, **options: Any) -> nn.Module:
-    """Call a function of this checkout, with the image size if it has a parameter `image_size`."""
-    with suppress(TypeError, ValueError):  # `create_object` reports what cannot be called
+    """Call a function in this checkout, with the image size if it has a parameter `image_size`."""
+    with suppress(TypeError, ValueError):  # `create_object` reports the error
         if "image_size" in inspect.signature(import_object(name, "model.name")).parameters:
             options["image_size"] = size
     return cast("nn.Module", create_object(name, "model.name", nn.Module, num_classes, **options))
@@ -110,17 +110,17 @@ def _build_torchvision(
     ours = ", ".join(OURS)
     if name not in available():
         near = did_you_mean(name, available(), count=3)
-        others = f"write timm/{name} for a model of timm, module:function for yours; ours: {ours}"
-        raise UserError(given, "no such model", others + near)
+        fix = f"write timm/{name} for a timm model, module:function for yours; in models/: {ours}"
+        raise UserError(given, "no such model", fix + near)
     if in_channels != RGB:
-        wrong = f"takes images of 3 channels, not {in_channels}"
-        raise UserError(given, wrong, f"give model.name=timm/NAME, or one of {ours}")
+        problem = f"takes images with 3 channels, not {in_channels}"
+        raise UserError(given, problem, f"choose model.name=timm/NAME or one of {ours}")
     if name.startswith("vit_"):
         options["image_size"] = size
     create = partial(vision.get_model, name, num_classes=num_classes, **options)
     try:
         model: nn.Module = create()
-    except NotImplementedError:  # RegNets compute widths by tensors, which are empty on meta
+    except NotImplementedError:  # RegNets compute widths with tensors, which meta lacks
         with torch.device("cpu"):
             model = create()
         model = model.to(torch.get_default_device())
@@ -134,20 +134,21 @@ def _build_torchvision(
 
 @contextmanager
 def _download(instead: str) -> Iterator[None]:
-    """Raise a UserError if the published weights cannot be downloaded or read."""
+    """Raise UserError if published weights cannot be downloaded or read."""
     try:
         yield
-    except Exception as error:  # libraries raise many kinds, some with many lines
+    except Exception as error:  # libraries raise many types, some with multi-line messages
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        wrong = f"the weights cannot be loaded ({reason})"
-        cure = f"give {instead}; see The weights in docs/finetune.md"
-        raise UserError("model.weights=pretrained", wrong, cure) from None
+        problem = f"the weights cannot be loaded ({reason})"
+        fix = f"pass {instead}; see The weights in docs/finetune.md"
+        raise UserError("model.weights=pretrained", problem, fix) from None
 
 
 def import_timm(origin: str) -> ModuleType:
-    """Import timm; raise UserError if it is missing. `origin`: the key=value that asks for it."""
+    """Import timm. Raises UserError if it is missing. `origin`: the key=value that needs it."""
     if importlib.util.find_spec("timm") is None:
-        raise UserError(origin, "timm is not installed", "make env EXTRAS=timm or pip install timm")
+        fix = "run `make env EXTRAS=timm` or `pip install timm`"
+        raise UserError(origin, "timm is not installed", fix)
     import timm
 
     return timm
@@ -157,7 +158,7 @@ def _build_timm(
     name: str, pretrained: bool, num_classes: int, size: int, in_channels: int = RGB, **options: Any
 ) -> nn.Module:
     timm = import_timm(f"model.name=timm/{name}")
-    if ":" not in name and not timm.is_model(name):  # hf_hub: and local-dir: are not listed
+    if ":" not in name and not timm.is_model(name):  # is_model does not know hf_hub: and local-dir:
         near = did_you_mean(name, timm.list_models(), count=3)
         raise UserError(f"model.name=timm/{name}", f"timm has no such model{near}")
     options |= {"num_classes": num_classes, "in_chans": in_channels}
@@ -177,7 +178,7 @@ def _build_timm(
 
 
 def _depends_on_size(create: Create) -> bool:
-    """Whether a model of timm is built for images of one size, as a ViT is."""
+    """Return whether a timm model is built for a fixed image size, like a ViT."""
     with torch.device("meta"):
         model = create()
     patches = getattr(model, "patch_embed", None)
@@ -185,7 +186,7 @@ def _depends_on_size(create: Create) -> bool:
 
 
 def use_channels_last(choice: bool | str, model: nn.Module, device: str) -> bool:
-    """Whether channels_last is used; auto: by convnets, on CPUs too (a ViT has only one Conv2d)."""
+    """Return whether to use channels_last; auto: convnets (a ViT has one Conv2d), even on CPUs."""
     if choice != "auto":
         return bool(choice)
     convolutions = sum(isinstance(module, nn.Conv2d) for module in model.modules())
@@ -193,17 +194,17 @@ def use_channels_last(choice: bool | str, model: nn.Module, device: str) -> bool
 
 
 def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
-    """Freeze parameters and modules by name. Raises UserError for others, and if all are frozen."""
+    """Freeze parameters and modules by name. Raises UserError if unknown, or if all are frozen."""
     given = f"model.freeze=[{', '.join(prefixes)}]"
-    known = f"give some of {', '.join(dict(model.named_children()))}, or parts of them"
+    known = f"choose from {', '.join(dict(model.named_children()))}, or parts of them"
     for name in prefixes:
         try:
             part = attrgetter(name)(model)  # a module or a parameter
             part.requires_grad_(False)
         except AttributeError:
-            raise UserError(given, f"there is no {name}", known) from None
+            raise UserError(given, f"{name} not found", known) from None
     if True not in _requires_grad_in(model):
-        raise UserError(given, "leaves nothing to train with", known)
+        raise UserError(given, "leaves nothing to train", known)
     train_mode(model)
 
 
@@ -212,9 +213,9 @@ def _requires_grad_in(module: nn.Module) -> set[bool]:
 
 
 def train_mode(model: nn.Module, mode: bool = True) -> nn.Module:
-    """Call `model.train(mode)`, but leave modules in eval mode whose parameters are all frozen.
+    """Call `model.train(mode)`, but keep modules whose parameters are all frozen in eval mode.
 
-    BatchNorm then uses and keeps the stored statistics, and there is no dropout.
+    In these modules, BatchNorm uses and keeps the stored statistics, and dropout is disabled.
     """
     model.train(mode)
     for module in model.modules():

@@ -33,8 +33,8 @@ def test_core_trains_and_rejects_extras(core, image_root):
     assert trained.returncode == 0, trained
     shutil.rmtree(core / "run")
     for word in ("data=demo", "optim=lamb", "model.rewrite=extras.kernels:rewrite"):
-        assert "; correct the name or leave it out" in refused(core, *small, word)
-    assert "-m=None: there is no None.py in " in refused(core, *small, "-m")
+        assert "; correct the name or remove it" in refused(core, *small, word)
+    assert "-m=None: None.py not found in " in refused(core, *small, "-m")
     shutil.copy(ROOT / "conf" / "config.yaml", core / "conf")
     assert "; `grep -r extras.object_storage conf` finds it" in refused(core, *small)
 

@@ -47,7 +47,7 @@ class SharedArray:
         except OSError as error:
             text = f"{size / 2**20:.1f} MiB of shared memory cannot be allocated ({error.strerror})"
             limits = "raise ulimit -f or the memory limit of the container"
-            raise UserError(text, cure=reached_limit(error) or limits) from None
+            raise UserError(text, fix=reached_limit(error) or limits) from None
 
     @classmethod
     def copy_of(cls, values: np.ndarray) -> "SharedArray":

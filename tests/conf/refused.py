@@ -26,6 +26,6 @@ def offered(overrides: list[str]) -> Config:
     try:
         return from_overrides(overrides)
     except UserError as error:
-        if "; correct the name or leave it out" in str(error):
+        if "; correct the name or remove it" in str(error):
             pytest.skip(str(error))
         raise

@@ -50,7 +50,7 @@ def test_help_lists_all_keys_without_importing_torch(tmp_path):
         (line,) = (line for line in lines if line[2:].startswith(f"{name}="))
         assert line[:2] == ("* " if field.metadata["affects_result"] else "  ")
         assert line.endswith(" " + help_texts()[name])
-    assert help_texts()["optim.lr"].startswith("peak learning rate for the global batch; it is")
+    assert help_texts()["optim.lr"].startswith("peak learning rate for the global batch; not")
     imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert "hydra" in imported  # make sure that the list contains imports
     assert imported.isdisjoint({"torch", "numpy", "tensorboard", "PIL", "pipeline", "engine"})

@@ -64,12 +64,16 @@ def test_run_is_readable_after_recipe_folder_is_deleted(folder, image_root, tmp_
 
 
 MISTAKES = [  # file in the directory, its content, the message
-    ("recipe/mine", "optim:\n  lr=0.1", "there is no key optim; write optim=adamw"),
-    ("recipe/mine", "defaults: [{model: resnet51}]", "a recipe chooses a group by `- override /"),
-    ("recipe/mine", RECIPE + "log: {every_step: 3}", "there is no key log.every_step; did you"),
+    ("recipe/mine", "optim:\n  lr=0.1", "unknown key; write optim=adamw"),
+    (
+        "recipe/mine",
+        "defaults: [{model: resnet51}]",
+        "to select a group in a recipe, write",
+    ),
+    ("recipe/mine", RECIPE + "log: {every_step: 3}", "unknown key; did you"),
     ("recipe/mine", RECIPE.replace("wide", "wid"), "Could not find 'model/wid'"),
     ("recipe/mine", "# \udce4", "mine.yaml: cannot be read as YAML"),
-    ("model/wide", "[1]", "model/wide.yaml: holds no keys; write `key: value` lines"),
+    ("model/wide", "[1]", "model/wide.yaml: contains no keys; write `key: value` lines"),
 ]
 
 

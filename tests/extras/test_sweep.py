@@ -56,11 +56,11 @@ def test_sweep_search_checks_first_job_only():
 
 
 MISTAKES = {
-    "optim.lr=0.1,-2": "optim.lr=-2: not allowed; give a number > 0",
-    "model=glob(res*)": "model=glob(res*): no such model; give ",
+    "optim.lr=0.1,-2": "optim.lr=-2: invalid value; expected a number > 0",
+    "model=glob(res*)": "model=glob(res*): no such model; choose ",
     "optim.lr=1,2 run.dir=x": "such as 'run.name=NAME-${optim.lr}'",
     "train.best_by=top1,-loss": "-m: jobs by other train.best_by cannot be compared; give one",
-    "optim.lr=1,2 data.root=gone": "data.root=gone: there is no folder or file /",
+    "optim.lr=1,2 data.root=gone": "data.root=gone: /",
 }
 
 

@@ -112,7 +112,7 @@ def test_build_input_channels(name, channels):
 
 
 def test_build_torchvision_rejects_five_channels():
-    with pytest.raises(UserError, match=r"=resnet18: takes images of 3 channels, not 5; "):
+    with pytest.raises(UserError, match=r"=resnet18: takes images with 3 channels, not 5; "):
         models.build("resnet18", num_classes=7, image_size=32, in_channels=5)
 
 
@@ -130,7 +130,7 @@ def test_fit_weights_new_head_is_zero(caplog):
         assert not now.pop("fc.weight").any()
         assert not now.pop("fc.bias").any()
         assert same(now, body)
-        assert "no head of these classes: fc.weight, fc.bias are new" in caplog.text
+        assert "no head for these classes: fc.weight, fc.bias are new" in caplog.text
 
 
 def test_fit_weights_new_head_before_relu_learns():
@@ -213,7 +213,7 @@ def test_fit_weights_without_num_batches_tracked(caplog):
     [
         ("fc.bias", None, "keys: 1 missing, 0 .* such as fc.bias; check model.name"),
         ("layer9.weight", torch.zeros(3), ", 1 unknown, .* such as layer9.weight"),
-        ("bn1.weight", torch.zeros(3), ", 1 of another shape, such as bn1.weight"),
+        ("bn1.weight", torch.zeros(3), ", 1 with a different shape, such as bn1.weight"),
     ],
 )
 def test_fit_weights_mismatch_keeps_model(key, value, message):
@@ -221,7 +221,7 @@ def test_fit_weights_mismatch_keeps_model(key, value, message):
     stored.pop(key, None)
     if value is not None:
         stored[key] = value
-    with pytest.raises(UserError, match=f"does not fit the model: .*{message}"):
+    with pytest.raises(UserError, match=f"does not match the model: .*{message}"):
         fit_weights(model, stored, origin="their file", new_head=True)
     assert same(model.state_dict(), tiny(seed=1).state_dict())
 

@@ -208,7 +208,7 @@ def test_doctor_pixel_mean_and_std(root):
 
 def test_doctor_plan_reports_training_errors(root):
     said = {
-        "model.weights=pretrained": "there are none of resnet_tiny;",
+        "model.weights=pretrained": "not available for resnet_tiny;",
         "model.weights=gone.pth": "cannot be read (",
         "optim.args={a: 1}": "",
         "train.best_by=-top1": "has the wrong sign;",

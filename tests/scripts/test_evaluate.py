@@ -322,7 +322,7 @@ def test_evaluate_foreign_file(found, image_root, tmp_path):
     named = replace(other.trained, classes=CLASSES)  # as an exported file, or by --classes
     with pytest.raises(UserError, match=r"has no class Dots; "):
         outputs_of(named, replace(found.datasets, classes=("Dots", *CLASSES[1:])))
-    with pytest.raises(UserError, match=r"^data\.root: is missing; give "):
+    with pytest.raises(UserError, match=r"^data\.root: is missing; pass "):
         opened(tmp_path / "weights.pth", *FOREIGN)
 
 
