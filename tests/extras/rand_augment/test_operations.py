@@ -95,7 +95,7 @@ def test_operation_of_every_strength_is_timms(monkeypatch, name):
 
 
 def test_a_wrong_fill_and_other_pixels_are_refused_and_no_mask_follows():
-    with pytest.raises(ValueError, match=r": fill=.*: give "):
+    with pytest.raises(ValueError, match=r": fill=.*: invalid value; expected "):
         build_by_name([{"extras.rand_augment:RandAugment": {"fill": [0, 256, 0]}}], {}, key="a")
     for pixels in (np.zeros((9, 9, 1), np.uint8), np.zeros((9, 9, 3), np.uint16)):
         with pytest.raises(ValueError, match="Augment: need uint8 RGB images"):
