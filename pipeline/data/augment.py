@@ -83,10 +83,7 @@ class Compose:
 
 
 def _apply(transform: ImageFunction, pixels: np.ndarray, rng: random.Random) -> np.ndarray:
-    """Apply a transform to a copy of the pixels.
-
-    Raises UserError if the result has a different dtype or number of channels.
-    """
+    """Apply a transform to a copy of the pixels. Raises UserError if dtype or channels change."""
     image = np.asarray(transform(pixels.copy(), rng))
     if (image.dtype, image.shape[2:]) != (pixels.dtype, pixels.shape[2:]):
         wrong = f"returned {image.dtype} {list(image.shape)}"

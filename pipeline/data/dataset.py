@@ -142,10 +142,7 @@ class FolderDataset(Dataset):
             raise UnreadableError(f"{self.name(index)}: {error}") from error
 
     def open(self, index: int) -> Picture:
-        """Read the header of a file; a subclass may create the picture differently.
-
-        Raises UnreadableError if the file cannot be read.
-        """
+        """Read a file's header; a subclass may do so differently. Raises UnreadableError."""
         content = self.read(index)
         return decode.open_picture(content, self.decoder, exif_orientation=self.exif_orientation)
 

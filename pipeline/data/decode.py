@@ -190,10 +190,7 @@ class Picture:
         return Picture(self.source, (*self.geometry, step), self.untracked)
 
     def pixels(self) -> np.ndarray:
-        """Decode and compute: [H, W, C]. May be read-only or shared: copy before writing.
-
-        Raises UnreadableError if the file cannot be decoded.
-        """
+        """Compute [H, W, C], read-only or shared: copy before writing. Raises UnreadableError."""
         image = self.source
         steps = self.geometry
         if not steps:  # the whole image
