@@ -93,7 +93,7 @@ def _apply(transform: ImageFunction, pixels: np.ndarray, rng: random.Random) -> 
 
 
 def name_of(transform: Transform) -> str:
-    """Return the name of a transform's class or function."""
+    """Return a transform's class or function name."""
     function = transform.func if isinstance(transform, partial) else transform
     return getattr(function, "__name__", type(function).__name__)
 
@@ -128,7 +128,7 @@ class RandomResizedCrop(Geometry):
         return picture.resized((self.size, self.size), box, interpolation=interpolation, quick=True)
 
     def box(self, width: int, height: int, rng: random.Random) -> Box:
-        """Sample a region like torchvision: ten tries, then the largest valid centered region."""
+        """Sample a region like torchvision, in ten tries; then use the largest centered one."""
         narrowest, widest = self.ratio
         low, high = math.log(narrowest), math.log(widest)
         for _ in range(10):
@@ -219,9 +219,9 @@ class HorizontalFlip(Geometry):
 class TorchvisionTransform:
     """Apply a v2 transform to one image, with torch's generator seeded from the sample's.
 
-    torchvision takes a second to import, so it is imported only if a config names one of them: in
+    Importing torchvision takes a second, so it happens only if a config names such a transform, in
     the training process to check the parameters, and in a worker for its first image. `name`: one
-    of V2_NAMES; `parameters`: arguments of its constructor.
+    of V2_NAMES; `parameters`: constructor arguments.
     """
 
     def __init__(self, name: str, **parameters: Any) -> None:
@@ -271,9 +271,9 @@ def transform_target(target: np.ndarray, picture: Picture, *, fill: int = 0) -> 
     Raises ValueError if a mask differs in size from the image file, and after other transforms.
 
     Args:
-        target: a mask or a map, [H, W] or [H, W, C] in the size of the image file, which is resized
-            to the nearest pixels; or points, float [N, 2] of (x, y) in pixels from the upper left
-            corner of the file. Returned points are relative to the result, and may be outside it.
+        target: a mask or a map, [H, W] or [H, W, C] with the image file's size, which is resized to
+            the nearest pixels; or points, float [N, 2] of (x, y) in pixels from the file's upper
+            left corner. Returned points are relative to the result, and may be outside it.
         picture: the transformed image.
         fill: value of the pixels outside the mask.
     """

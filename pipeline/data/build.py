@@ -104,8 +104,8 @@ def check_channels(data: DataConfig, channels: int) -> None:
 def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
     """Build the transforms in a config key, and try them on images to find further errors.
 
-    Returns the transforms and the size of the images that they produce. Raises UserError if a
-    transform is invalid, or if the resulting images are not square or differ in size.
+    Returns the transforms with the resulting image size. Raises UserError if a transform is
+    invalid, or if the resulting images are not square or differ in size.
     """
     transforms = build_by_name(entries, TRANSFORMS, key=key)
     rng = np.random.default_rng(0)

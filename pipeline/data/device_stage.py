@@ -35,7 +35,7 @@ class DeviceStage:
         assert mode in self.decode_modes
 
     def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:
-        """Prepare, in a worker, for samples in these rows of `fields`, the buffers of a batch."""
+        """Prepare, in a worker, for samples in these rows of `fields`, a batch's buffers."""
 
     def draw(self, picture: Picture, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
         """Sample random parameters for the device, in a worker, after augment.train.

@@ -1,4 +1,4 @@
-"""The fields of a sample: named arrays with dtype and shape."""
+"""Sample fields, which are named arrays with dtype and shape."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 IMAGE = "image"  # field with the network's input
-TARGET = "target"  # field that batch transforms add: mixed labels, float [B, classes]
+TARGET = "target"  # field with mixed labels, float [B, classes], added by batch transforms
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ LABEL = Field(np.int64)  # a class index
 
 
 def describe_fields(fields: Mapping[str, Field]) -> dict[str, Any]:
-    """Return the fields in the form that checkpoints store: keywords of Field, by name."""
+    """Return the keywords of each Field by its name, for a checkpoint."""
     return {
         name: {"dtype": np.dtype(field.dtype).name, "shape": [*field.shape], "image": field.image}
         for name, field in fields.items()

@@ -34,7 +34,7 @@ FUNCTIONS = tuple(
 )
 
 # (file, (left, top, right, bottom), scale, result address) -> whether it was decoded. The result
-# is uint8 [bottom - top, right - left, 3]: a region of the image at 1 / scale. Raises
+# is uint8 [bottom - top, right - left, 3], an image region at 1 / scale. Raises
 # UnreadableError for a truncated file, and for damage found up to the end of the region.
 DecodeRegion = Callable[[bytes, tuple[int, int, int, int], int, int], bool]
 
@@ -44,7 +44,7 @@ def load() -> DecodeRegion:
     """Return the decoder. Raises UserError with advice if it does not work on this machine."""
     pillow_advice = "install Pillow from pip or conda: this one is not linked with libjpeg-turbo 3"
     try:
-        # A loaded library also exports the functions of the libraries that it is linked with.
+        # A loaded library also exports the functions in its linked libraries.
         pillow = ctypes.CDLL(Image.core.__file__)
         functions = [ctypes.cast(getattr(pillow, name), ctypes.c_void_p) for name in FUNCTIONS]
         code = ctypes.CDLL(str(compile_library(code_cache_dir("native"))))

@@ -1,7 +1,7 @@
 """Share memory between the training process and its workers.
 
-The shared memory has no name in /dev/shm, so a killed run leaves nothing behind, and the size of a
-container's /dev/shm mount (64 MiB in Docker) does not limit it. macOS has no `memfd_create`, so
+The shared memory has no name in /dev/shm, so a killed run leaves nothing behind, and a container's
+/dev/shm mount (64 MiB in Docker) does not limit the size. macOS has no `memfd_create`, so
 there it is a temporary file whose name is removed at once.
 """
 
@@ -25,7 +25,7 @@ ALIGNMENT = 64  # alignment in bytes of each array in a SharedObject
 
 
 class SharedArray:
-    """A numpy array in shared memory: pickling passes the file descriptor, never the bytes.
+    """A numpy array in shared memory, whose pickle contains a file descriptor, not the bytes.
 
     Attribute `array`: the array; all processes that have it see all writes. Raises UserError if the
     system cannot allocate the memory.
@@ -123,7 +123,7 @@ class ArrayPickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor:
-            with suppress(TypeError, RuntimeError):  # on a GPU, sparse, bfloat16, differentiable
+            with suppress(TypeError, RuntimeError):  # GPU, sparse, bfloat16 or differentiable
                 return torch.from_numpy, (value.numpy(),)
         if type(value) not in (np.ndarray, np.memmap) or value.dtype == object:
             return NotImplemented

@@ -1,4 +1,4 @@
-"""Select the images of the training and the validation split: data.root to data.val_fold."""
+"""Select the images for training and validation, with data.root to data.val_fold."""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class HeldOut(NamedTuple):
     """The images of each class in the validation split, in the order of their hashes."""
 
     origin: str  # key=value, for messages
-    start: float  # first image, as a fraction of the class; `stop` likewise
+    start: float  # position of the first image as a fraction of the class; `stop` likewise
     stop: float  # if `start` is 0, at least one image and at most all but one are held out
     min_images: int  # number of images that a class needs
 
@@ -111,14 +111,14 @@ def _load_undivided(root: str, data: DataConfig, held: HeldOut) -> Index:
 
 
 def split_rows(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of a table for training and for validation; see `hold_out`."""
+    """Return a table's rows for training and for validation; see `hold_out`."""
     return hold_out(index.labels.array, index.paths.array, index.classes, held)
 
 
 def hold_out(
     labels: np.ndarray, names: Any, classes: Sequence[str], held: HeldOut
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the training and the validation samples, int64 [n], sorted.
+    """Return the indices for training and for validation, int64 [n], sorted.
 
     Both together are all samples. Holds out the same fraction of each class. The selection depends
     only on a hash of the names, so it is the same for every seed and storage, and stays nearly the

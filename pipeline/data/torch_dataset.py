@@ -97,14 +97,14 @@ def divided(first: Any, second: Any, data: DataConfig, classes: Sequence[str]) -
 
 @dataclass(eq=False)
 class TorchDataset(Dataset):
-    """Apply a split's transforms to the samples of a map-style dataset.
+    """Apply a split's transforms to a map-style dataset.
 
     Random numbers that its `__getitem__` draws from the global generators of torch, NumPy and
     Python depend only on (seed, epoch, index). Raises UserError if it is not a map-style dataset,
     or if a field of the first sample is invalid.
     """
 
-    splits: SharedObject  # the datasets of all splits; the workers share their arrays
+    splits: SharedObject  # datasets for all splits; the workers share their arrays
     position: int  # index of this split in `splits`
     transform: Compose
     _: KW_ONLY
@@ -135,7 +135,7 @@ class TorchDataset(Dataset):
                 self._check_label(index, self.labels[index])
 
     def _batch_field(self, name: str, value: np.ndarray) -> Field:
-        """Return the field of the batches, after the transforms, for an untransformed array."""
+        """Return the batch field, after the transforms, for an untransformed array."""
         shape = value.shape
         if name.startswith((IMAGE, MASK)):
             size = self.transform.image_size
@@ -226,7 +226,7 @@ def dtypes_of(sample: Sample) -> dict[str, str]:
 
 
 def arrays_of(sample: Any, origin: str) -> Sample:
-    """Convert the fields of a sample named `origin` to arrays. Raises UserError if invalid."""
+    """Convert a sample's fields to arrays. Raises UserError with `origin` if one is invalid."""
     if isinstance(sample, tuple | list) and len(sample) == 2:
         image, label = sample
         sample = {IMAGE: image, "label": label}
@@ -240,7 +240,7 @@ def arrays_of(sample: Any, origin: str) -> Sample:
 
 
 def field_array(name: str, value: Any, origin: str) -> np.ndarray:
-    """Convert a field to an array: floats to float32, integer scalars to int64."""
+    """Convert a field to an array, floats to float32 and integer scalars to int64."""
     if isinstance(value, Tensor):
         value = value.detach()
     if name.startswith(IMAGE):
@@ -281,7 +281,7 @@ def image_array(name: str, value: Any, origin: str) -> np.ndarray:
 
 
 def sample_name(samples: Any, index: int) -> str:
-    """Return the path of a sample if `samples.samples` has it, else `Class[index]`."""
+    """Return a sample's path if `samples.samples` has it, else `Class[index]`."""
     while isinstance(samples, Subset):
         index = int(samples.indices[index])
         samples = samples.dataset
