@@ -128,7 +128,7 @@ class RandomResizedCrop(Geometry):
         return picture.resized((self.size, self.size), box, interpolation=interpolation, quick=True)
 
     def box(self, width: int, height: int, rng: random.Random) -> Box:
-        """Sample a region like torchvision, in ten tries; then use the largest centered one."""
+        """Sample a region like torchvision in ten tries, else the largest valid centered one."""
         narrowest, widest = self.ratio
         low, high = math.log(narrowest), math.log(widest)
         for _ in range(10):

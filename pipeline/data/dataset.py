@@ -85,7 +85,7 @@ class Dataset(ABC):
     def replacements(self, index: int) -> Iterator[int]:
         """Yield the samples to try instead of an unreadable one (data.on_error=skip), in order.
 
-        Yields the rest of its class, first later samples, then earlier ones, whatever the other
+        Yields the rest of its class, later samples, then those from the first on, whatever other
         workers have tried, so that the result does not depend on the number of workers.
         """
         labels = np.zeros(len(self)) if self.labels is None else self.labels
@@ -142,7 +142,10 @@ class FolderDataset(Dataset):
             raise UnreadableError(f"{self.name(index)}: {error}") from error
 
     def open(self, index: int) -> Picture:
-        """Read a file's header; a subclass may do so differently. Raises UnreadableError."""
+        """Read a file's header; subclasses may create the picture differently.
+
+        Raises UnreadableError if the file cannot be read.
+        """
         content = self.read(index)
         return decode.open_picture(content, self.decoder, exif_orientation=self.exif_orientation)
 

@@ -73,7 +73,7 @@ class CropResize:
     box: Box
     size: tuple[int, int]  # (width, height)
     interpolation: str = "bilinear"  # one of INTERPOLATIONS, with antialiasing
-    # Let the JPEG decoder shrink by 2, 4 or 8 first, which is faster for large photos but softer
+    # Let the JPEG decoder shrink by 2, 4 or 8 first: less work on large photos, slightly softer
     quick: bool = False
     mirrored: bool = False  # flip left and right
     # level of the pixels outside the image; None reflects the image at its edges, like numpy.pad
@@ -119,7 +119,7 @@ class JpegFile:
 
 @dataclass(frozen=True, slots=True)
 class RotatedJpeg:
-    """A color JPEG with an EXIF orientation, which rotates only the decoded crop."""
+    """A color JPEG with an EXIF orientation; only the decoded crop is rotated."""
 
     stored: JpegFile
     orientation: int  # EXIF, from 2 to 8
@@ -190,7 +190,10 @@ class Picture:
         return Picture(self.source, (*self.geometry, step), self.untracked)
 
     def pixels(self) -> np.ndarray:
-        """Compute [H, W, C], read-only or shared: copy before writing. Raises UnreadableError."""
+        """Decode and transform: [H, W, C]. May be read-only or shared: copy before writing.
+
+        Raises UnreadableError if the file cannot be decoded.
+        """
         image = self.source
         steps = self.geometry
         if not steps:  # the whole image
@@ -354,7 +357,7 @@ def upright_pixels(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def unsupported_features(data: bytes) -> list[str]:
-    """Return DARK, TRANSPARENT and PAGES, if training ignores such content of a readable image."""
+    """Return a readable image's features that training ignores: DARK, TRANSPARENT or PAGES."""
     found = []
     with suppress(Exception):
         image = open_image(data)
@@ -405,7 +408,7 @@ DECODERS: dict[str, Decode] = {"region": decode_region, "pillow": decode_pillow}
 
 @cache  # warns once
 def resolve(name: str) -> str:
-    """Return the CPU decoder for a value of loader.decoder; the fastest available one for auto.
+    """Return the CPU decoder for loader.decoder, the first that works unless it names one.
 
     Raises UserError if `name` is a CPU decoder that does not work on this machine.
     """

@@ -31,7 +31,7 @@ class DeviceStage:
     device_decodes = False  # whether workers only read files in the current mode
 
     def set_decode_mode(self, mode: str, *, workers: int = 1, demand: float = math.inf) -> None:
-        """Set the mode of later samples; `workers` processes together must reach `demand` img/s."""
+        """Set the mode of later samples; `workers` processes must reach `demand` images/s."""
         assert mode in self.decode_modes
 
     def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:

@@ -102,7 +102,7 @@ class TarFile(Storage):
 @lru_cache(2048)  # some systems allow 4,096 open files
 def _opened(tar: TarFile) -> BinaryIO:
     """Open a tar file and keep it open; threads and forks share it: `pread` uses no position."""
-    # Set in each process, because workers inherit the forkserver's limit. macOS allows 10,240.
+    # Set in each process: workers inherit the forkserver's limit. macOS allows at most 10,240.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_240)), hard))
     return open(tar.path, "rb", buffering=0)  # open until the cache drops it
