@@ -1,7 +1,7 @@
-"""From image files to batches on the device.
+"""Load image files as batches on the device.
 
-`data` finds the images and makes one sample; `feed` makes batches on the device. `feed` imports
-`data`, never the reverse. A batch passes, in this order:
+`data` finds the images and loads one sample; `feed` assembles batches on the device. `feed` imports
+`data`, never the reverse. The data flow of a batch, in this order:
 
 1 feed/sampler; 2 data/dataset (index, listing, splits); 3 data/decode (region), data/augment;
 4 feed/loader (worker, ring); 5 feed/prefetcher (batch_augment, clock). feed/feed connects them.

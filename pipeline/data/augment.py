@@ -1,12 +1,12 @@
-"""Transforms of one image, written as an ordered list in the config.
+"""Image transforms, configured as an ordered list.
 
-Data flow, step 3: picture -> picture, in a worker. The generator `rng` of a sample is a pure
-function of (seed, epoch, index), whatever worker or restart calls a transform.
+Data flow, step 3: picture -> picture, in a worker. A sample's generator `rng` is a pure function
+of (seed, epoch, index), so the result does not depend on the worker or on a restart.
 
 To add a transform, write a function of (image, rng) that returns an image of the same type, uint8
-[H, W, C], and name it as module:function in the config; parameters are its other arguments. Or
+[H, W, C], and name it as module:function in the config; its other arguments are parameters. Or
 write a class with such a `__call__`: `build_by_name` checks the `parameter`s of a dataclass.
-The transforms of this file that masks can follow are `Geometry`: functions of a Picture.
+Masks can follow the transforms in this file that are `Geometry`: functions of a Picture.
 """
 
 import inspect
@@ -36,11 +36,11 @@ from conf.schema import (
 )
 from pipeline.data.decode import INTERPOLATIONS, Box, CropResize, Picture, crop, size_of
 
-LARGEST = 4096  # side of an image after a transform, in pixels
+LARGEST = 4096  # maximum height and width of an image after a transform, in pixels
 PIXELS = integer_interval(1, LARGEST)
 NUMPY_GENERATOR = np.random.MT19937(0)  # NumPy's global generator inside `seeded`
 UNCHECKED = Constraint(lambda value: True, "any value")
-# The transforms of torchvision's v2 that need only one image and own draws and keep size and uint8.
+# torchvision's v2 transforms that need only one image and random numbers, and keep size and uint8
 V2_NAMES = tuple(
     "AugMix AutoAugment ElasticTransform RandAugment RandomAffine RandomPerspective RandomRotation "
     "RandomVerticalFlip TrivialAugmentWide ColorJitter GaussianBlur RandomAdjustSharpness "
@@ -50,19 +50,19 @@ V2_NAMES = tuple(
 
 
 def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
-    """Return the generator of one sample's augmentation."""
-    # No overlap: epoch < 2**32 (the position in the stream if classes are sampled), index < 2**48.
+    """Return the generator for the augmentation of one sample."""
+    # Unique seeds: epoch < 2**32 (the position in the stream if classes are sampled), index < 2**48
     return random.Random((seed << 80) | (epoch << 48) | index)
 
 
 class Geometry(ABC):
-    """Base class of crops, resizes and flips: they decode no pixels, and masks follow them."""
+    """Base class of crops, resizes and flips, which decode no pixels and which masks follow."""
 
     @abstractmethod
     def __call__(self, picture: Picture, rng: random.Random) -> Picture: ...
 
 
-# (image [H, W, C] that it may overwrite, rng) -> image of the same dtype
+# (image [H, W, C], which it may overwrite, rng) -> image of the same dtype
 ImageFunction = Callable[[np.ndarray, random.Random], np.ndarray]
 Transform = Geometry | ImageFunction
 
@@ -70,7 +70,7 @@ Transform = Geometry | ImageFunction
 @dataclass(eq=False)
 class Compose:
     transforms: Sequence[Transform]  # the result of `build_by_name`
-    image_size: int = 0  # side of the resulting square images in pixels; 0 if it is not known
+    image_size: int = 0  # height and width of the resulting images in pixels; 0 if unknown
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         for transform in self.transforms:
@@ -83,10 +83,7 @@ class Compose:
 
 
 def _apply(transform: ImageFunction, pixels: np.ndarray, rng: random.Random) -> np.ndarray:
-    """Apply a transform to a copy of the pixels.
-
-    Raises UserError unless the result has the same dtype and number of channels.
-    """
+    """Apply a transform to a copy of the pixels. Raises UserError if dtype or channels change."""
     image = np.asarray(transform(pixels.copy(), rng))
     if (image.dtype, image.shape[2:]) != (pixels.dtype, pixels.shape[2:]):
         wrong = f"returned {image.dtype} {list(image.shape)}"
@@ -96,13 +93,13 @@ def _apply(transform: ImageFunction, pixels: np.ndarray, rng: random.Random) -> 
 
 
 def name_of(transform: Transform) -> str:
-    """Return the name of a transform's class or function."""
+    """Return a transform's class or function name."""
     function = transform.func if isinstance(transform, partial) else transform
     return getattr(function, "__name__", type(function).__name__)
 
 
 def parameter(constraint: Constraint, default: Any = MISSING) -> Any:
-    """A transform's parameter, which `build_by_name` checks; and its default if it has one."""
+    """Declare a transform's parameter, which `build_by_name` checks, and its default if any."""
     return field(default=default, metadata={"constraint": constraint})
 
 
@@ -117,12 +114,12 @@ def draw_interpolation(choice: str, rng: random.Random) -> str:
 class RandomResizedCrop(Geometry):
     """Scale a region of random area and aspect ratio to a square (Inception, arXiv 1409.4842)."""
 
-    size: int = parameter(PIXELS)  # side of the result in pixels
+    size: int = parameter(PIXELS)  # height and width of the result in pixels
     # range of the region's area as a fraction of the image's area
     scale: Sequence[float] = parameter(ordered_pair(1), (0.08, 1.0))
     # range of width / height
     ratio: Sequence[float] = parameter(ordered_pair(1000), (3 / 4, 4 / 3))
-    # random: each image draws one, as in timm's RandomResizedCropAndInterpolation
+    # random selects one per image, like timm's RandomResizedCropAndInterpolation
     interpolation: str = parameter(choice(*INTERPOLATIONS, "random"), "bilinear")
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
@@ -131,7 +128,7 @@ class RandomResizedCrop(Geometry):
         return picture.resized((self.size, self.size), box, interpolation=interpolation, quick=True)
 
     def box(self, width: int, height: int, rng: random.Random) -> Box:
-        """Draw a region as torchvision does: ten tries, then the largest centred valid region."""
+        """Sample a region like torchvision in ten tries, else the largest valid centered one."""
         narrowest, widest = self.ratio
         low, high = math.log(narrowest), math.log(widest)
         for _ in range(10):
@@ -153,10 +150,10 @@ class RandomResizedCrop(Geometry):
 class Resize(Geometry):
     """Scale the image so that its shorter side is `size / crop_ratio` pixels.
 
-    [height, width] as the size scales both sides, whatever the image's aspect ratio.
+    A `size` of [height, width] scales both sides, whatever the image's aspect ratio.
     """
 
-    # side of the following crop in pixels; with the default ratio, the shorter side itself
+    # size of the following crop in pixels; with the default ratio, the shorter side itself
     size: int | Sequence[int] = parameter(PIXELS | list_of(PIXELS, 2, 2))
     # 0.875 is usual for ImageNet: 256 px before a crop of 224 px
     crop_ratio: float = parameter(interval(0.01, 1), 1.0)
@@ -176,7 +173,7 @@ class Resize(Geometry):
 
 @dataclass(kw_only=True)
 class CenterCrop(Geometry):
-    """Crop the centre to size x size pixels; pad a smaller image with black."""
+    """Crop the center to size x size pixels; pad a smaller image with black."""
 
     size: int = parameter(PIXELS)
 
@@ -191,9 +188,9 @@ class RandomCrop(Geometry):
     """Crop a random region of size x size pixels."""
 
     size: int = parameter(PIXELS)
-    # width of the border that is added on every side first, in pixels
+    # width of the border that is first added on every side, in pixels
     padding: int = parameter(integer_interval(0, LARGEST), 0)
-    # what the border shows: constant is black, reflect the image, mirrored at its edge
+    # border content: constant is black, reflect the image mirrored at its edge
     padding_mode: str = parameter(choice("constant", "reflect"), "constant")
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
@@ -220,17 +217,17 @@ class HorizontalFlip(Geometry):
 
 
 class TorchvisionTransform:
-    """Apply a v2 transform to one image; it draws from torch's generator, seeded from the sample's.
+    """Apply a v2 transform to one image, with torch's generator seeded from the sample's.
 
-    torchvision takes a second to import, so it is imported only if a config names one of them: in
-    the training process to check the parameters, and in a worker at its first image. `name` is one
-    of V2_NAMES, `parameters` are the arguments of its constructor.
+    Importing torchvision takes a second, so it happens only if a config names such a transform, in
+    the training process to check the parameters, and in a worker for its first image. `name`: one
+    of V2_NAMES; `parameters`: constructor arguments.
     """
 
     def __init__(self, name: str, **parameters: Any) -> None:
         self.name = name
         self.parameters = parameters
-        _v2_transform(self)  # refuses wrong parameters now
+        _v2_transform(self)  # raises for invalid parameters now
 
     def __call__(self, image: np.ndarray, rng: random.Random) -> np.ndarray:
         pixels = torch.from_numpy(image).permute(2, 0, 1).contiguous()  # [C, H, W]
@@ -239,22 +236,22 @@ class TorchvisionTransform:
         return pixels.numpy()
 
 
-@cache  # not an attribute: to unpickle it, each worker would import torchvision at its start
-def _v2_transform(made: TorchvisionTransform) -> Any:
+@cache  # an attribute would be unpickled, and import torchvision, when a worker starts
+def _v2_transform(transform: TorchvisionTransform) -> Any:
     from torchvision.transforms import v2
 
-    return getattr(v2, made.name)(**made.parameters)
+    return getattr(v2, transform.name)(**transform.parameters)
 
 
 @contextmanager
 def seeded(rng: random.Random) -> Iterator[None]:
-    """Let the global generators of torch (on the CPU), NumPy and Python depend on `rng` only.
+    """Seed the global generators of torch (on the CPU), NumPy and Python from `rng`.
 
-    It takes 50 us. The generators continue as before after the `with` block.
+    Takes 50 us. After the `with` block, the generators continue as before.
     """
     seed = rng.getrandbits(63)
     python_state = random.getstate()
-    numpy_generator = get_bit_generator()  # numpy's get_state and set_state take 300 us
+    numpy_generator = get_bit_generator()  # NumPy's get_state and set_state take 300 us
     random.seed(seed)
     set_bit_generator(NUMPY_GENERATOR)
     np.random.seed(seed % 2**32)
@@ -269,21 +266,21 @@ def seeded(rng: random.Random) -> Iterator[None]:
 
 
 def transform_target(target: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
-    """Crop, resize and flip a mask or points as their image was; decodes nothing.
+    """Crop, resize and flip a mask or points like their image, without decoding it.
 
-    Raises ValueError for a mask of another size than the file, and after any other transform.
+    Raises ValueError if a mask differs in size from the image file, and after other transforms.
 
     Args:
-        target: a mask or a map, [H, W] or [H, W, C] of the size of the image's file, whose result
-            is that of the nearest pixels; or points, float [N, 2] of (x, y) in pixels from the
-            upper left corner of the file, and then of the result, perhaps outside of it.
-        picture: what the transforms made of the image.
-        fill: value of the pixels from outside the mask.
+        target: a mask or a map, [H, W] or [H, W, C] with the image file's size, which is resized to
+            the nearest pixels; or points, float [N, 2] of (x, y) in pixels from the file's upper
+            left corner. Returned points are relative to the result, and may be outside it.
+        picture: the transformed image.
+        fill: value of the pixels outside the mask.
     """
     if picture.untracked:
         raise ValueError(
-            "a mask follows crops, resizes and flips only; leave out other transforms, and turn "
-            "photos with an EXIF orientation once (exiftran -ai), or data.exif_orientation=false"
+            "a mask follows crops, resizes and flips only; remove other transforms, and rotate "
+            "photos with an EXIF orientation once (exiftran -ai) or set data.exif_orientation=false"
         )
     if target.dtype.kind == "f" and target.shape[1:] == (2,):
         for step in picture.geometry:
@@ -291,7 +288,7 @@ def transform_target(target: np.ndarray, picture: Picture, *, fill: int = 0) -> 
         return target
     size = size_of(target)
     if size != picture.full_size:
-        text = f"the mask's (width, height) is {size}, its image's {picture.full_size}"
+        text = f"the mask's (width, height) is {size}, its image's is {picture.full_size}"
         raise ValueError(f"{text}; return points as float [N, 2]")
     for step in picture.geometry:
         target = _transform_mask(target, step, fill)
@@ -328,19 +325,19 @@ TRANSFORMS: dict[str, Callable[..., Transform]] = {
 
 
 def build_by_name(entries: Sequence[Any], table: dict[str, Any], *, key: str) -> list[Any]:
-    """Create the transforms of a config list.
+    """Create the transforms in a config list.
 
     Raises UserError for an unknown name or an invalid parameter.
 
     Args:
         entries: each `name` or `{name: {parameter: value}}`; a name may be `module:name`.
-        table: the allowed names: TRANSFORMS here, BATCH_TRANSFORMS for whole batches.
+        table: the known names: TRANSFORMS here, BATCH_TRANSFORMS for whole batches.
     """
     transforms = []
     for entry in entries:
         name, parameters = split_entry(entry, key)
         if is_object_name(name):
-            transform = _own_transform(name, parameters, key)
+            transform = _custom_transform(name, parameters, key)
         else:
             transform = _from_table(name, parameters, table, key)
         _check_parameters(transform, f"{key}: {name}")
@@ -348,7 +345,7 @@ def build_by_name(entries: Sequence[Any], table: dict[str, Any], *, key: str) ->
     return transforms
 
 
-def _own_transform(name: str, parameters: dict[str, Any], key: str) -> Any:
+def _custom_transform(name: str, parameters: dict[str, Any], key: str) -> Any:
     """Instantiate a class `module:name`, or bind parameters to a function."""
     named = import_object(name, key)
     if isinstance(named, type):
@@ -364,23 +361,24 @@ def _from_table(name: str, parameters: dict[str, Any], table: dict[str, Any], ke
     if name not in table:
         choices = f"choose from {', '.join(table)}"
         nearest = did_you_mean(name.split(".")[-1], table)
-        raise UserError(key, f"there is no transform {name}", choices + nearest)
-    make = table[name]
+        raise UserError(key, f"unknown transform {name}", choices + nearest)
+    create = table[name]
     try:
-        return make(**parameters)
+        return create(**parameters)
     except (TypeError, ValueError, IndexError) as error:
-        text = str(error).rpartition("__init__() ")[2]  # without the name of the class
-        if isinstance(make, type):
-            text += f"; it takes {', '.join(inspect.signature(make).parameters)}"
+        text = str(error).rpartition("__init__() ")[2]  # without the class name
+        if isinstance(create, type):
+            text += f"; expected {', '.join(inspect.signature(create).parameters)}"
         raise UserError(f"{key}: {name}", text) from None
 
 
 def _check_parameters(transform: Any, origin: str) -> None:
-    """Raise UserError if a `parameter` of a dataclass has a value that its check refuses."""
+    """Raise UserError if a `parameter` of a dataclass has an invalid value."""
     if not is_dataclass(transform):
         return
     for one in fields(transform):
         constraint = one.metadata.get("constraint", UNCHECKED)
         value = getattr(transform, one.name)
         if not constraint.check(value):
-            raise UserError(origin, f"{one.name}={value}: give {constraint.description}")
+            wrong = f"{one.name}={value}: invalid value"
+            raise UserError(origin, wrong, f"expected {constraint.description}")

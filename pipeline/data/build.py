@@ -1,4 +1,4 @@
-"""Config in, datasets out: the table of datasets, and the transforms of both splits."""
+"""Build the datasets and the transforms of both splits from a config."""
 
 import inspect
 import random
@@ -21,7 +21,7 @@ from pipeline.data.field import IMAGE, LABEL
 from pipeline.data.splits import held_out, load_splits, other_classes
 from pipeline.data.torch_dataset import torch_splits
 
-# Shapes of images to which each list of transforms is applied before the training starts
+# Shapes of the images to which each list of transforms is applied before training starts
 TRIALS = ((400, 300, 3), (300, 400, 3)) * 4
 
 
@@ -29,8 +29,8 @@ TRIALS = ((400, 300, 3), (300, 400, 3)) * 4
 class Datasets:
     train: Dataset
     val: Dataset
-    classes: tuple[str, ...]  # names of the classes; a label is a position in it
-    # Modes of the training split to compare; training begins with the first one
+    classes: tuple[str, ...]  # class names; a label is an index into them
+    # Modes of the training split to compare; training starts with the first one
     decode_modes: tuple[str, ...] = ("cpu",)
 
 
@@ -40,10 +40,10 @@ def build_datasets(
     """Build the transforms and the sample tables of both splits; write only the index cache.
 
     Args:
-        device: of the training, for data.on_device; None leaves everything to the workers.
-        stored_decode_mode: that of the checkpoint to resume; None without a checkpoint.
+        device: training device, for data.on_device; None leaves everything to the workers.
+        stored_decode_mode: mode in the checkpoint to resume; None without a checkpoint.
 
-    Raises UserError if a transform, a folder or its content is wrong.
+    Raises UserError if a transform, a folder or its content is invalid.
     """
     data = config.data
     train_transform = build_image_transforms(config.augment.train, "augment.train")
@@ -53,12 +53,12 @@ def build_datasets(
         if train.index.classes != val.index.classes:
             raise other_classes(train.index, val.index)
     if len(classes) < 2 and train.fields.get("label") == LABEL:
-        cure = f"give two, or data.root={data.root}/{classes[0]} if its folders are the classes"
+        cure = f"add a class, or set data.root={data.root}/{classes[0]} if its folders are classes"
         raise UserError(f"data.root={data.root}", f"all images have the class {classes[0]}", cure)
     every = [*train.fields.values(), *val.fields.values()]
     formats = {(field.highest, field.shape[-1]) for field in every if field.image}
     if len(formats) > 1:
-        wrong = "the image fields of both splits differ in dtype or number of channels"
+        wrong = "the image fields of the splits differ in dtype or number of channels"
         raise UserError("data.mean", wrong, "convert all images to the same type")
     check_channels(data, val.fields[IMAGE].shape[-1])
     modes: tuple[str, ...] = ("cpu",)
@@ -66,31 +66,31 @@ def build_datasets(
         train = copy(train)  # `val` may be the same object, and keeps its stage
         for entry in data.on_device:
             name, parameters = split_entry(entry, "data.on_device")
-            given = train, config, device
-            train.stage = create_object(name, "data.on_device", DeviceStage, *given, **parameters)
+            args = train, config, device
+            train.stage = create_object(name, "data.on_device", DeviceStage, *args, **parameters)
         modes = choose_decode_modes(config, train.stage, stored_decode_mode)
     return Datasets(train, val, classes, decode_modes=modes)
 
 
 def choose_decode_modes(config: Config, stage: DeviceStage, stored: str | None) -> tuple[str, ...]:
-    """Resolve loader.decoder to modes of a stage, the first one to begin with.
+    """Resolve loader.decoder to modes of a stage; training starts with the first one.
 
-    `stored`: that of the checkpoint to resume, which loader.decoder=auto keeps; None without a
-    checkpoint. Raises UserError if there is no such decoder.
+    `stored`: mode in the checkpoint to resume, which loader.decoder=auto keeps; None without a
+    checkpoint. Raises UserError for an unknown decoder.
     """
     name = config.loader.decoder
     modes = tuple(stage.decode_modes)
     choices = ("auto", *DECODERS, *modes)
     if name not in choices:
-        cure = f"give one of {', '.join(choices)}{did_you_mean(name, choices)}"
-        raise UserError(f"loader.decoder={name}", "there is no such decoder on this device", cure)
+        cure = f"choose from {', '.join(choices)}{did_you_mean(name, choices)}"
+        raise UserError(f"loader.decoder={name}", "no such decoder on this device", cure)
     if name == "auto":
         if stored is None:
             return modes
-        name = stored  # if it is gone, the identity check refuses that
+        name = stored  # if it no longer exists, the identity check raises
     if name in modes:
         return (name,)
-    return modes[:1]  # a name in DECODERS is for the mode cpu
+    return modes[:1]  # a name in DECODERS applies to the mode cpu
 
 
 def check_channels(data: DataConfig, channels: int) -> None:
@@ -98,14 +98,14 @@ def check_channels(data: DataConfig, channels: int) -> None:
     for key, values in {"mean": data.mean, "std": data.std}.items():
         if len(values) not in (1, channels):
             wrong = f"has {len(values)} values for {channels} channel(s)"
-            raise UserError(f"data.{key}", wrong, "give one value per channel")
+            raise UserError(f"data.{key}", wrong, "set one value per channel")
 
 
 def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
-    """Build the list of a config key, and try it on images, because some errors appear only there.
+    """Build the transforms in a config key, and try them on images to find further errors.
 
-    Returns the transforms, with the side of the images that they make. Raises UserError if a
-    transform is wrong, or the images that they make have several sizes.
+    Returns the transforms with the resulting image size. Raises UserError if a transform is
+    invalid, or if the resulting images are not square or differ in size.
     """
     transforms = build_by_name(entries, TRANSFORMS, key=key)
     rng = np.random.default_rng(0)
@@ -114,25 +114,25 @@ def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
         picture = Picture(rng.integers(0, 256, shape, np.uint8))
         try:
             width, height = Compose(transforms)(picture, random.Random(seed)).size
-        except Exception as error:  # torchvision raises many kinds
-            if object_names_in(list(entries)):  # the traceback of own code helps
+        except Exception as error:  # torchvision raises many types
+            if object_names_in(list(entries)):  # the traceback of custom code helps
                 error.add_note(f"{key}: a transform gets (image, rng) and returns an image")
                 raise
             raise UserError(key, f"fails on an image: {describe(error)}") from None
         sizes.add((width, height))
     if sizes != {(width, width)}:
         wrong = f"produces images of different sizes, such as {width}x{height} px"
-        cure = "end it with random_resized_crop or center_crop, with the `size` that it makes"
+        cure = "end it with random_resized_crop or center_crop, whose `size` is that of the result"
         raise UserError(key, wrong, cure)
     return Compose(transforms, width)
 
 
-Splits = tuple[Dataset, Dataset, tuple[str, ...]]  # training, validation, names of the classes
+Splits = tuple[Dataset, Dataset, tuple[str, ...]]  # training, validation, class names
 Options = dict[str, Any]  # arguments of FolderDataset
 
 
 def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:
-    """Call a function of DATASETS, or the one that data.source names."""
+    """Call the function that data.source names, in DATASETS or as module:function."""
     source = data.source
     options: Options = {
         "decoder": config.loader.decoder,
@@ -146,13 +146,13 @@ def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose)
         return torch_splits(found, config, train, val)
     held = held_out(data)
     if held and not hasattr(import_object(source, "data.source"), "holds_out"):
-        wrong = f"data.source={source} does not read it"
+        wrong = f"data.source={source} does not support it"
         raise UserError(held.origin, wrong, "for images in class folders set data=folder")
     return create_object(source, "data.source", tuple, data, train, val, options)
 
 
 def returns_torch_datasets(source: str) -> bool:
-    """Whether data.source names a function of `data` alone, not one like those in DATASETS.
+    """Return whether data.source names a function of `data` alone, unlike those in DATASETS.
 
     Raises UserError if there is no such function.
     """
@@ -180,7 +180,7 @@ def fake(data: DataConfig, train: Compose, val: Compose, options: Options) -> Sp
     return train_split, FakeDataset(images // 10, classes, val.image_size), names
 
 
-# data.source -> function of (data, training and validation transform, options). It may also name
-# one as module:name, with an attribute `holds_out` if it reads data.val_fraction; or a function of
-# `data` alone, which returns map-style datasets of PyTorch.
+# data.source -> function of (data, training and validation transform, options). The key may also
+# name one as module:name, with an attribute `holds_out` if it reads data.val_fraction; or a
+# function of `data` alone, which returns map-style PyTorch datasets.
 DATASETS = {"folder": folder, "fake": fake}

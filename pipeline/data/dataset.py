@@ -1,7 +1,7 @@
 """Datasets: map a sample index to named arrays.
 
 Data flow, step 2: (epoch, index) -> file bytes -> {"image": uint8 [S, S, 3], "label": 7}, in a
-worker. The buffers, the copy to the device and the batch of the training step use the same names.
+worker. The buffers, the copy to the device and the training step's batch use the same names.
 
 To add a dataset, write a function that returns a map-style PyTorch dataset for each split, and
 name it in conf/data/NAME.yaml as `source: module:function` (pipeline/data/torch_dataset.py).
@@ -48,7 +48,7 @@ class Dataset(ABC):
     @property
     @abstractmethod
     def fields(self) -> Mapping[str, Field]:
-        """The arrays of a sample by name, including IMAGE, as the training step gets them."""
+        """A sample's arrays by name, including IMAGE, in the form the training step gets them."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -85,8 +85,8 @@ class Dataset(ABC):
     def replacements(self, index: int) -> Iterator[int]:
         """Yield the samples to try instead of an unreadable one (data.on_error=skip), in order.
 
-        Yields the rest of its class, first the samples after it, then those before it, whatever
-        other workers have tried, so that the result does not depend on the number of workers.
+        Yields the rest of its class, later samples, then those from the first on, whatever other
+        workers have tried, so that the result does not depend on the number of workers.
         """
         labels = np.zeros(len(self)) if self.labels is None else self.labels
         same = np.flatnonzero(labels == labels[index])
@@ -142,7 +142,7 @@ class FolderDataset(Dataset):
             raise UnreadableError(f"{self.name(index)}: {error}") from error
 
     def open(self, index: int) -> Picture:
-        """Read the header of a file; a subclass may create the picture differently.
+        """Read a file's header; subclasses may create the picture differently.
 
         Raises UnreadableError if the file cannot be read.
         """
@@ -158,7 +158,7 @@ class FolderDataset(Dataset):
         return {"label": self.index.labels.array[index]}
 
     def read(self, index: int) -> bytes:
-        """Return the content of a file. Raises UnreadableError if it cannot be read."""
+        """Return a file's content. Raises UnreadableError if it cannot be read."""
         pending = self._pending.pop(index, None)
         try:
             return self.index.read(index) if pending is None else pending.result()
@@ -189,7 +189,7 @@ class FolderDataset(Dataset):
         return [f"{count} {sampled} have {feature}" for feature, count in counts.items()]
 
     def fingerprint(self) -> str:
-        """Hash all names and labels, and some sizes: smaller copies may have the same names."""
+        """Hash all names and labels, and some sizes, because smaller copies may keep the names."""
         table = f"{self.index.digest} {self._sizes}"
         return f"{len(self):,} images, SHA-256 {hashlib.sha256(table.encode()).hexdigest()[:16]}"
 

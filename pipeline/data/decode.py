@@ -1,6 +1,6 @@
 """Decode image files to pixels, as late and as little as the transforms allow.
 
-Data flow, step 3: file bytes -> uint8 [H, W, 3], or only the region of a crop, in a worker.
+Data flow, step 3: file bytes -> uint8 [H, W, 3], or only the cropped region, in a worker.
 
 A JPEG is a grid of frequency blocks, so a decoder can output it at 1/2, 1/4 or 1/8 of its size for
 less work, and skip blocks outside a region (region.py). So a picture first collects the geometry
@@ -36,8 +36,8 @@ MAX_PIXELS = 178_956_970  # Pillow's limit: decoding takes up to 17 bytes per pi
 warnings.filterwarnings("ignore", module="PIL")
 # A truncated file must raise an error with its path, not become an image with a gray lower half.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
-# Accepted file contents, whatever the file name. Pillow reads many other formats: for EPS it starts
-# Ghostscript, which runs programs.
+# Accepted file contents, whatever the file name. Pillow supports many other formats, but starts
+# Ghostscript for EPS, which runs programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 # Content that is often named .jpg: marker in the first 32 bytes -> description and fix
 OTHER_CONTENTS = {
@@ -75,7 +75,7 @@ class CropResize:
     box: Box
     size: tuple[int, int]  # (width, height)
     interpolation: str = "bilinear"  # one of INTERPOLATIONS, with antialiasing
-    # Let the JPEG decoder shrink by 2, 4 or 8 first: less work on large photos, a little softer
+    # Let the JPEG decoder shrink by 2, 4 or 8 first: less work on large photos, slightly softer
     quick: bool = False
     mirrored: bool = False  # flip left and right
     # level of the pixels outside the image; None reflects the image at its edges, like numpy.pad
@@ -121,7 +121,7 @@ class JpegFile:
 
 @dataclass(frozen=True, slots=True)
 class RotatedJpeg:
-    """A color JPEG with an EXIF orientation: rotates the region of a crop after decoding it."""
+    """A color JPEG with an EXIF orientation; only the decoded crop is rotated."""
 
     stored: JpegFile
     orientation: int  # EXIF, from 2 to 8
@@ -148,7 +148,7 @@ class RotatedJpeg:
 
 @dataclass(eq=False)
 class Picture:
-    """An image between two transforms: its source, and the geometry that was sampled for it.
+    """An image between two transforms, with its source and the geometry sampled for it.
 
     `pixels` applies the geometry on the CPU; a dataset may leave that to a device. All other
     methods return a new picture and compute nothing.
@@ -192,7 +192,7 @@ class Picture:
         return Picture(self.source, (*self.geometry, step), self.untracked)
 
     def pixels(self) -> np.ndarray:
-        """Decode and compute: [H, W, C]. May be read-only or shared: copy before writing.
+        """Decode and transform: [H, W, C]. May be read-only or shared: copy before writing.
 
         Raises UnreadableError if the file cannot be decoded.
         """
@@ -213,7 +213,7 @@ class Picture:
 
 
 def open_picture(data: bytes, decoder: str, *, exif_orientation: bool = False) -> Picture:
-    """Read the header of a file; decode the file unless it is a plain color JPEG.
+    """Read a file's header; decode the file unless it is a plain color JPEG.
 
     `decoder`: a name in DECODERS. Raises UnreadableError if the file is not an image or too large.
     """
@@ -301,7 +301,7 @@ def reduction(box: Box, size: tuple[int, int]) -> int:
 
 
 def open_image(data: bytes) -> ImageFile.ImageFile:
-    """Read the header of a file in one of FORMATS; Pillow decodes the pixels on first use.
+    """Read a file's header in one of FORMATS; Pillow decodes the pixels on first use.
 
     Raises UnreadableError for OTHER_CONTENTS and an empty file. Pillow raises other types for a
     damaged header or an image that is too large, and UnidentifiedImageError for other contents.
@@ -359,7 +359,7 @@ def color_size(data: bytes) -> tuple[int, int] | None:
     # Opening the file with Pillow takes 50 us, as long as flipping three images.
     for marker, start, end in segments(data):
         if marker in FRAMES:
-            # A truncated file is padded with zeros: its size is 0, and Pillow reports the error.
+            # Zeros pad a truncated file, so that its size is 0, and Pillow reports the error.
             content = data[start + 4 : min(end, start + 10)].ljust(6, b"\0")
             bits, height, width, components = struct.unpack(">BHHB", content)
             if (bits, components) == (8, 3) and 0 < width * height <= MAX_PIXELS:
@@ -386,13 +386,13 @@ def upright_pixels(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def unsupported_features(data: bytes) -> list[str]:
-    """Return what training ignores in a readable image: any of DARK, TRANSPARENT, PAGES."""
+    """Return a readable image's features that training ignores: DARK, TRANSPARENT or PAGES."""
     found = []
     with suppress(Exception):
         image = open_image(data)
         if image.format != "MPO" and getattr(image, "is_animated", False):  # MPO has a preview
             found.append(PAGES)
-        has_16_bits = ";16" in str(image.tile)  # as RGB;16B or I;16 in the PNG or TIFF file
+        has_16_bits = ";16" in str(image.tile)  # RGB;16B or I;16 in a PNG or TIFF file
         if has_16_bits and rgb_pixels(image).max() < DARK_LEVEL:
             found.append(DARK)
         if image.has_transparency_data:
@@ -417,7 +417,7 @@ def rgb_pixels(image: Image.Image) -> np.ndarray:
     if image.mode == "La":  # premultiplied gray, which Pillow converts to LA alone
         image = image.convert("LA")
     if image.mode.startswith("I;16"):
-        # A copy has the shape of the pixels, even if the orientation of a TIFF was ignored.
+        # A copy has the correct shape even if a TIFF's orientation was ignored.
         image = Image.fromarray((np.asarray(image.copy()) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):  # it would become black or white
         raise ValueError("Pillow reads 32-bit levels; save it as an 8-bit or 16-bit PNG")
@@ -439,7 +439,7 @@ DECODERS: dict[str, Decode] = {"region": decode_region, "pillow": decode_pillow}
 
 @cache  # warns once
 def resolve(name: str) -> str:
-    """Return the CPU decoder for a value of loader.decoder, such as auto: the first that works.
+    """Return the CPU decoder for loader.decoder, the first that works unless it names one.
 
     Raises UserError if `name` is a CPU decoder that does not work on this machine.
     """

@@ -1,4 +1,4 @@
-"""The fields of a sample: named arrays with a dtype and a shape."""
+"""Sample fields, which are named arrays with dtype and shape."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,27 +6,27 @@ from typing import Any
 
 import numpy as np
 
-IMAGE = "image"  # the field that is the input of the network
-TARGET = "target"  # the field that batch transforms add: mixed labels, float [B, classes]
+IMAGE = "image"  # field with the network's input
+TARGET = "target"  # field with mixed labels, float [B, classes], added by batch transforms
 
 
 @dataclass(frozen=True)
 class Field:
-    dtype: Any  # numpy dtype, which torch must have too
+    dtype: Any  # numpy dtype, which torch must also support
     shape: tuple[int, ...] = ()  # shape in one sample; an image is [..., H, W, C]
-    # Whether the field is normalised and goes through batch transforms. On the device, it is
+    # Whether to normalize the field and apply batch transforms. On the device, it is
     # float [B, ..., C, H, W]; other fields are copied unchanged.
     image: bool = False
 
     @property
     def highest(self) -> int:
-        """The level of an image that stands for 1: 255 in uint8, 65535 in uint16, 1 in floats."""
+        """The image level that represents 1: 255 in uint8, 65535 in uint16, 1 in floats."""
         dtype = np.dtype(self.dtype)
         return 1 if dtype.kind == "f" else int(np.iinfo(dtype).max)
 
     @property
     def device_shape(self) -> tuple[int, ...]:
-        """The shape of an image on the device, (..., C, H, W)."""
+        """The image's shape on the device, (..., C, H, W)."""
         *rows, height, width, channels = self.shape
         return (*rows, channels, height, width)
 
@@ -35,7 +35,7 @@ LABEL = Field(np.int64)  # a class index
 
 
 def describe_fields(fields: Mapping[str, Field]) -> dict[str, Any]:
-    """Return the fields as a checkpoint stores them: keywords of Field, by name."""
+    """Return the keywords of each Field by its name, for a checkpoint."""
     return {
         name: {"dtype": np.dtype(field.dtype).name, "shape": [*field.shape], "image": field.image}
         for name, field in fields.items()

@@ -1,8 +1,8 @@
-"""The sample table of a split: the images of a folder, tar files or a list, packed into arrays.
+"""A split's sample table, with the images of a folder, tar files or a list packed into arrays.
 
-Data flow, step 2: a sample's index is a row of this table. A scan is cached on disk. A sample
-in a tar file is one `pread` from an open file: a network file system then opens a few large files
-instead of 1.28 million small ones.
+Data flow, step 2: a sample's index is a row of this table. A scan is cached on disk. Reading a
+sample from a tar file is one `pread` from an open file, so that a network file system opens a few
+large files instead of 1.28 million small ones.
 
 A list of 1.28 million Python strings would be copied page by page into every worker, because
 reading a Python object writes its reference count (pytorch#13246). All paths are one shared array.
@@ -36,7 +36,7 @@ from pipeline.data.shared import SharedArray
 logger = logging.getLogger(__name__)
 
 CACHE_FORMAT = 16  # scan format version, part of the cache file's name
-# A scan sooner after a folder's change is not cached: a later change could have the same mtime.
+# Scans sooner after a folder's change are not cached, because a later one may have the same mtime.
 SETTLED_SECONDS = 2.0
 # Errors of a network file system or a disk that may be temporary, and the seconds before each
 # further attempt. Python itself repeats a read that a signal interrupted (EINTR).
@@ -50,12 +50,12 @@ class Storage(ABC):
     path: str  # for messages
 
     def where(self, name: str) -> str:
-        """Return the path of an image, for messages."""
+        """Return an image's path, for messages."""
         return f"{self.path}: {name}"
 
     @abstractmethod
     def read(self, name: str, start: int, length: int) -> bytes:
-        """Return the content of an image file. Raises OSError if it cannot be read.
+        """Return an image file's content. Raises OSError if it cannot be read.
 
         `start`, `length`: offset and length in bytes in a file that contains many images, else 0.
         """
@@ -83,7 +83,7 @@ class TarFile(Storage):
         try:
             data = os.pread(file.fileno(), length, start)
         except OSError:
-            _opened.cache_clear()  # a stale handle (ESTALE) stays stale: the next call opens again
+            _opened.cache_clear()  # a stale handle (ESTALE) stays stale, so the next call reopens
             raise
         if self.stamp_of(file.fileno()) != self.stamp:  # the bytes may belong to different images
             raise OSError(f"{self.path} has changed since the start; start again")
@@ -103,7 +103,7 @@ class TarFile(Storage):
 @lru_cache(2048)  # some systems allow 4,096 open files
 def _opened(tar: TarFile) -> BinaryIO:
     """Open a tar file and keep it open; threads and forks share it: `pread` uses no position."""
-    # Set in each process: workers have the limit of the forkserver. macOS allows at most 10,240.
+    # Set in each process: workers inherit the forkserver's limit. macOS allows at most 10,240.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_240)), hard))
     return open(tar.path, "rb", buffering=0)  # open until the cache drops it
@@ -111,7 +111,7 @@ def _opened(tar: TarFile) -> BinaryIO:
 
 @dataclass(frozen=True)
 class Index:
-    """The sample table of one split: by class, then by path, wherever the images are stored."""
+    """One split's sample table, sorted by class, then by path, wherever the images are stored."""
 
     root: str  # the split's folder or file, for messages
     classes: tuple[str, ...]  # class names, sorted; a label is an index into them
@@ -124,7 +124,7 @@ class Index:
 
     @classmethod
     def of_files(cls, source: Storage, files: Mapping[str, Sequence[bytes]]) -> "Index":
-        """Create the table of `files`: class name -> paths relative to the source, both sorted."""
+        """Create a table. `files`: class name -> paths relative to the source, both sorted."""
         arrays = map(SharedArray.copy_of, _table(files.values(), {}))
         return cls(source.path, tuple(files), (source,), "", *arrays)
 
@@ -138,15 +138,15 @@ class Index:
         return Index(self.root, self.classes, self.sources, self.ignored, *copies)
 
     def name(self, i: int) -> str:
-        """Return the path of an image relative to its source, `class/name.jpg`."""
+        """Return an image's path relative to its source, `class/name.jpg`."""
         return os.fsdecode(self.paths.array[i])
 
     def path(self, i: int) -> str:
-        """Return the path of an image file, or `tar: name` in a tar file, for messages."""
+        """Return an image file's path, or `tar: name` in a tar file, for messages."""
         return self.sources[self.places.array[i, 0]].where(self.name(i))
 
     def read(self, i: int) -> bytes:
-        """Return the content of a file; retry after a transient error of the storage."""
+        """Return a file's content; retry after a transient storage error."""
         source, start, length = self.places.array[i].tolist()
         read = partial(self.sources[source].read, self.name(i), start, length)
         for pause in PAUSES:
@@ -184,7 +184,7 @@ class Scan(NamedTuple):
 
 
 def find_storage(place: str | os.PathLike[str]) -> list[str]:
-    """Return the folder or the files of a split; an empty list if there is no such split.
+    """Return a split's folder or files; an empty list if there is no such split.
 
     `place`: a folder of class folders or tar files, a .tar or .csv file, or one without suffix.
     """
@@ -220,7 +220,7 @@ def find_split(place: str, storage: Any = None) -> Callable[[str], Index] | None
 
 
 def load_index(place: str | os.PathLike[str], *, key: str, storage: Any = None) -> Index:
-    """Return the table of a split, and warn about ignored files; `key`: its config key.
+    """Return a split's table, and warn about ignored files; `key`: its config key.
 
     Raises UserError if it is missing, damaged or cannot be read, or if a class has no images.
     """
@@ -269,14 +269,14 @@ def _cached_scan(files: Sequence[str], origin: str, tar_kind: Any) -> Scan:
         scan = _scan(files, origin, tar_kind, ignored)
         last_change = scan.stamps[:, 0].max() / 1e9
         is_settled = last_change < started - SETTLED_SECONDS
-        # Creating the target of a dangling link does not change the folder of the link.
+        # Creating a dangling link's target does not change the folder that contains the link.
         if is_settled and listing.IRREGULAR not in ignored.values():
             _write_cache(file, scan)
     return scan
 
 
 def _scan(files: Sequence[str], origin: str, tar_kind: Any, ignored: listing.Ignored) -> Scan:
-    """List the images of a split, and add the rest to `ignored`; `origin`: for messages."""
+    """List a split's images, and add the rest to `ignored`; `origin`: for messages."""
     places: listing.Places = {}
     folder = files[0]
     if os.path.isdir(folder):
@@ -305,7 +305,7 @@ def _scan(files: Sequence[str], origin: str, tar_kind: Any, ignored: listing.Ign
 def _table(
     files: Collection[Sequence[bytes]], places: listing.Places
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return paths, labels and places for the files of each class; no `places`: separate files."""
+    """Return paths, labels and places for each class's files; no `places` for separate files."""
     paths = list(chain.from_iterable(files))
     counts = list(map(len, files))
     labels = np.repeat(np.arange(len(files)), counts)

@@ -1,4 +1,4 @@
-"""List the contents of a split: the images in a folder, tar files or a list; what it ignores."""
+"""List a split's images in a folder, tar files or a list, and the files that are ignored."""
 
 import csv
 import os
@@ -19,8 +19,8 @@ from conf.errors import UserError
 EXTENSIONS = tuple(
     b".jpg .jpeg .png .webp .bmp .ppm .pgm .pbm .pnm .tif .tiff .gif .jfif .jpe .mpo .apng".split()
 )
-# Prefixes of files and folders that do not belong to the user: hidden ones, such as ._name of
-# macOS, and system folders of macOS, Synology, QNAP, Windows and ext4
+# Name prefixes of files and folders that do not belong to the user, which are hidden, such as
+# macOS's ._name, or created by macOS, Synology, QNAP, Windows or ext4
 HIDDEN_NAMES = tuple(
     b". __MACOSX @eaDir #recycle #snapshot @Recycle $RECYCLE.BIN lost+found".split()
 )
@@ -28,7 +28,7 @@ HIDDEN_NAMES = tuple(
 SPLITS = dict.fromkeys(["train", "training"], "train")
 SPLITS |= dict.fromkeys(["val", "valid", "validation", "dev"], "val")
 SPLITS |= dict.fromkeys(["test", "testing"], "test")
-THREADS = 16  # hide the latency of a network file system: 1,000 folders in sequence take minutes
+THREADS = 16  # hides network file system latency: 1,000 folders in sequence take minutes
 # Reasons for ignoring a file or folder
 LOOSE = "not in a class folder"
 HIDDEN = "hidden or system"
@@ -50,7 +50,7 @@ def is_hidden(name: bytes) -> bool:
 
 
 def first_word(name: str) -> str:
-    """Return the letters at the start of a name, such as `training` for Training_set."""
+    """Return a name's leading letters, such as `training` for Training_set."""
     return "".join(takewhile(str.isalpha, name.lower()))
 
 
@@ -70,7 +70,7 @@ def why_ignored(path: bytes) -> str:
 
 
 def describe_ignored(ignored: Ignored) -> str:
-    """Describe in one line what is not read and why, commonest reasons first; "" for nothing."""
+    """Describe ignored paths in one line, with the commonest reasons first; "" if none."""
     if not ignored:
         return ""
     by_reason = defaultdict(list)
@@ -169,7 +169,7 @@ def list_folder(base: bytes, origin: str, ignored: Ignored) -> tuple[Classes, li
 
 
 def _check_split(folder: str, origin: str) -> None:
-    """Raise UserError if a class that contains folders has the name of a split."""
+    """Raise UserError if a class that contains folders is named like a split."""
     if first_word(folder) in SPLITS:
         wrong = f"class folder {folder} contains folders, like a split"
         raise UserError(origin, wrong, "set data.train and data.val; a tar file holds one split")
@@ -195,7 +195,7 @@ def list_tars(
     outer = os.path.commonpath(set(map(os.path.dirname, folders)))
     classes: Classes = {}
     places: Places = {}
-    for name in sorted(images):  # differs from the order of the classes: `-` sorts before `/`
+    for name in sorted(images):  # not sorted by class, because `-` sorts before `/`
         path = name.removeprefix(outer).lstrip(b"/")
         label, *inner = path.split(b"/")
         if len(inner) > 1:
@@ -265,7 +265,7 @@ def _add_member(members: Members, header: tarfile.TarInfo) -> None:
 
 
 def _check_end(file: BinaryIO, at: int, stop: int) -> None:
-    """Raise ValueError unless the bytes from `at` to `stop` are the end of a tar file, all zeros.
+    """Raise ValueError unless the bytes from `at` to `stop` are a tar file's end, all zeros.
 
     tarfile treats a block of zeros and a damaged header as the end, wherever they are.
     """
@@ -276,7 +276,7 @@ def _check_end(file: BinaryIO, at: int, stop: int) -> None:
 
 
 def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the cells of each row in a CSV file, skipping empty rows.
+    """Yield the line number and cells for each row in a CSV file, skipping empty rows.
 
     Raises OSError if the file cannot be read, and UserError with the line number for invalid CSV.
     """
@@ -291,7 +291,7 @@ def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def read_list(path: str, origin: str) -> Classes:
-    """Read a CSV file with one image per line: path and label.
+    """Read a CSV file with one image path and label per line.
 
     A first line that is not a file, such as `path,label` or `image,class`, is a header. Returns
     class name -> sorted paths, absolute or relative to the file's folder; the classes are sorted.

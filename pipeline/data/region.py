@@ -1,8 +1,8 @@
-"""Decode only a region of a JPEG: pipeline/data/region.c, compiled at its first use.
+"""Decode only a region of a JPEG with pipeline/data/region.c, compiled on first use.
 
-The C code calls the libjpeg-turbo that Pillow is linked with. So all it needs beyond the Python
-packages is a C compiler, which torch.compile needs as well. The machine code is kept in the user's
-cache; it is compiled again when the source changes.
+The C code calls the libjpeg-turbo that Pillow is linked with, so it needs only a C compiler beyond
+the Python packages, as torch.compile does. The library is kept in the user's cache and compiled
+again when the source changes.
 """
 
 import ctypes
@@ -23,28 +23,28 @@ from conf.start import code_cache_dir
 
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILERS = ("cc", "gcc", "clang")
-OK, DAMAGED = 0, 2  # what region.c returns
+OK, DAMAGED = 0, 2  # status codes of region.c
 not_installed = partial(UserError, "loader.decoder=region", "not installed")
 # Functions that region.c calls, in its order. Before version 3, libjpeg-turbo decodes some regions
-# incorrectly; it does not tell its version, but only version 3 has the last function.
+# incorrectly; it does not report its version, but only version 3 has the last function.
 FUNCTIONS = tuple(
     "jpeg_std_error jpeg_CreateDecompress jpeg_mem_src jpeg_read_header jpeg_start_decompress "
     "jpeg_crop_scanline jpeg_skip_scanlines jpeg_read_scanlines jpeg_finish_decompress "
     "jpeg_destroy_decompress jpeg12_crop_scanline".split()
 )
 
-# (file, left, top, right, bottom, scale, address of the result) -> whether it was decoded. The
-# result is uint8 [bottom - top, right - left, 3]: a region of the image at 1 / scale. Raises
-# UnreadableError for a truncated file, and for damage that is found up to the end of the region.
+# (file, (left, top, right, bottom), scale, result address) -> whether it was decoded. The result
+# is uint8 [bottom - top, right - left, 3], an image region at 1 / scale. Raises
+# UnreadableError for a truncated file, and for damage found up to the end of the region.
 DecodeRegion = Callable[[bytes, tuple[int, int, int, int], int, int], bool]
 
 
 @cache
 def load() -> DecodeRegion:
-    """Return the decoder. Raises UserError, with what to do, if it cannot be used here."""
+    """Return the decoder. Raises UserError with advice if it does not work on this machine."""
     pillow_advice = "install Pillow from pip or conda: this one is not linked with libjpeg-turbo 3"
     try:
-        # A library also gives access to the functions of the libraries that it is linked with.
+        # A loaded library also exports the functions in its linked libraries.
         pillow = ctypes.CDLL(Image.core.__file__)
         functions = [ctypes.cast(getattr(pillow, name), ctypes.c_void_p) for name in FUNCTIONS]
         code = ctypes.CDLL(str(compile_library(code_cache_dir("native"))))
@@ -69,10 +69,7 @@ def load() -> DecodeRegion:
 
 
 def compile_library(folder: Path) -> Path:
-    """Return the path of the machine code in `folder`; compile it if it is missing.
-
-    Raises OSError if there is no compiler, or it fails.
-    """
+    """Return the library in `folder`, compiled if missing. Raises OSError if this fails."""
     # Different machines can share a home directory.
     key = SOURCE.read_bytes() + platform.platform().encode()
     path = folder / f"region-{hashlib.sha256(key).hexdigest()[:24]}.so"
@@ -84,9 +81,9 @@ def compile_library(folder: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         output = Path(temporary) / "region.so"
         command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(output), str(SOURCE)]
-        made = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        if made.returncode != 0:
-            reason, _, _ = made.stderr.strip().partition("\n")
-            raise OSError(f"install a C compiler that works: {compiler} failed ({reason})")
-        os.replace(output, path)  # several processes may do this at the same time
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if done.returncode != 0:
+            reason, _, _ = done.stderr.strip().partition("\n")
+            raise OSError(f"{compiler} failed ({reason}); install a working C compiler")
+        os.replace(output, path)  # atomic, because several processes may do this concurrently
     return path

@@ -1,8 +1,8 @@
-"""Memory that the training process and its workers share.
+"""Share memory between the training process and its workers.
 
-The shared memory has no name in /dev/shm: a killed run leaves nothing behind, and the size of a
-container's /dev/shm mount (64 MiB in Docker) does not limit it. macOS has no `memfd_create`: there,
-it is a temporary file whose name is removed at once.
+The shared memory has no name in /dev/shm, so a killed run leaves nothing behind, and a container's
+/dev/shm mount (64 MiB in Docker) does not limit the size. macOS has no `memfd_create`, so
+there it is a temporary file whose name is removed at once.
 """
 
 import io
@@ -21,18 +21,18 @@ import torch
 
 from conf.errors import UserError, describe, reached_limit
 
-ALIGNMENT = 64  # bytes, of each array of a SharedObject
+ALIGNMENT = 64  # alignment in bytes of each array in a SharedObject
 
 
 class SharedArray:
-    """A numpy array in shared memory: pickling passes the file descriptor, never the bytes.
+    """A numpy array in shared memory, whose pickle contains a file descriptor, not the bytes.
 
-    Attribute `array`: the array; every process that has it sees all writes. Raises UserError if the
-    system does not allocate the memory.
+    Attribute `array`: the array; all processes that have it see all writes. Raises UserError if the
+    system cannot allocate the memory.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, handle: Any = None) -> None:
-        """`handle`: descriptor of memory of a different process; None for new memory."""
+        """`handle`: descriptor of a different process's memory; None allocates new memory."""
         size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         try:
             if handle is not None:
@@ -45,8 +45,8 @@ class SharedArray:
             os.ftruncate(self._fd, size)
             self.array: np.ndarray = np.ndarray(shape, dtype, mmap.mmap(self._fd, 0))
         except OSError as error:
-            text = f"{size / 2**20:.1f} MiB of shared memory cannot be allocated ({error.strerror})"
-            limits = "raise ulimit -f or the memory limit of the container"
+            text = f"cannot allocate {size / 2**20:.1f} MiB of shared memory ({error.strerror})"
+            limits = "raise ulimit -f or the container's memory limit"
             raise UserError(text, fix=reached_limit(error) or limits) from None
 
     @classmethod
@@ -56,14 +56,14 @@ class SharedArray:
         return shared
 
     def map_private(self) -> memoryview:
-        """Map the memory copy-on-write: other processes do not see what this one writes."""
+        """Map the memory copy-on-write, so that other processes do not see this one's writes."""
         return memoryview(mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedArray, (self.array.shape, self.array.dtype, reduction.DupFd(self._fd))
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone at exit
-        # The mapping ends with the last array that uses it; the descriptor does not.
+        # The last array that uses the mapping frees it, but not the descriptor.
         if hasattr(self, "_fd"):
             close(self._fd)
 
@@ -71,8 +71,8 @@ class SharedArray:
 class SharedObject:
     """A Python object whose NumPy arrays and CPU tensors are not copied to each worker.
 
-    When it is first pickled, they move to shared memory. Each process maps them copy-on-write, as
-    after a fork; memory-mapped files stay files. Raises UserError if the object cannot be pickled.
+    The first pickling moves them to shared memory. Each process maps them copy-on-write, like after
+    a fork; memory-mapped files stay files. Raises UserError if the object cannot be pickled.
 
     Attribute `value`: the object.
     """
@@ -80,14 +80,14 @@ class SharedObject:
     def __init__(self, value: Any) -> None:
         self.value = value
         self._memory: SharedArray | None = None  # uint8 [bytes]: all arrays, then the pickle
-        self._slices: list[slice] = []  # of each of them
+        self._slices: list[slice] = []  # position of each of them
 
     def _share(self) -> None:
         file = io.BytesIO()
         buffers: list[pickle.PickleBuffer] = []
         try:
             ArrayPickler(file, protocol=5, buffer_callback=buffers.append).dump(self.value)
-        except Exception as error:  # of any object in it
+        except Exception as error:  # any object in it may raise any type
             cure = "define it at the top level of a module and open files in __getitem__"
             wrong = f"a dataset cannot be sent to the workers: {describe(error)}"
             raise UserError("data.source", wrong, f"{cure}, or set loader.workers=0") from None
@@ -100,7 +100,7 @@ class SharedObject:
         self._memory = SharedArray((stop,), np.uint8)
         for place, buffer in zip(self._slices, buffers, strict=True):
             self._memory.array[place] = np.frombuffer(buffer.raw(), np.uint8)
-        self._load()  # frees this process's copy
+        self._load()  # frees the original arrays of this process
 
     def _load(self) -> None:
         assert self._memory is not None
@@ -119,16 +119,16 @@ class SharedObject:
 
 
 class ArrayPickler(pickle.Pickler):
-    """Passes arrays and tensors out of band (PEP 574), and memory-mapped files by their names."""
+    """Pass arrays and tensors out of band (PEP 574), and memory-mapped files by name."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is torch.Tensor:
-            with suppress(TypeError, RuntimeError):  # of a GPU, sparse, bfloat16 or differentiable
+            with suppress(TypeError, RuntimeError):  # GPU, sparse, bfloat16 or differentiable
                 return torch.from_numpy, (value.numpy(),)
         if type(value) not in (np.ndarray, np.memmap) or value.dtype == object:
             return NotImplemented
         if not value.flags.c_contiguous:
-            value = np.ascontiguousarray(value)  # pickle would copy its bytes
+            value = np.ascontiguousarray(value)  # otherwise pickle copies its bytes in band
         elif type(value) is np.memmap and value.filename is not None:
             return np.memmap, _mapping_arguments(value)
         return value.view(np.ndarray).__reduce_ex__(5)

@@ -1,4 +1,4 @@
-"""Which images are the training and the validation split: data.root to data.val_fold."""
+"""Select the images for training and validation, with data.root to data.val_fold."""
 
 import os
 from collections.abc import Sequence
@@ -16,55 +16,55 @@ from pipeline.data.index import Index, find_split, find_storage, load_index
 
 
 class HeldOut(NamedTuple):
-    """The images of each class that are the validation split, in the order of their hashes."""
+    """The images of each class in the validation split, in the order of their hashes."""
 
     origin: str  # key=value, for messages
-    start: float  # first image, as a fraction of those of the class; so is `stop`
-    stop: float  # if `start` is 0, at least one image and at most all but one are taken
-    fewest: int  # number of images that a class needs
+    start: float  # position of the first image as a fraction of the class; `stop` likewise
+    stop: float  # if `start` is 0, at least one image and at most all but one are held out
+    min_images: int  # number of images that a class needs
 
 
 def held_out(data: DataConfig) -> HeldOut | None:
-    """Return which images to hold out for validation; None if there is a validation split."""
+    """Return the images to hold out for validation; None if there is a validation split."""
     if data.val_fold:
         fold, folds = map(int, data.val_fold.split("/"))
         start, stop = (fold - 1) / folds, fold / folds
-        return HeldOut(f"data.val_fold={fold}/{folds}", start, stop, fewest=folds)
+        return HeldOut(f"data.val_fold={fold}/{folds}", start, stop, min_images=folds)
     if data.val_fraction:
         origin = f"data.val_fraction={data.val_fraction:g}"
-        return HeldOut(origin, start=0, stop=data.val_fraction, fewest=2)
+        return HeldOut(origin, start=0, stop=data.val_fraction, min_images=2)
     return None
 
 
 def check_output_path(output: str | os.PathLike[str], data: DataConfig, origin: str) -> None:
-    """Refuse an output folder inside a split: the next scan would take its folders for classes.
+    """Raise UserError for an output folder in a split, where folders would become classes.
 
-    The folder need not exist. `origin`: what the user gave, for the message.
+    The folder need not exist. `origin`: the user's argument, for the message.
     """
     if data.root is None:
         return
     root = Path(data.root)
     splits = [root / data.train, root / data.val]
     if held_out(data) and not find_storage(splits[0]):
-        splits.append(root)  # it holds the class folders itself
+        splits.append(root)  # contains the class folders
     inner = Path(output).resolve()
     for split in splits:
         folder = split.resolve()
         if inner.is_relative_to(folder):
             wrong = f"is inside {folder}, where every folder is a class of images"
-            raise UserError(origin, wrong, "give a folder outside it")
+            raise UserError(origin, wrong, "choose a folder outside it")
 
 
 def load_splits(data: DataConfig) -> tuple[Index, Index]:
-    """Find and scan the images of both splits. Raises UserError for wrong content."""
-    assert data.root is not None, "conf/cli.py refuses it"
+    """Find and scan the images of both splits. Raises UserError for invalid content."""
+    assert data.root is not None, "conf/cli.py checks it"
     root = data.root
     held = held_out(data)
     if held is not None:
         index = _load_undivided(root, data, held)
         train_rows, val_rows = split_rows(index, held)
         return index.rows(train_rows), index.rows(val_rows)
-    # First data.val: evaluate.py gives it for both splits, and the error names this key.
+    # data.val first: evaluate.py sets it for both splits, and the error should name this key.
     val = load_index(os.path.join(root, data.val), key="data.val", storage=data.storage)
     train = load_index(os.path.join(root, data.train), key="data.train", storage=data.storage)
     has_list = train.root.endswith(".csv") or val.root.endswith(".csv")
@@ -74,7 +74,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
 
 
 def check_no_shared_images(train: Index, val: Index) -> None:
-    """Raise UserError if splits have images in common, however their paths are written."""
+    """Raise UserError if the splits share images, even through different paths."""
     shared = _real_paths(train) & _real_paths(val)
     if shared:
         wrong = f"{len(shared):,} of its images are also in {train.root}, such as {min(shared)}"
@@ -82,7 +82,7 @@ def check_no_shared_images(train: Index, val: Index) -> None:
 
 
 def _real_paths(index: Index) -> set[str]:
-    real = cache(os.path.realpath)  # of the folders: for each image, it would take too long
+    real = cache(os.path.realpath)  # only for folders: it would take too long for each image
     found = set()
     for row in range(len(index)):
         folder, name = os.path.split(index.path(row))
@@ -91,22 +91,23 @@ def _real_paths(index: Index) -> set[str]:
 
 
 def other_classes(train: Index, val: Index) -> UserError:
-    """Return the error for splits of other classes: a label would mean two classes."""
-    only_here = sorted(set(val.classes) - set(train.classes))[:5]
-    only_there = sorted(set(train.classes) - set(val.classes))[:5]
-    differences = f"only there: {only_there}; only here: {only_here}"
-    alike = look_alikes(only_here + only_there)
+    """Return the error for splits with different classes, where a label has two meanings."""
+    only_val = sorted(set(val.classes) - set(train.classes))[:5]
+    only_train = sorted(set(train.classes) - set(val.classes))[:5]
+    differences = f"only there: {only_train}; only here: {only_val}"
+    alike = look_alikes(only_val + only_train)
     if alike:
         differences += f"; names that look alike: {', '.join(alike)}"
-    wrong = f"its classes are not those of {train.root} ({differences})"
-    return UserError(f"data.val={val.root}", wrong, "give both the same classes")
+    wrong = f"its classes differ from those of {train.root} ({differences})"
+    return UserError(f"data.val={val.root}", wrong, "use the same classes in both")
 
 
 def _load_undivided(root: str, data: DataConfig, held: HeldOut) -> Index:
-    """Load the images of which a part is held out: of data.train, or of data.root without it."""
+    """Load the images to hold some out of, from data.train, or from data.root without it."""
     val_split = os.path.join(root, data.val)
     if find_split(val_split, data.storage) or data.val != "val":
-        raise UserError(held.origin, f"excludes {val_split}", "leave the key out, or move that")
+        wrong = f"not allowed with the validation split {val_split}"
+        raise UserError(held.origin, wrong, "omit the key, or move the split")
     train_split = os.path.join(root, data.train)
     if data.train == "train" and find_split(train_split, data.storage) is None:
         return load_index(root, key="data.root", storage=data.storage)
@@ -114,27 +115,23 @@ def _load_undivided(root: str, data: DataConfig, held: HeldOut) -> Index:
 
 
 def split_rows(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of the training and the validation images of a table; see `hold_out`."""
+    """Return a table's rows for training and for validation; see `hold_out`."""
     return hold_out(index.labels.array, index.paths.array, index.classes, held)
 
 
 def hold_out(
     labels: np.ndarray, names: Any, classes: Sequence[str], held: HeldOut
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the training and the validation samples, the same part of each class.
+    """Return the indices for training and for validation, int64 [n], sorted.
 
-    The samples to hold out depend on a hash of their names only, so they are the same for every
-    seed and storage, and stay nearly the same when samples are added.
+    Both together are all samples. Holds out the same fraction of each class. The selection depends
+    only on a hash of the names, so it is the same for every seed and storage, and stays nearly the
+    same when samples are added. Raises UserError if a class has too few samples.
 
     Args:
         labels: class indices, int64 [n].
-        names: of the samples, bytes [n], such as their paths.
-        classes: the class names.
-
-    Returns:
-        Two int64 [n], sorted, which together are all samples.
-
-    Raises UserError if a class has too few samples.
+        names: sample names, such as paths, bytes [n].
+        classes: class names.
     """
     counts = np.bincount(labels, minlength=len(classes))
     by_class = np.split(labels.argsort(kind="stable"), counts.cumsum()[:-1])
@@ -142,8 +139,8 @@ def hold_out(
     for name, rows in zip(classes, by_class, strict=True):
         images = np.unique(names[rows])  # a list may repeat some
         count = len(images)
-        if count < held.fewest:
-            wrong = f"class {name} has {count} of the {held.fewest} images that it needs"
+        if count < held.min_images:
+            wrong = f"class {name} has {count} of the {held.min_images} images that it needs"
             raise UserError(held.origin, wrong, "add images, or remove the class")
         low = round(held.start * count)
         high = round(held.stop * count)

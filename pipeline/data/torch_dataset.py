@@ -21,6 +21,7 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -94,41 +95,26 @@ def divided(first: Any, second: Any, data: DataConfig, classes: Sequence[str]) -
     return Subset(first, train_rows.tolist()), Subset(first, val_rows.tolist())
 
 
+@dataclass(eq=False)
 class TorchDataset(Dataset):
-    """Apply a split's transforms to the samples of a map-style dataset.
+    """Apply a split's transforms to a map-style dataset.
 
     Random numbers that its `__getitem__` draws from the global generators of torch, NumPy and
-    Python depend only on (seed, epoch, index).
-
-    Args:
-        splits: the datasets of all splits; the workers share their arrays.
-        position: index of this split in `splits`.
-        num_classes: labels must be in [0, num_classes).
-        is_unit: float images must be in [0, 1], because data.mean and data.std are for this range.
-        key: config key=value that names the dataset, for messages.
-
-    Raises UserError if it is not a map-style dataset, or if a field of the first sample is invalid.
+    Python depend only on (seed, epoch, index). Raises UserError if it is not a map-style dataset,
+    or if a field of the first sample is invalid.
     """
 
-    fields: Mapping[str, Field] = {}
+    splits: SharedObject  # datasets for all splits; the workers share their arrays
+    position: int  # index of this split in `splits`
+    transform: Compose
+    _: KW_ONLY
+    num_classes: int  # labels must be in [0, num_classes)
+    seed: int = 0
+    is_unit: bool = True  # float images must be in [0, 1], the range of data.mean and data.std
+    key: str = "data.source"  # config key=value that names the dataset, for messages
 
-    def __init__(
-        self,
-        splits: SharedObject,
-        position: int,
-        transform: Compose,
-        *,
-        num_classes: int,
-        seed: int = 0,
-        is_unit: bool = True,
-        key: str = "data.source",
-    ) -> None:
-        self.splits = splits
-        self.position = position
-        self.transform = transform
-        self.seed = seed
-        self.num_classes = num_classes
-        self.is_unit = is_unit
+    def __post_init__(self) -> None:
+        key, seed = self.key, self.seed
         kind = type(self.samples).__name__
         if not hasattr(self.samples, "__len__"):
             cure = "return a map-style dataset for each split, or set data.val_fraction=0.2"
@@ -138,7 +124,7 @@ class TorchDataset(Dataset):
         try:
             first = self.read(0, sample_rng(seed, 0, 0))
             self.dtypes = dtypes_of(first)
-            self.fields = {name: self._batch_field(name, value) for name, value in first.items()}
+            self._fields = {name: self._batch_field(name, value) for name, value in first.items()}
             self.first_label = first.get("label")
             self.names = sorted(first)  # `image` precedes the masks and points that follow it
             self.load(0, sample_rng(seed, 0, 0))
@@ -149,7 +135,7 @@ class TorchDataset(Dataset):
                 self._check_label(index, self.labels[index])
 
     def _batch_field(self, name: str, value: np.ndarray) -> Field:
-        """Return the field of the batches, after the transforms, for an untransformed array."""
+        """Return the batch field, after the transforms, for an untransformed array."""
         shape = value.shape
         if name.startswith((IMAGE, MASK)):
             size = self.transform.image_size
@@ -161,14 +147,15 @@ class TorchDataset(Dataset):
         """The PyTorch dataset."""
         return self.splits.value[self.position]
 
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        return self._fields
+
     def __len__(self) -> int:
         return len(self.samples)
 
     def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
-        """Return a sample after the transforms.
-
-        Raises UserError for an invalid field or value, UnreadableError for an OSError.
-        """
+        """Return a transformed sample. Raises UserError if invalid, UnreadableError for OSError."""
         sample = self.read(index, rng)
         dtypes = dtypes_of(sample)
         if dtypes != self.dtypes:
@@ -191,10 +178,7 @@ class TorchDataset(Dataset):
         return sample
 
     def read(self, index: int, rng: random.Random) -> Sample:
-        """Return a sample before the transforms: its images are [H, W, C], uint8 or float32.
-
-        Raises UserError if it is invalid, UnreadableError for an OSError.
-        """
+        """Return an untransformed sample, images as uint8 or float32 [H, W, C]; raise as `load`."""
         try:
             with seeded(rng):
                 sample = self.samples[index]
@@ -242,10 +226,7 @@ def dtypes_of(sample: Sample) -> dict[str, str]:
 
 
 def arrays_of(sample: Any, origin: str) -> Sample:
-    """Convert the fields of a sample to arrays; `origin`: the sample, for messages.
-
-    Raises UserError for a sample that cannot be stored in a batch.
-    """
+    """Convert a sample's fields to arrays. Raises UserError with `origin` if one is invalid."""
     if isinstance(sample, tuple | list) and len(sample) == 2:
         image, label = sample
         sample = {IMAGE: image, "label": label}
@@ -259,7 +240,7 @@ def arrays_of(sample: Any, origin: str) -> Sample:
 
 
 def field_array(name: str, value: Any, origin: str) -> np.ndarray:
-    """Convert a field to an array: floats to float32, integer scalars to int64."""
+    """Convert a field to an array, floats to float32 and integer scalars to int64."""
     if isinstance(value, Tensor):
         value = value.detach()
     if name.startswith(IMAGE):
@@ -300,7 +281,7 @@ def image_array(name: str, value: Any, origin: str) -> np.ndarray:
 
 
 def sample_name(samples: Any, index: int) -> str:
-    """Return the path of a sample if `samples.samples` has it, else `Class[index]`."""
+    """Return a sample's path if `samples.samples` has it, else `Class[index]`."""
     while isinstance(samples, Subset):
         index = int(samples.indices[index])
         samples = samples.dataset

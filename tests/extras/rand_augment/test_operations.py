@@ -96,7 +96,7 @@ def test_operations_equal_timm(monkeypatch, name):
 
 
 def test_rand_augment_rejects_fill_pixels_and_masks():
-    with pytest.raises(ValueError, match=r": fill=.*: give "):
+    with pytest.raises(ValueError, match=r": fill=.*: invalid value; expected "):
         build_by_name([{"extras.rand_augment:RandAugment": {"fill": [0, 256, 0]}}], {}, key="a")
     for pixels in (np.zeros((9, 9, 1), np.uint8), np.zeros((9, 9, 3), np.uint16)):
         with pytest.raises(ValueError, match="Augment: need uint8 RGB images"):

@@ -188,6 +188,6 @@ def test_transform_target_without_decoding(mask):
         np.testing.assert_array_equal(ours, theirs)
         assert (ours.dtype, ours.shape) == (mask.dtype, (150, 150, *mask.shape[2:]))
         assert set(np.unique(ours)) == {*np.unique(mask).tolist(), 9}
-    size = r"is \(155, 140\), its image's \(156, 140\); return points as float \[N, 2\]"
+    size = r"is \(155, 140\), its image's is \(156, 140\); return points as float \[N, 2\]"
     with pytest.raises(ValueError, match=size):
         transform_target(mask, Picture(np.zeros((140, 156, 3), np.uint8)).cropped((0, 0, 9, 9)))

@@ -151,11 +151,9 @@ def test_tar_index_rejects_zeros_within_file(blocks, tmp_path):
     path = write_tar(tmp_path / "train.tar", *(f"a/{i}.jpg" for i in range(9)))
     whole, start = path.read_bytes(), header_of(path, 4)
     path.write_bytes(whole[:start] + bytes(512 * blocks) + whole[start + 512 * blocks :])
-    assert f"{path}: cannot be read at byte {start:,}: neither a header nor the end" in refusal(
-        path
-    )
+    assert f"{path}: cannot be read at byte {start:,}: neither a header" in refusal(path)
     path.write_bytes(whole + whole)
-    assert "neither a header nor the end" in refusal(path)
+    assert "neither a header" in refusal(path)
     path.write_bytes(whole + bytes(512 * blocks))  # more padding, as `tar -b` writes
     assert len(content(path)) == 9
 

@@ -54,13 +54,13 @@ def test_shared_array_frees_memory_with_last_view():
 
 def test_shared_array_allocation_failure():
     before = descriptors()
-    with pytest.raises(UserError, match="cannot be allocated"):
+    with pytest.raises(UserError, match="cannot allocate"):
         SharedArray((2**46,), np.int64)  # larger than the address space
     assert descriptors() == before
-    with file_size_limit(4096), pytest.raises(UserError, match="cannot be allocated"):
+    with file_size_limit(4096), pytest.raises(UserError, match="cannot allocate"):
         SharedArray((4097,), np.uint8)
     assert descriptors() == before
-    message = r"cannot be allocated \(.*\); the limit of 0 open files is too low; raise ulimit"
+    message = r"of shared memory \(.*\); the limit of 0 open files is too low; raise ulimit"
     with soft_limit(resource.RLIMIT_NOFILE, 0), pytest.raises(UserError, match=message):
         SharedArray((1,), np.uint8)
 

@@ -85,7 +85,7 @@ def other_order(data: DataConfig, train: Any, val: Any, options: Any) -> Splits:
 
 def test_build_datasets_rejects_unequal_classes(image_root):
     source = f"data.source={__name__}:other_order"
-    with pytest.raises(UserError, match=r"^data\.val=.*: its classes are not those of "):
+    with pytest.raises(UserError, match=r"^data\.val=.*: its classes differ from those of "):
         build_datasets(from_overrides([f"data.root={image_root}", source]))
 
 
