@@ -42,7 +42,7 @@ def run_task(
     began = time.perf_counter()
     cpu_before = time.thread_time()
     core_before = waited_for_core()
-    # Created once per task, because creating the views takes longer than copying an image.
+    # Views are created once per task, because creating them takes longer than copying an image.
     batch = {name: memory.array[task.slot] for name, memory in ring.memory.items()}
     ring.dataset.stage.begin_rows(batch, range(task.row, task.row + len(task.samples)))
     reply = Reply(len(task.samples))
