@@ -24,8 +24,8 @@ from pipeline.feed.forkserver import IGNORED_SIGNALS
 from pipeline.feed.ring import Reply, Ring, Skipped, SlotArrays, Task
 
 WORKER_NAME = "loader worker"  # name of each worker process; other processes unblock signals
-# If a worker waits longer for storage, per sample averaged over about ten tasks, it reads
-# FIRST_AHEAD files at a time, then twice as many. Threads cost 0.1 to 0.2 ms of a core per sample.
+# A worker that waits longer for storage per sample (mean of about ten tasks) reads FIRST_AHEAD
+# files at a time, then twice as many. Reading in threads takes 0.1 to 0.2 ms of a core per sample.
 WAIT_SECONDS = 3e-4
 FIRST_AHEAD = 16
 
