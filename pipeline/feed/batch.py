@@ -47,7 +47,6 @@ class Batch:
         return cls(tensors, torch.zeros(samples, 2, dtype=torch.int64, device=device), step=0)
 
     def clone(self) -> "Batch":
-        """Return a copy in new memory."""
         fields = {name: tensor.clone() for name, tensor in self.fields.items()}
         return Batch(fields, self.samples.clone(), self.step)
 

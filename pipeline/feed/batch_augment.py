@@ -85,8 +85,8 @@ class MixupOrCutmix:
     cutmix_alpha: float = parameter(ALPHA, 1.0)  # Cutmix's alpha
     p: float = parameter(UNIT_INTERVAL, 1.0)  # probability of either
     switch_p: float = parameter(UNIT_INTERVAL, 0.5)  # probability of cutmix instead of mixup
-    # Images of the global batch that share a draw. 1 draws for each image, the batch size once per
-    # batch. The last group is smaller if the batch is not a multiple of it.
+    # Number of images in the global batch that share a draw, from 1 (a draw per image) to the batch
+    # size (a draw per batch). The last group is smaller if the batch is not a multiple of it.
     group: int = parameter(integer_interval(1, 10**6), 128)
 
     def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
@@ -122,8 +122,10 @@ class RandomErasing:
         Returns left, top, right and bottom; the box is empty if nothing is erased.
         """
         erased = rng.random(rows) < self.p
-        area = size**2 * rng.uniform(*self.scale, (10, rows))
-        aspect = np.exp(rng.uniform(*map(math.log, self.ratio), (10, rows)))
+        smallest, largest = self.scale
+        narrowest, widest = map(math.log, self.ratio)
+        area = size**2 * rng.uniform(smallest, largest, (10, rows))
+        aspect = np.exp(rng.uniform(narrowest, widest, (10, rows)))
         squares = np.stack([area / aspect, area * aspect])
         sizes = np.round(np.sqrt(squares))  # [width or height, try, image]
         fits = (sizes < size).all(axis=0)
@@ -194,7 +196,7 @@ class BatchTransforms:
         return Batch(fields, batch.samples, batch.step)
 
     def targets(self, batch: Batch) -> Tensor:
-        """Copy the labels to mix as one-hot float32 [B, classes], or as float32 [B, ...]."""
+        """Copy class indices as one-hot float32 [B, classes], or floats as float32 [B, ...]."""
         if self.label is None:
             return torch.zeros(len(batch.samples), 0)
         label = batch[self.label]

@@ -77,7 +77,10 @@ class StepClock:
 
     def skip(self) -> None:
         """Exclude the time since the last step ended or the current step began."""
-        self._current.idle = self._current.begin = self._current.ready = self.now()
+        now = self.now()
+        self._current.idle = now
+        self._current.begin = now
+        self._current.ready = now
 
     def begin_step(self, events: BatchEvents) -> None:
         """Begin a batch's step. The current stream must already wait for the batch's copy."""

@@ -29,10 +29,8 @@ MEASURE_SECONDS = 0.6  # duration of `Feed.measure`
 
 @dataclass
 class RankInfo:
-    """This rank and the number of ranks."""
-
     rank: int
-    size: int
+    size: int  # number of ranks
     local_size: int  # ranks on this node
     device: torch.device
 

@@ -47,7 +47,7 @@ def starting_children() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # the tracker unblocks some
+        signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # The tracker unblocks some.
         yield
     except (OSError, EOFError) as error:
         reason = reached_limit(error) or describe(error)

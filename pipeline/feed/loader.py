@@ -113,7 +113,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
 
     def done(self, tasks: Sequence[Task]) -> bool:
         """Receive pending replies without waiting; return whether all these tasks are done."""
-        if not _all_done(tasks):  # because a call of `receive` takes 0.1 ms
+        if not _all_done(tasks):  # `receive` takes 0.1 ms.
             self.receive(timeout=0)
         return _all_done(tasks)
 
@@ -182,7 +182,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
             process.join(STOP_SECONDS)
             death = f"loader worker {process.pid} died with exit status {process.exitcode}"
             if worker.tasks:
-                death += f" while it made {self._current(worker)}"
+                death += f" while loading {self._current(worker)}"
             advice = "if memory is short (exit status -9), set fewer loader.workers"
             raise LoaderError(f"{death}; the same command resumes; {advice}") from None
 
@@ -260,7 +260,7 @@ class Loader:
             yield Batch(fields, torch.from_numpy(self.ring.samples.array[slot]), step)
 
     def keep_until(self, copied: Any, batch: Batch) -> None:
-        """Keep workers from writing into a batch until the event after its copy has completed."""
+        """Keep workers from writing into a batch until its copy's event `copied` has completed."""
         self._copied[batch.step % self.ring.slots] = copied
 
     def ready(self) -> bool:

@@ -41,7 +41,7 @@ def _pin(arrays: Sequence[SharedArray], device: int) -> list[int]:
     for shared in arrays:
         # Reads map the pages, because CUDA is slower and blocks other threads' imports meanwhile.
         pages = shared.array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]
-        with suppress(RuntimeError), ThreadPoolExecutor(8) as threads:  # no more threads
+        with suppress(RuntimeError), ThreadPoolExecutor(8) as threads:  # thread limit reached
             threads.map(np.sum, np.array_split(pages, 8))
         address, size = shared.array.ctypes.data, shared.array.nbytes
         error = torch.cuda.cudart().cudaHostRegister(address, size, 0)

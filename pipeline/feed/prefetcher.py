@@ -23,7 +23,7 @@ from pipeline.feed.clock import BatchEvents, StepClock
 from pipeline.feed.loader import Loader
 
 
-class AtOnce(Executor):
+class InlineExecutor(Executor):
     """Calls a function when it is submitted, because nothing runs ahead on a CPU."""
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **_: Any) -> Future[Any]:
@@ -38,7 +38,7 @@ class Prefetcher:
 
     loader: Loader
     format: ImageFormat
-    # (fields on the device, step) -> more fields, on the host: `BatchTransforms.draw`
+    # `BatchTransforms.draw`: (fields on the device, step) -> additional fields on the host
     draw: Callable[..., dict[str, Tensor]] = lambda fields, step: {}
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class Prefetcher:
         self.cuda = device.type == "cuda"
         self.depth = 1  # batches kept ready, in addition to the consumer's batch
         self.side: torch.cuda.Stream | None = None
-        self._thread: Executor = AtOnce()
+        self._thread: Executor = InlineExecutor()
         if self.cuda:
             self.depth = self.loader.in_use - 1
             # The step waits for this stream. On only 8 to 32 SMs, it slows training by 1 to 18 %.

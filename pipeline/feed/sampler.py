@@ -1,8 +1,8 @@
-"""Samples of each step, as a pure function of (seed, step, world size).
+"""Samples of each step, a pure function of (seed, step, world size).
 
 Data flow, step 1: step -> this rank's [(epoch, index), ...].
 
-The shuffled epochs form one endless stream, and step s takes samples s * batch_size ... of it. A
+The shuffled epochs form one endless stream. Step s takes its samples from s * batch_size on. A
 batch may contain samples of two epochs, so no batch is short and none is dropped. By default, an
 epoch uses each sample once. Resuming needs only the step. The number of ranks only splits batches.
 """
@@ -21,10 +21,10 @@ class TrainSampler:
     seed: int
     rank: int = 0
     world_size: int = 1
-    # With repeated augmentation (arXiv 1902.05509), an epoch has as many samples, of only the first
-    # num_samples / repeats images of its order, each repeated with different augmentations, like
-    # timm's RepeatAugSampler. The global batch is sorted by repetition, so that mixup, which blends
-    # neighbors, does not blend an image with itself (unless a batch has very few of a repetition).
+    # With repeated augmentation (arXiv 1902.05509), an epoch is as long, but uses only the first
+    # num_samples / repeats images of its order, each several times with different augmentations,
+    # like timm's RepeatAugSampler. The global batch is sorted by repetition, so that mixup, which
+    # blends neighbors, blends no image with itself (unless a batch has very few of a repetition).
     repeats: int = 1
     # int64 [num_samples]. Each class is drawn with the same probability, and its images are drawn
     # with replacement, so that images of rare classes repeat (train.class_weights=sampled).

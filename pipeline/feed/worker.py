@@ -24,8 +24,8 @@ from pipeline.feed.forkserver import IGNORED_SIGNALS
 from pipeline.feed.ring import Reply, Ring, Skipped, SlotArrays, Task
 
 WORKER_NAME = "loader worker"  # name of each worker process; other processes unblock signals
-# If a worker waits longer for storage, per sample averaged over about ten tasks, it reads
-# FIRST_AHEAD files at a time, then twice as many. Threads cost 0.1 to 0.2 ms of a core per sample.
+# A worker that waits longer for storage per sample (mean of about ten tasks) reads FIRST_AHEAD
+# files at a time, then twice as many. Reading in threads takes 0.1 to 0.2 ms of a core per sample.
 WAIT_SECONDS = 3e-4
 FIRST_AHEAD = 16
 
@@ -42,7 +42,7 @@ def run_task(
     began = time.perf_counter()
     cpu_before = time.thread_time()
     core_before = waited_for_core()
-    # Created once per task, because creating the views takes longer than copying an image.
+    # Views are created once per task, because creating them takes longer than copying an image.
     batch = {name: memory.array[task.slot] for name, memory in ring.memory.items()}
     ring.dataset.stage.begin_rows(batch, range(task.row, task.row + len(task.samples)))
     reply = Reply(len(task.samples))

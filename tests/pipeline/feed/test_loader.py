@@ -227,7 +227,7 @@ def test_pool_names_dead_or_hanging_worker(image_root, start_method, killed):
         message = rf"^loader\.timeout_seconds=0\.5: no .* {path} \(worker {pid}\); check the"
         if killed:
             os.kill(pid, signal.SIGKILL)
-            message = rf"^loader worker {pid} died with exit status -9 while it made {path}; the"
+            message = rf"^loader worker {pid} died with exit status -9 while loading {path}; the"
         else:
             loader.pool.timeout_seconds = loader.pool.patience = 0.5
         with pytest.raises(LoaderError, match=message):

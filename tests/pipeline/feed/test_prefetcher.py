@@ -21,7 +21,7 @@ from pipeline.data.field import Field
 from pipeline.feed.batch import Batch, DeviceSlot, ImageFormat, channels_first
 from pipeline.feed.clock import StepClock
 from pipeline.feed.loader import slots_needed
-from pipeline.feed.prefetcher import AtOnce, Prefetcher
+from pipeline.feed.prefetcher import InlineExecutor, Prefetcher
 from tests.helpers.batches import without_waiting
 from tests.pipeline.loaders import SIZE, open_loader, same
 
@@ -131,7 +131,7 @@ class Event:
         return before  # the host is ahead, until it waits
 
 
-class OnStream(AtOnce):
+class OnStream(InlineExecutor):
     """A stream's thread, without a thread."""
 
     def __init__(self, stream: Stream) -> None:
