@@ -16,7 +16,7 @@ from engine.compute import (
     choose_precision,
     compile_blocks,
     count_flops,
-    has_equal_blocks,
+    has_identical_blocks,
     is_search_worthwhile,
     resolve_compile,
 )
@@ -42,10 +42,10 @@ def test_compiled_kernels_are_kept_in_the_cache(cache, monkeypatch):
 
 def test_blocks_that_differ_are_compiled_with_the_whole_step():
     """With drop path, each block has its own rate: they would be compiled one by one."""
-    assert not has_equal_blocks(nn.Module())
+    assert not has_identical_blocks(nn.Module())
     for rate, are_equal in ((0.1, True), (0.2, False)):
         blocks = nn.Sequential(nn.Dropout(0.1), nn.Dropout(rate))
-        assert has_equal_blocks(nn.ModuleDict({"blocks": blocks})) == are_equal
+        assert has_identical_blocks(nn.ModuleDict({"blocks": blocks})) == are_equal
 
 
 def test_compiled_blocks_are_not_compiled_again_for_a_validation():
@@ -66,7 +66,7 @@ def test_equal_blocks_are_compiled_once():
     model, images = short_vit(7, 32), torch.randn(4, 3, 32, 32)
     nn.init.normal_(model.head.weight)
     expected = torch.autograd.grad(model(images).square().mean(), list(model.parameters()))
-    assert has_equal_blocks(model)
+    assert has_identical_blocks(model)
     compile_blocks(model)
     torch._dynamo.utils.counters.clear()
     found = torch.autograd.grad(model(images).square().mean(), list(model.parameters()))

@@ -66,7 +66,7 @@ def test_micro_batches_halve_until_they_fit(monkeypatch, caplog, most, images, f
         assert not caplog.messages
         return
     assert (schedule.num_micro_batches, schedule.fitted_micro_batch) == (-(-images // found), found)
-    assert caplog.messages[0].endswith(f": training as with train.micro_batch={found}")
+    assert caplog.messages[0].endswith(f"; training with train.micro_batch={found}")
     train_on_batch(batch)
     assert params_sha256(state.model) != before
 
