@@ -98,7 +98,7 @@ def choose_compute(
         count_flops(model, val_fields, forward, key="data.val_size, augment.val")
     precision = choose_precision(config.train.precision, device)
     steps = schedule.stop_step
-    operations = 3 * flops * steps * schedule.local_batch_size  # on this rank, in the whole run
+    operations = 3 * flops * steps * schedule.local_batch_size  # total of this rank in the run
     mode = resolve_compile(config, device, steps, operations)
     if mode == "default" and has_identical_blocks(model):
         mode = "blocks"
@@ -241,8 +241,7 @@ def has_identical_blocks(model: nn.Module) -> bool:
     Such modules differ only in their weights, so one compilation serves them all.
     """
     blocks = dict(model.named_children()).get("blocks", nn.Sequential())
-    printed = set(map(repr, blocks.children()))
-    return len(printed) == 1
+    return len(set(map(repr, blocks.children()))) == 1
 
 
 def compile_blocks(model: nn.Module) -> None:

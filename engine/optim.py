@@ -27,9 +27,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     """
     if is_object_name(config.name):
         return create_object(config.name, "optim.name", Optimizer, model, config, **config.args)
-    create = OPTIMIZERS.get(config.name)
-    if config.name.startswith("timm/"):
-        create = from_timm
+    create = from_timm if config.name.startswith("timm/") else OPTIMIZERS.get(config.name)
     if create is None:
         near = did_you_mean(config.name, OPTIMIZERS)
         groups = " or ".join(group_names("optim"))
@@ -78,8 +76,7 @@ def sgd(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     """Create torch's SGD, fused on a GPU, where a CUDA graph captures it."""
     # The groups already have weight_decay. As a keyword, it raises TypeError if optim.args has it.
     keys: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    keys["momentum"] = config.momentum
-    keys["nesterov"] = config.nesterov and config.momentum > 0
+    keys |= {"momentum": config.momentum, "nesterov": config.nesterov and config.momentum > 0}
     flags = {"fused": _is_on_gpu(model)}
     optimizer = torch.optim.SGD(decay_groups(model, config), **keys, **(flags | args))
     if optimizer.defaults["fused"]:

@@ -103,10 +103,8 @@ class Run(AbstractContextManager["Run"]):
             elif given not in ("auto", "never"):
                 path = Path(given)
                 in_folder = checkpoint.files(path) + checkpoint.files(path / "checkpoints")
-                if in_folder:
-                    path = in_folder[-1]  # newest checkpoint
-                self.resumed_from = path
-                self._stored = checkpoint.load(path)
+                self.resumed_from = [path, *in_folder][-1]  # a directory's newest checkpoint
+                self._stored = checkpoint.load(self.resumed_from)
         return self._stored
 
     def _list_checkpoints(self) -> list[Path]:
@@ -197,7 +195,7 @@ class Run(AbstractContextManager["Run"]):
 
     def _summary_of_finished(self, state: TrainState, stop_step: int) -> dict[str, Any] | None:
         """Return the summary if an earlier start finished with this state and validation."""
-        with suppress(OSError, ValueError, KeyError, TypeError):  # missing or cut off by a full disk
+        with suppress(OSError, ValueError, KeyError, TypeError):  # absent or cut by a full disk
             summary: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
             finished = summary["status"] == "finished" and summary["step"] == state.step
             if finished and state.step >= stop_step and state.last_validation:

@@ -210,7 +210,7 @@ def test_a_run_in_whose_place_another_one_trains(tmp_path):
         with directory(run.path) as other:
             resume_with(other, state_of(), {})
         run.save(state_of(5))
-        with pytest.raises(RunError, match="was moved or removed; set run.dir to its new path"):
+        with pytest.raises(RunError, match="was moved or removed; set run"):
             run.wait()
     assert not os.listdir(other.checkpoints)
 

@@ -82,7 +82,7 @@ def test_new_run_starts_from_a_path(run, tmp_path):
     own = checkpoint.save(branch / "checkpoints", content, keep=9)
     ten.rename(tmp_path / "elsewhere.pt")  # as if its run had removed it
     assert open_run(branch, str(ten)) == own  # the same command resumes
-    check_refused(r"checkpoint\.resume=.*: the run in .*/branch was last ", branch, branch, str(twenty))
+    check_refused(r"checkpoint\.resume=.*: the run in .*/branch was", branch, branch, str(twenty))
     check_refused("omit the key to resume it, ", run, run, str(twenty))
 
 
