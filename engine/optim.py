@@ -76,7 +76,8 @@ def sgd(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     """Create torch's SGD, fused on a GPU, where a CUDA graph captures it."""
     # The groups already have weight_decay. As a keyword, it raises TypeError if optim.args has it.
     keys: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    keys |= {"momentum": config.momentum, "nesterov": config.nesterov and config.momentum > 0}
+    keys["momentum"] = config.momentum
+    keys["nesterov"] = config.nesterov and config.momentum > 0
     flags = {"fused": _is_on_gpu(model)}
     optimizer = torch.optim.SGD(decay_groups(model, config), **keys, **(flags | args))
     if optimizer.defaults["fused"]:

@@ -195,7 +195,7 @@ class Run(AbstractContextManager["Run"]):
 
     def _summary_of_finished(self, state: TrainState, stop_step: int) -> dict[str, Any] | None:
         """Return the summary if an earlier start finished with this state and validation."""
-        with suppress(OSError, ValueError, KeyError, TypeError):  # absent or cut by a full disk
+        with suppress(OSError, ValueError, KeyError, TypeError):  # absent or truncated (full disk)
             summary: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
             finished = summary["status"] == "finished" and summary["step"] == state.step
             if finished and state.step >= stop_step and state.last_validation:
