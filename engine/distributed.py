@@ -106,7 +106,7 @@ class World(RankInfo):
     def wrap(self, model: nn.Module, call: Callable[[nn.Module], Tensor]) -> nn.Module:
         """Return the module to call in training, `model` or DDP around it. Collective.
 
-        DDP on several nodes averages gradients during the backward pass, which hides the time that
+        On several nodes, DDP averages gradients during the backward pass, which hides the time that
         the network between nodes takes. On one node, `average_gradients` is faster, because DDP
         splits the compiled step into several graphs and copies each gradient. `call`: calls a
         network on an example batch.
@@ -116,7 +116,7 @@ class World(RankInfo):
             self._copy_from_rank_0([*model.parameters(), *model.buffers()])
             return model
         network = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        # `World.broadcast_buffers` is called before validation. torch 2.13 deprecates the argument.
+        # `World.broadcast_buffers` copies before validation. torch 2.13 deprecates the argument.
         network.broadcast_buffers = False
         # DDP rebuilds its gradient buckets in the forward pass after the first backward pass. With
         # three or more ranks, sums round differently from then on. Run both here on an example, so

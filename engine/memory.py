@@ -46,7 +46,7 @@ def fit_memory(step: StepGraph, schedule: Schedule, world: World, batches: Itera
                 raise RunError(f"{key}: {wrong}; use a smaller model.name or data.image_size")
             size //= 2
             schedule.fitted_micro_batch = size
-    if world.device.type == "cuda":  # StepGraph reads the peak without trials
+    if world.device.type == "cuda":  # StepGraph reads the peak: exclude trials
         torch.cuda.reset_peak_memory_stats()
     if schedule.fitted_micro_batch is not None:
         text = "out of memory with %d images at a time; training with train.micro_batch=%d"

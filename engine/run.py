@@ -1,7 +1,7 @@
 """A run and its directory: locking, checkpoints, and checks for changes when the run resumes.
 
 `read_checkpoint` selects the checkpoint to resume from. `resume` checks that it matches this
-training, loads the state and locks the directory. `save` writes checkpoints during training.
+training, loads the state and locks the directory. `save` writes checkpoints while it continues.
 """
 
 import fcntl
@@ -50,7 +50,7 @@ MAX_CHANGES_SHOWN = 6  # keys in an error message
 
 @dataclass(frozen=True)
 class Parts:
-    """Components of a training before it loads batches, returned by `train.build_parts`."""
+    """Components of a run before it loads batches, returned by `train.build_parts`."""
 
     world: World
     datasets: Datasets
@@ -80,14 +80,14 @@ class Run(AbstractContextManager["Run"]):
         self._found: list[Path] = []  # checkpoints that `read_checkpoint` found in run.dir
         self._stored: dict[str, Any] = {}  # contents of `resumed_from` until they are loaded
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
-        self._writing: futures.Future[None] = futures.Future()  # newest checkpoint
+        self._writing: futures.Future[None] = futures.Future()  # write of the newest checkpoint
         self._writing.set_result(None)
         self._lock: int | None = None  # file descriptor on rank 0 while the directory is locked
 
     def read_checkpoint(self) -> dict[str, Any]:
         """Return the contents of the checkpoint to resume, or {} to begin at step 0. Collective.
 
-        Raises UserError if run.dir is no run directory, or if checkpoint.resume names no checkpoint
+        Raises UserError if run.dir is not a run directory, if checkpoint.resume is not a checkpoint
         or conflicts with the run in run.dir; RunError if run.dir has damaged checkpoints only.
         """
         given = self.config.checkpoint.resume
@@ -108,7 +108,7 @@ class Run(AbstractContextManager["Run"]):
         return self._stored
 
     def _list_checkpoints(self) -> list[Path]:
-        """Return the checkpoints, newest first. Raises UserError if this is no run directory."""
+        """Return checkpoints, newest first. Raises UserError if run.dir is not a run directory."""
         given = f"run.dir={self.path}"
         check_output_path(self.path, self.config.data, given)
         names = set(map(os.path.basename, self.path.glob("*")))
@@ -210,7 +210,7 @@ class Run(AbstractContextManager["Run"]):
         self.wait()
         if not self.world.has_equal_weights(state.model):
             text = "step %d: the weights differ between ranks, and the checkpoint has rank 0's; "
-            text += "train_step must draw the same random numbers on all ranks after the averaging"
+            text += "train_step must draw equal random numbers on all ranks after average_gradients"
             logger.warning(text, state.step)
         self.world.broadcast_buffers(state.model)
         if self.world.is_main:
@@ -221,7 +221,7 @@ class Run(AbstractContextManager["Run"]):
             parameters = [name for name, _ in state.model.named_parameters()]
             self._writing = self._thread.submit(self._write, content, parameters)
         self.last_saved_step = state.step
-        gc.collect(1)  # 1 collects newer objects, in Python 3.14 possibly more
+        gc.collect(1)  # the loop collects nothing; 1 means newer objects, in Python 3.14 maybe more
 
     def _write(self, content: dict[str, Any], parameters: Sequence[str]) -> None:
         weights = content["state"]["model"]
@@ -256,7 +256,7 @@ def resolve_config(config: Config, world: World) -> Config:
     """Apply train.prepare, and share rank 0's `run` keys with all ranks. Collective.
 
     Ranks would resolve ${now:} differently. Raises UserError if device types or values of keys not
-    in CHOOSE_SAMPLES differ between ranks. Errors of train.prepare are also raised.
+    in CHOOSE_SAMPLES differ between ranks. Also raises errors of train.prepare.
     """
     if config.train.prepare is not None:
         name, parameters = split_entry(config.train.prepare, "train.prepare")

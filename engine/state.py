@@ -47,8 +47,8 @@ class MovingAverage(nn.Module):
 
     Starts as a copy of the model. Update t, counted from 0, uses min(decay, (1 + t) / (10 + t)) as
     decay, like TensorFlow's ExponentialMovingAverage(num_updates=t). The average thus reaches back
-    at most a ninth of the steps, so even a short run forgets the initial weights. By default, timm
-    and torchvision have no warm-up. Integer buffers and buffers containing inf are copied.
+    over at most a ninth of the steps, so even a short run forgets the initial weights. timm and
+    torchvision have no warm-up by default. Integer buffers and buffers containing inf are copied.
     """
 
     # int64 [], number of updates. Stored on the device, because an update may be part of a CUDA
