@@ -211,7 +211,7 @@ def set_up_kernels(deterministic: bool, precision: str) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     set_float32_precision(precision)
     if deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # makes cuBLAS deterministic
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required for deterministic cuBLAS
     torch.use_deterministic_algorithms(deterministic)
     # Without this option, torch does not cache graphs that contain a custom autograd.Function.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
