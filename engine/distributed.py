@@ -33,7 +33,7 @@ class World(RankInfo):
         return self.rank == 0
 
     def on_rank_0(self, function: Callable[[], T]) -> T:
-        """Call a function on rank 0, and return its result or error on all ranks. Collective."""
+        """Call a function on rank 0; all ranks return its result or raise its error. Collective."""
         result = None
         with self.shared_errors():
             if self.is_main:
@@ -83,8 +83,8 @@ class World(RankInfo):
         for weight in model.parameters():
             bits = weight.detach().view(getattr(torch, f"int{8 * weight.itemsize}"))
             sums.append(bits.sum(dtype=torch.int64))
-        own = torch.stack(sums).tolist()
-        return self.all_gather(own).count(own) == self.size
+        local = torch.stack(sums).tolist()
+        return self.all_gather(local).count(local) == self.size
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place. Collective."""
