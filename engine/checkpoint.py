@@ -87,8 +87,10 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
 def link_best(folder: Path, step: int) -> None:
     """Link `best.pt` to the checkpoint saved at a step, unless that file is gone."""
     source = folder / file_name(step)
-    if source.exists():
-        with replacing(folder / BEST) as temporary:
+    best = folder / BEST
+    # Renaming a link to the file that it replaces would do nothing and leave the temporary name.
+    if source.exists() and not (best.exists() and best.samefile(source)):
+        with replacing(best) as temporary:
             try:
                 os.link(source, temporary)
             except OSError:  # the file system has no hard links
