@@ -33,7 +33,7 @@ VALIDATION_FRACTION = 0.25
 
 
 class StepGraph(AbstractContextManager["StepGraph"], ABC):
-    """Runs a training step, `launch`, as a CUDA graph on a GPU and as a function elsewhere.
+    """Runs the training step `launch` as a CUDA graph on a GPU and as a function elsewhere.
 
     The first steps, and all steps after a failed capture, launch their kernels one by one. All
     batches must have the same shape.
