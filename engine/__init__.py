@@ -1,1 +1,1 @@
-"""What a training loop needs around the step. The loop itself is in train.py."""
+"""Components that the training loop in train.py needs around the step."""

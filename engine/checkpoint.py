@@ -1,7 +1,7 @@
-"""Checkpoints that survive a kill at any instant.
+"""Checkpoints that survive a kill at any time.
 
-A checkpoint is `step-<8 digits or more>.pt`, a zip file of torch.save, whose CRC-32 sums detect
-damage. `best.pt` is a hard link to the best one. engine/files.py writes them.
+A checkpoint is `step-<8 digits or more>.pt`, a zip file by torch.save whose CRC-32 sums detect
+damage. `best.pt` is a hard link to the best checkpoint. engine/files.py writes the files.
 """
 
 import copy
@@ -26,50 +26,50 @@ from models.weights import read_file
 logger = logging.getLogger(__name__)
 
 BEST = "best.pt"
-# Increased whenever the content of a checkpoint or the result of the same config changes: a run
-# resumes from this format only. 3: mixup and random operations are as in the recipes' sources.
+# Incremented if checkpoint contents or the result of the same config change. A run resumes from
+# this format only. In format 3, mixup and random operations match the recipes' sources.
 FORMAT = 3
-RESUME_CHOICES = "the folder of a run, a step-*.pt, never (start over) or auto (the default)"
-# Parts of every checkpoint -> type.
+RESUME_CHOICES = "a run directory, a step-*.pt, never (start over) or auto (the default)"
+# Required part of a checkpoint -> its type
 PARTS = {"format": int, "step": int, "state": dict, "identity": dict, "config": dict}
 PARTS |= {"model_input": dict}
 
 
 def host_copy(content: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Copy nested containers, and their tensors to the host. Waits for the device.
+    """Copy nested containers, with their tensors on the host. Synchronizes the device.
 
-    The copies are in page-locked memory, which torch keeps for the next ones: for ResNet-50 with
-    SGD, this takes 16 ms on an H200, and 182 ms into new memory that is not page-locked.
+    Tensors are copied to pinned memory, which torch keeps for later copies. ResNet-50 with SGD
+    takes 16 ms on an H200, compared with 182 ms for new memory that is not pinned.
     """
     copies: dict[int, Any] = {}
     for leaf in tree_leaves(content):
         if isinstance(leaf, Tensor):
             copies[id(leaf)] = leaf.detach().to("cpu", copy=True, non_blocking=True)
     torch.get_device_module(device).synchronize()
-    return copy.deepcopy(content, copies)  # it takes the copies instead of the tensors
+    return copy.deepcopy(content, copies)  # takes the copies in place of the tensors
 
 
 def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
-    """Write a checkpoint, let `best.pt` be the best one so far, and remove older checkpoints.
+    """Write a checkpoint, link `best.pt` to the best one so far, and remove older checkpoints.
 
-    Raises RunError if the disk is full or cannot be written; earlier ones are untouched.
+    Raises RunError if the disk is full or not writable. Earlier checkpoints are then untouched.
 
     Args:
-        folder: `checkpoints/` of a run.
-        content: PARTS and more: plain containers, tensors, numbers and strings.
+        folder: `checkpoints/` in a run directory.
+        content: PARTS and more, made of plain containers, tensors, numbers and strings.
         keep: number of newest checkpoints to keep, in addition to the best one.
     """
     step = content["step"]
     best_step = content["state"]["best"].get("step")
     path = folder / file_name(step)
     try:
-        folder.mkdir(exist_ok=True)  # a user may have removed it
+        folder.mkdir(exist_ok=True)  # the user may have removed it
         with replacing(path) as temporary, open(temporary, "wb") as file:
             torch.save({"format": FORMAT, **content}, file)
         paths = files(folder)
         kept = {path, *paths[-keep:]}
         if best_step is None:
-            (folder / BEST).unlink(missing_ok=True)  # it is no longer comparable
+            (folder / BEST).unlink(missing_ok=True)  # no longer comparable
         else:
             kept.add(folder / file_name(best_step))
         if best_step == step:
@@ -78,20 +78,22 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
             old.unlink()
     except (OSError, RuntimeError) as error:
         reason = error.__context__ or error  # torch.save reports a full disk as RuntimeError
-        cure = "free some space or check the disk, and run the same command again"
-        wrong = f"{path}: cannot be written: {reason}"
-        raise RunError(f"{wrong}; {cure}: earlier checkpoints are intact") from error
+        wrong = f"{path}: cannot be written ({reason}); earlier checkpoints are intact"
+        fix = "free disk space or check the disk, then run the same command again"
+        raise RunError(f"{wrong}; {fix}") from error
     return path
 
 
 def link_best(folder: Path, step: int) -> None:
-    """Let `best.pt` be the checkpoint of a step, unless that one is gone."""
+    """Link `best.pt` to the checkpoint saved at a step, unless that file is gone."""
     source = folder / file_name(step)
-    if source.exists():
-        with replacing(folder / BEST) as temporary:
+    best = folder / BEST
+    # Renaming a link to the file that it replaces would do nothing and leave the temporary name.
+    if source.exists() and not (best.exists() and best.samefile(source)):
+        with replacing(best) as temporary:
             try:
                 os.link(source, temporary)
-            except OSError:  # a file system without hard links
+            except OSError:  # the file system has no hard links
                 shutil.copyfile(source, temporary)
 
 
@@ -100,17 +102,17 @@ def file_name(step: int) -> str:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder in the order of their steps, which may have 9 digits."""
+    """Return the checkpoints in a directory, sorted by step, which may have 9 digits."""
     paths = {path.stem.removeprefix("step-"): path for path in folder.glob("step-*.pt")}
     steps = sorted(filter(str.isdecimal, paths), key=int)
     return [paths[step] for step in steps]
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Return the checkpoint that a path stands for. Raises UserError if a folder has none.
+    """Return the checkpoint for a path. Raises UserError if a directory contains none.
 
-    The folder of a run and its `checkpoints/` stand for the best checkpoint, or the newest one if
-    none was validated; a file for itself.
+    A run directory or its `checkpoints/` stands for the best checkpoint, or for the newest one if
+    none was validated. A file stands for itself.
     """
     path = Path(path)
     if not path.is_dir():
@@ -118,53 +120,53 @@ def find_checkpoint(path: str | Path) -> Path:
     best = filter(Path.exists, [path / BEST, path / "checkpoints" / BEST])
     paths = [*files(path), *files(path / "checkpoints"), *best]
     if not paths:
-        raise UserError(str(path), "holds no checkpoints", "give the folder of a run with some")
+        raise UserError(str(path), "contains no checkpoints", "pass a run directory that has some")
     return paths[-1]
 
 
 def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
-    """Read the first intact file of `paths`, which begin with the newest checkpoint.
+    """Read the first intact file of `paths`, which are sorted from the newest to the oldest.
 
-    Raises RunError if none can be read; UserError for one of another program or version.
+    Raises RunError if none can be read; UserError if it is from a different program or version.
     """
     for path in paths:
         try:
             content = read_file(path, origin=str(path))
         except UserError as error:
-            logger.warning("%s: an earlier one is tried", error)
+            logger.warning("%s; trying an earlier checkpoint", error)
             continue
         _check_format(path, content)
         return path, content
-    cure = "if damaged, give checkpoint.resume=never; if there are several nodes, share run.dir"
-    raise RunError(f"{paths[0]} and older ones cannot be read on {platform.node()}; {cure}")
+    fix = "if damaged, set checkpoint.resume=never; on several nodes, run.dir must be shared"
+    raise RunError(f"{paths[0]} and older ones cannot be read on {platform.node()}; {fix}")
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU. Raises UserError if it is absent, damaged or something else."""
+    """Read a checkpoint to the CPU. Raises UserError if it is missing, damaged or no checkpoint."""
     content: dict[str, Any] = read_file(path, origin=str(path), expected=RESUME_CHOICES)
     _check_format(path, content)
     return content
 
 
 def _check_format(path: Path, content: Any) -> None:
-    """Raise UserError unless this is a checkpoint of this program that can resume."""
+    """Raise UserError unless this program can resume from the checkpoint."""
     if not is_ours(content):
-        raise UserError(str(path), "not a checkpoint of this program", f"give {RESUME_CHOICES}")
+        raise UserError(str(path), "not a checkpoint of this program", f"expected {RESUME_CHOICES}")
     if content["format"] != FORMAT:
-        wrong = "is of a version of this program that trains differently"
-        cure = f"give run.name=NAME model.weights={path} to start a new run from its weights"
-        raise UserError(str(path), wrong, cure)
+        wrong = "written by a version of this program that trains differently"
+        fix = f"set run.name=NAME and model.weights={path} to start a new run from its weights"
+        raise UserError(str(path), wrong, fix)
 
 
 def is_ours(content: Any) -> bool:
-    """Return whether the content of a file is a checkpoint that this version can read."""
+    """Return whether file contents are a checkpoint that this version can read."""
     if not isinstance(content, dict):
         return False
     return {name: type(content.get(name)) for name in PARTS} == PARTS
 
 
 def provenance() -> dict[str, str]:
-    """Return the versions of what changes results, and the git commit of this program.
+    """Return the versions of software that changes results, and this program's git commit.
 
     Pillow 12.2 and 13.0 scale images to slightly different pixels (measured).
     """

@@ -1,4 +1,4 @@
-"""How a device computes a model: operations per image, precision, kernels, torch.compile."""
+"""Precision, kernels and torch.compile for a device, and a model's operations per image."""
 
 import gc
 import os
@@ -20,19 +20,19 @@ from pipeline.data.build import Datasets
 from pipeline.data.field import IMAGE, Field
 from pipeline.feed.batch import Batch
 
-# (network, batch) -> the network's outputs: `train.forward`
+# (network, batch) -> the network's outputs, such as `train.forward`
 Forward = Callable[[nn.Module, Batch], Tensor]
 
-# model.compile=auto compiles for more steps than this. On one H200, ResNet-50 compiles in a minute,
-# at later starts in 11 s, and then saves 18 of the 53 ms of a step of 256 images.
+# model.compile=auto compiles runs with more steps than this. On one H200, ResNet-50 compiles in a
+# minute, in later starts in 11 s, and this saves 18 of the 53 ms of a step with 256 images.
 MANY_STEPS = 2_000
-# In longer runs, cuDNN searches for faster algorithms: for 1 to 40 s; a step takes 0 to 6 % less.
+# Longer runs let cuDNN search for faster algorithms for 1 to 40 s, which saves 0 to 6 % of a step.
 SEARCH_STEPS = 10_000
-# With more operations per GPU than this, auto is `tuned`: ResNet-50 takes 3 hours for them on an
-# H200. Its first start then takes 132 s more, and a step is 1.06 times as fast.
+# model.compile=auto is `tuned` for more operations per GPU than this, or 3 hours of ResNet-50 on an
+# H200. Its first start then takes 132 s longer, and a step is 1.06 times as fast.
 MANY_OPERATIONS = 2e18
-# How long a thread of Python may delay a kernel launch. With the default of 5 ms and a thread that
-# computed a checksum for TensorBoard, a step of ViT-S/16 on an H200 took 148 ms instead of 31 ms.
+# Seconds for which a Python thread may delay a kernel launch. With the default of 5 ms and a thread
+# that computed a checksum for TensorBoard, ViT-S/16 took 148 ms instead of 31 ms a step on an H200.
 SWITCH_SECONDS = 1e-4
 
 
@@ -42,34 +42,34 @@ class Compute:
     precision: str
     channels_last: bool
     compile_mode: str
-    rewrite: str | None  # `model.rewrite` where it helps: for compiled bf16 on a GPU
-    fields: Mapping[str, Field]  # of a training sample
+    rewrite: str | None  # model.rewrite if it helps, which is in compiled bf16 on a GPU
+    fields: Mapping[str, Field]  # fields of a training sample
     parameters: int
-    flops: int  # operations of a forward pass for a training sample
+    flops: int  # operations in the forward pass of a training sample
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the images on the device: two bytes per value halve what a layer reads."""
+        """Dtype of images on the device. A layer reads half the memory if a value has two bytes."""
         return dtype_of(self.precision)
 
     @property
     def image_format(self) -> dict[str, Any]:
-        """Arguments of `open_feed` about the images on the device."""
+        """Arguments of `open_feed` for the images on the device."""
         return {"dtype": self.dtype, "channels_last": self.channels_last}
 
     def autocast(self) -> torch.autocast:
-        """Return the context of every forward pass."""
+        """Return the autocast context for each forward pass."""
         return autocast(self.device.type, self.precision)
 
     @contextmanager
     def for_validation(self) -> Iterator[None]:
-        """Autocast, without `compile_blocks`: each size of a batch would be compiled again."""
+        """Enter autocast, without `compile_blocks`, which would recompile for each batch size."""
         with self.autocast(), torch.compiler.set_stance("force_eager"):
             yield
 
 
 def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False) -> nn.Module:
-    """Build the model of the config for the datasets. Raises UserError as `models.build`."""
+    """Build the config's model for the datasets. Raises UserError like `models.build`."""
     return models.build(
         config.model.name,
         num_classes=len(datasets.classes),
@@ -83,24 +83,24 @@ def build_model(config: Config, datasets: Datasets, *, pretrained: bool = False)
 def choose_compute(
     config: Config, datasets: Datasets, schedule: Schedule, device: torch.device, forward: Forward
 ) -> Compute:
-    """Choose what the config leaves open. Raises UserError if the model cannot take the samples."""
+    """Resolve options set to auto. Raises UserError if the model does not accept the samples."""
     fields, val_fields = datasets.train.fields, datasets.val.fields
     shape = fields[IMAGE].device_shape
     if shape[-1] != config.data.image_size:
         given = f"data.image_size={config.data.image_size}"
         wrong = f"the training images have {shape[-1]} px"
-        raise UserError(given, wrong, "give their size, or change augment.train")
-    with torch.device("meta"):  # where the model takes no memory
+        raise UserError(given, wrong, "set it to their size, or change augment.train")
+    with torch.device("meta"):  # allocates no memory
         model = build_model(config, datasets)
-    models.freeze(model, config.model.freeze)  # refuses a wrong name before weights are read
+    models.freeze(model, config.model.freeze)  # raises for a wrong name before weights are read
     flops = count_flops(model, fields, forward)
-    if val_fields != fields:  # fails here, not when it validates
+    if val_fields != fields:  # raises here instead of in the first validation
         count_flops(model, val_fields, forward, key="data.val_size, augment.val")
     precision = choose_precision(config.train.precision, device)
     steps = schedule.stop_step
-    operations = 3 * flops * steps * schedule.local_batch_size  # of this rank, in the whole run
+    operations = 3 * flops * steps * schedule.local_batch_size  # total of this rank in the run
     mode = resolve_compile(config, device, steps, operations)
-    if mode == "default" and has_equal_blocks(model):
+    if mode == "default" and has_identical_blocks(model):
         mode = "blocks"
     is_rewritten = can_rewrite(device, precision) and mode != "off"
     return Compute(
@@ -118,39 +118,39 @@ def choose_compute(
 def count_flops(
     model: nn.Module, fields: Mapping[str, Field], forward: Forward, *, key: str = "data.image_size"
 ) -> int:
-    """Count the operations of one sample's forward pass (a multiply-add counts as two).
+    """Count the operations in one sample's forward pass; a multiply-add counts as two.
 
-    Raises UserError if the model does not take the images, or `forward` a field that they lack.
+    Raises UserError if the model does not accept the images, or if `forward` needs a missing field.
 
     Args:
-        model: on the meta device; it is set to evaluation, and all of it is frozen.
-        key: key to name if the model does not take such images.
+        model: a model on the meta device, which is set to eval mode and frozen.
+        key: key to name in the error if the model does not accept the images.
     """
-    model.eval().requires_grad_(False)  # the counter fails at views of parameters
+    model.eval().requires_grad_(False)  # the counter fails on views of trainable parameters
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             forward(model, Batch.zeros(fields, torch.device("meta")))
-    except UserError:  # samples lack a field
+    except UserError:  # a field is missing
         raise
-    except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
+    except (RuntimeError, AssertionError, ValueError) as error:  # raised by a layer
         reason = describe(error).splitlines()[0]
         channels, *_, size = fields[IMAGE].device_shape[-3:]
-        wrong = f"the model does not take images of {size} px with {channels} channels ({reason})"
+        wrong = f"the model does not accept images of {size} px and {channels} channels ({reason})"
         raise UserError(key, wrong, "set a different value, or fix the model") from None
     return int(counter.get_total_flops())
 
 
 def device_name(device: torch.device) -> str:
-    """Return the model of a CUDA GPU, such as `NVIDIA H200`, else the type of the device."""
+    """Return the name of a CUDA GPU, such as `NVIDIA H200`, or else the device type."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return device.type
 
 
 def choose_precision(choice: str, device: torch.device) -> str:
-    """Resolve train.precision=auto to what the tensor cores of a device compute in.
+    """Resolve train.precision=auto to a precision that the device's tensor cores support.
 
-    bf16, or fp16 on a T4, V100, RTX 20xx; fp32 on a CPU, and on older GPUs, which have none.
+    This is bf16, or fp16 on a T4, V100 or RTX 20xx. CPUs and older GPUs have none and use fp32.
     """
     if choice != "auto":
         return choice
@@ -164,30 +164,30 @@ def choose_precision(choice: str, device: torch.device) -> str:
 
 
 def can_rewrite(device: torch.device, precision: str) -> bool:
-    """Whether model.rewrite has faster layers for a device and a precision."""
+    """Return whether model.rewrite has faster layers for a device and a precision."""
     return device.type == "cuda" and precision == "bf16"
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """Return the dtype of images and of autocast's matrix products."""
+    """Return the dtype for images and for autocast's matrix products."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 
 
 def longest_float(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums: float64, or float32 on GPUs without it (Apple, some of Intel)."""
+    """Return float64 for sums, or float32 on GPUs without float64 (Apple, some by Intel)."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
 def autocast(device_type: str, precision: str) -> torch.autocast:
-    """Return the context of a forward pass. Gradients in fp16 need a loss scale."""
+    """Return the autocast context for a forward pass. Gradients in fp16 need a loss scale."""
     dtype = dtype_of(precision)
     return torch.autocast(device_type, dtype, enabled=dtype != torch.float32)
 
 
 def resolve_compile(config: Config, device: torch.device, steps: int, operations: int) -> str:
-    """Resolve model.compile=auto, from all steps and operations of a rank in the whole run.
+    """Resolve model.compile=auto from a rank's steps and operations in the whole run.
 
-    So a resumed run keeps its mode, unless train.max_steps changes; other modes round differently.
+    A resumed run keeps its mode, unless train.max_steps changes. Other modes round differently.
     """
     if config.model.compile != "auto":
         return config.model.compile
@@ -199,34 +199,34 @@ def resolve_compile(config: Config, device: torch.device, steps: int, operations
 
 
 def is_search_worthwhile(config: Config, steps: int) -> bool:
-    """Whether cuDNN searches for algorithms. A start may find others, which round differently."""
+    """Return whether cuDNN searches for algorithms, whose rounding may differ between starts."""
     return steps > SEARCH_STEPS and not config.train.deterministic
 
 
 def set_up_kernels(deterministic: bool, precision: str) -> None:
     """Set torch's global options for precision, cuDNN, determinism and torch.compile.
 
-    Other threads yield to kernel launches after SWITCH_SECONDS.
+    Also let other threads yield to kernel launches after SWITCH_SECONDS.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     set_float32_precision(precision)
     if deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with this
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required for deterministic cuBLAS
     torch.use_deterministic_algorithms(deterministic)
-    # Without this, torch does not cache compiled graphs with a gradient that is written by hand.
+    # Without this option, torch does not cache graphs that contain a custom autograd.Function.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def set_float32_precision(precision: str) -> None:
-    """Allow TF32 for products of float32, unless `precision` is fp32."""
+    """Allow TF32 in float32 matrix products unless `precision` is fp32."""
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = precision != "fp32"
 
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Collect garbage at checkpoints only: within a step, it would delay kernel launches."""
-    gc.freeze()  # a collection examines later objects only; the others would take 1.8 s on an H200
+    """Collect garbage only at checkpoints, because in a step it would delay kernel launches."""
+    gc.freeze()  # excludes earlier objects, which would take 1.8 s per collection on an H200
     gc.disable()
     try:
         yield
@@ -235,30 +235,29 @@ def garbage_collection_paused() -> Iterator[None]:
         gc.unfreeze()
 
 
-def has_equal_blocks(model: nn.Module) -> bool:
-    """Whether all of `model.blocks` print alike, as in a vision transformer without drop path.
+def has_identical_blocks(model: nn.Module) -> bool:
+    """Return whether all `model.blocks` have the same repr, like a ViT's without drop path.
 
-    Such modules differ in their weights only, and one compilation serves them all.
+    Such modules differ only in their weights, so one compilation serves them all.
     """
     blocks = dict(model.named_children()).get("blocks", nn.Sequential())
-    printed = set(map(repr, blocks.children()))
-    return len(printed) == 1
+    return len(set(map(repr, blocks.children()))) == 1
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile `model.blocks`, each alone, for the training.
+    """Compile each of `model.blocks` separately for training.
 
-    On an H200, the first start of ViT-S/16 takes 27 s instead of 41 s, and a step 0.3 % more time.
+    On an H200, ViT-S/16's first start takes 27 s instead of 41 s, and a step takes 0.3 % longer.
     """
     for block in model.get_submodule("blocks").children():
         block.compile(dynamic=False, mode="default")
 
 
 def compile_function(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    """Return the function compiled, or unchanged if the mode is `off`, or `blocks` of the model."""
+    """Return the compiled function, or the function itself if the mode is `off` or `blocks`."""
     if mode in ("off", "blocks"):
         return function
-    if mode == "tuned":  # searches all block sizes; not a mode of torch.compile
+    if mode == "tuned":  # not a mode of torch.compile; searches all block sizes
         options: dict[str, Any] = {"coordinate_descent_tuning": True}
         return torch.compile(function, dynamic=False, options=options)
     return torch.compile(function, dynamic=False, mode=mode)

@@ -9,27 +9,27 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # a later import would store the group in default arguments
+import torch.distributed.nn.functional  # imported later, it stores the group in default arguments
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import models
 from conf.errors import RunError, UserError, with_advice
 from conf.schema import show
-from engine.optim import trained
+from engine.optim import trainable_parameters
 from pipeline.feed.feed import RankInfo
 
 T = TypeVar("T")
-# A collective may last so many times loader.timeout_seconds: a rank may compile meanwhile.
+# Timeout of a collective in multiples of loader.timeout_seconds, because a rank may be compiling.
 TIMEOUT_FACTOR = 10
 
 
 class World(RankInfo):
-    """The ranks of a run. All call what is marked Collective, and in the same order."""
+    """The ranks of a run. All ranks must call Collective methods, in the same order."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0: it prints the run's lines and writes the run directory."""
+        """Whether this is rank 0, which prints the run's lines and writes the run directory."""
         return self.rank == 0
 
     def on_rank_0(self, function: Callable[[], T]) -> T:
@@ -42,9 +42,9 @@ class World(RankInfo):
 
     @contextmanager
     def shared_errors(self) -> Iterator[None]:
-        """Raise the error of one rank in the `with` block on all ranks, at its end. Collective.
+        """Raise a rank's error in the `with` block on all ranks when the block ends. Collective.
 
-        These are UserError and RunError; if a rank cannot use a file, all raise a UserError.
+        Applies to UserError, RunError, and OSError, which becomes a UserError.
         """
         error: Exception | None = None
         try:
@@ -58,7 +58,7 @@ class World(RankInfo):
                 raise first
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in rank order. Collective."""
+        """Return the values from all ranks, in rank order. Collective."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -66,25 +66,25 @@ class World(RankInfo):
         return values
 
     def check_same(self, values: dict[str, Any]) -> None:
-        """Refuse the first value that differs between the ranks. Collective."""
+        """Raise UserError for the first value that differs between ranks. Collective."""
         first, *others = self.all_gather(values)
         for rank, other in enumerate(others, start=1):
             for name in first | other:
                 here, there = first.get(name), other.get(name)
                 if here != there:
                     wrong = f"is {show(there)} on rank {rank} and {show(here)} on rank 0"
-                    raise UserError(name, wrong, "give every rank the same command and data")
+                    raise UserError(name, wrong, "start all ranks with the same command and data")
 
     def has_equal_weights(self, model: nn.Module) -> bool:
-        """Whether the parameters have the same bits on all ranks. Collective; waits for a GPU."""
+        """Return whether all ranks have bitwise identical parameters. Collective; synchronizes."""
         if self.size == 1:
             return True
         sums = []
         for weight in model.parameters():
             bits = weight.detach().view(getattr(torch, f"int{8 * weight.itemsize}"))
             sums.append(bits.sum(dtype=torch.int64))
-        own = torch.stack(sums).tolist()
-        return self.all_gather(own).count(own) == self.size
+        local = torch.stack(sums).tolist()
+        return self.all_gather(local).count(local) == self.size
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place. Collective."""
@@ -93,39 +93,39 @@ class World(RankInfo):
         return values
 
     def max(self, number: int) -> int:
-        """Return the maximum over all ranks. Collective; does not wait for the GPU."""
+        """Return the maximum over all ranks. Collective; does not synchronize the GPU."""
         values = torch.tensor(number)
         if self.size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return int(values)
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Copy rank 0's buffers, such as BatchNorm's statistics, to all ranks. Collective."""
+        """Copy rank 0's buffers, such as BatchNorm statistics, to all ranks. Collective."""
         self._copy_from_rank_0(model.buffers())
 
     def wrap(self, model: nn.Module, call: Callable[[nn.Module], Tensor]) -> nn.Module:
-        """Return the module to call in training: the model; with several nodes, DDP around it.
+        """Return the module to call in training, `model` or DDP around it. Collective.
 
-        Collective. DDP averages gradients during the backward pass, which hides the time that the
-        network between nodes takes. On one node, `average_gradients` is faster: DDP splits the
-        compiled step into several graphs, and copies each gradient. `call`: calls a
+        On several nodes, DDP averages gradients during the backward pass, which hides the time that
+        the network between nodes takes. On one node, `average_gradients` is faster, because DDP
+        splits the compiled step into several graphs and copies each gradient. `call`: calls a
         network on an example batch.
         """
         if self.size == self.local_size:
-            # A model may draw initial weights from another source than torch.
+            # A model may draw its initial weights without torch's generator.
             self._copy_from_rank_0([*model.parameters(), *model.buffers()])
             return model
         network = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        # `World.broadcast_buffers` does it before a validation. torch 2.13 deprecates the argument.
+        # `World.broadcast_buffers` copies before validation. torch 2.13 deprecates the argument.
         network.broadcast_buffers = False
-        # DDP rebuilds its gradient buckets in the forward pass after the first backward pass; with
-        # three or more ranks, sums round differently from then on. Do both here with an example, so
+        # DDP rebuilds its gradient buckets in the forward pass after the first backward pass. With
+        # three or more ranks, sums round differently from then on. Run both here on an example, so
         # that the first step after a restart rounds like any other, and a step without averaging
-        # waits for no rank. In evaluation mode, they change no buffer and draw no random number.
+        # waits for no rank. In eval mode, they change no buffer and draw no random number.
         network.eval()
-        parameters = trained(model)
+        parameters = trainable_parameters(model)
         gradients = torch.autograd.grad(call(model).sum(), parameters, allow_unused=True)
-        # DDP waits for the gradients of all parameters, also of a head that only training uses.
+        # DDP waits for gradients of all parameters, including a head used only in training.
         unused = [p.sum() for p, grad in zip(parameters, gradients, strict=True) if grad is None]
         (call(network).sum() + sum(unused)).backward()
         network.zero_grad(set_to_none=True)
@@ -137,14 +137,14 @@ class World(RankInfo):
         if self.size == 1:
             return
         for tensor in tensors:
-            values = tensor.detach().contiguous()  # the same memory, unless it is channels_last
+            values = tensor.detach().contiguous()  # shares memory unless it is channels_last
             dist.broadcast(values, src=0)
             tensor.detach().copy_(values)
 
 
 @contextmanager
 def on_this_rank_alone(network: nn.Module) -> Iterator[None]:
-    """Average no gradients over the ranks within the block: a step may fail on one of them."""
+    """Disable gradient averaging within the block, because a step may fail on one rank."""
     network.trains_alone = True  # type: ignore[assignment]
     try:
         yield
@@ -153,23 +153,23 @@ def on_this_rank_alone(network: nn.Module) -> Iterator[None]:
 
 
 def set_ddp_sync(network: nn.Module, *, enabled: bool) -> None:
-    """Let DDP average the gradients of the next backward pass over all ranks, or not."""
+    """Set whether DDP averages gradients over all ranks in the next backward pass."""
     enabled = enabled and not hasattr(network, "trains_alone")
     network.require_backward_grad_sync = enabled  # type: ignore[assignment]
 
 
 def average_gradients(network: nn.Module) -> None:
-    """Average the gradients of `World.wrap`'s network over all ranks, unless DDP has. Collective.
+    """Average the gradients of `World.wrap`'s network over all ranks, unless DDP did. Collective.
 
-    Does not wait for a GPU. The gradients become views of one tensor, which a single all-reduce
-    averages. Four H200s on NVLink exchange ResNet-50's 102 MB in 0.5 ms of a step of 35.5 ms, and
-    the copy takes 0.1 ms. In `on_this_rank_alone`, a rank uses the same memory on its own.
+    Does not synchronize the GPU. Gradients become views of one tensor, which a single all-reduce
+    averages. Four H200s on NVLink exchange ResNet-50's 102 MB in 0.5 ms of a 35.5 ms step, and
+    the copy takes 0.1 ms. In `on_this_rank_alone`, a rank uses the same memory without averaging.
     """
     if not dist.is_initialized() or isinstance(network, DistributedDataParallel):
         return
-    parameters = trained(network)
-    # A parameter without a gradient here may have one on another rank, and asking would wait for
-    # the device. So it gets zeros, and weight decay and momentum change it, unlike with one rank.
+    parameters = trainable_parameters(network)
+    # A parameter without a gradient here may have one on a different rank, and checking would
+    # synchronize. It gets zeros, so weight decay and momentum change it, unlike with one rank.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     sizes = [gradient.numel() for gradient in gradients]
     flat = gradients[0].new_empty(sum(sizes))
@@ -181,13 +181,13 @@ def average_gradients(network: nn.Module) -> None:
     if not hasattr(network, "trains_alone"):
         if flat.is_cuda:
             dist.all_reduce(flat, op=dist.ReduceOp.AVG)
-        else:  # gloo has no average
+        else:  # gloo does not support AVG
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
 
 
 def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
-    """Return the device that `train.device` selects; refuse more ranks than this node has GPUs."""
+    """Return train.device's device. Raises UserError if this node has fewer GPUs than ranks."""
     if choice == "auto":
         choice = "cuda" if torch.cuda.is_available() else "cpu"
     num_devices = torch.get_device_module(choice).device_count()
@@ -198,17 +198,17 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
         device = torch.device("cuda", local_rank)
     if num_devices < num_needed:
         wrong = f"torch sees {num_devices} of {num_needed} devices on {socket.gethostname()}"
-        cure = "leave the key out, or start as many ranks as there are, and let each see all GPUs"
-        raise UserError(f"train.device={choice}", wrong, cure)
+        fix = "omit the key, or start one rank per device and make all GPUs visible to each rank"
+        raise UserError(f"train.device={choice}", wrong, fix)
     return device
 
 
 @contextmanager
 def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[World]:
-    """Join the process group that torchrun describes in its environment variables, until exit.
+    """Join the process group described by torchrun's environment variables until exit.
 
-    `timeout_seconds`: loader.timeout_seconds. A rank that waits TIMEOUT_FACTOR times as long for
-    another one ends with an error of torch. Raises UserError if this rank has no usable device.
+    Raises UserError if this rank has no usable device. torch raises an error on a rank that waits
+    for others longer than TIMEOUT_FACTOR times `timeout_seconds` (loader.timeout_seconds).
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank, local_rank, local_size = 0, 0, 1
@@ -224,12 +224,12 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             # stream on which it is created.
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         if size > 1:
-            # Objects and the stop signal are sent with gloo: NCCL would need the GPU.
+            # gloo sends objects and the stop signal, because NCCL would need the GPU.
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             limit = timedelta(seconds=TIMEOUT_FACTOR * timeout_seconds)
             store, _, _ = next(dist.rendezvous("env://", timeout=limit))
-            if local_size == size:  # for several nodes, see docs/cluster.md
-                # torchrun's store keeps addresses from before a restart; the prefix hides them.
+            if local_size == size:  # docs/cluster.md has a setting for several nodes
+                # torchrun's store keeps addresses from before a restart. The prefix hides them.
                 restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 store = dist.PrefixStore(restarts, store)
             dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)

@@ -1,6 +1,6 @@
-"""Files that are replaced as a whole, so that a kill or a power cut leaves the old or the new one.
+"""Atomic file replacement, so that a kill or a power cut leaves the old or the new file.
 
-Each is written under a temporary name, fsynced and renamed, and then its folder is fsynced.
+Each file is written under a temporary name, fsynced and renamed; then its directory is fsynced.
 """
 
 import json
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def json_text(content: Any, *, indent: int | None = None) -> str:
-    """Return JSON as RFC 8259 defines it. A number that is not finite becomes null.
+    """Return JSON according to RFC 8259, with null for numbers that are not finite.
 
-    Python would write NaN or Infinity, which most other readers refuse with the whole line.
+    Python would write NaN or Infinity, which make most other readers reject the whole line.
     """
     text = json.dumps(content)
     finite = json.loads(text, parse_constant=lambda constant: None)
@@ -30,15 +30,15 @@ def replace_file(path: Path, text: str) -> None:
         with replacing(path) as temporary:
             temporary.write_bytes(text.encode(errors="surrogateescape"))
     except OSError as error:
-        error.filename = str(path)  # the error of a full disk has none
+        error.filename = str(path)  # missing in the error for a full disk
         raise
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Replace a file by the one that the block writes, atomically, also if the power fails."""
+    """Replace a file by the one that the block writes, atomically, even if the power fails."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # a kill may have left it as a hard link to a checkpoint
+    temporary.unlink(missing_ok=True)  # a kill may have left a hard link to a checkpoint
     try:
         yield temporary
         _sync(temporary)
@@ -50,7 +50,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Make the content of a file, or the names in a folder, survive a power cut."""
+    """Make file contents, or the names in a directory, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

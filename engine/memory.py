@@ -1,4 +1,4 @@
-"""Out of GPU memory: retry the first step with smaller micro-batches; explain a later error."""
+"""Retry the first step with smaller micro-batches if out of memory; explain later errors."""
 
 import gc
 import logging
@@ -18,22 +18,22 @@ from pipeline.feed.batch import Batch
 logger = logging.getLogger(__name__)
 
 TRIED_ON = ("cuda",)  # other devices do not raise torch.OutOfMemoryError
-# In the errors of Python, GPUs (CUDA, HIP, XPU, MPS) and their libraries, and torch's CPU allocator
+# Matches errors of Python, GPUs (CUDA, HIP, XPU, MPS), their libraries and torch's CPU allocator
 OUT_OF_MEMORY = re.compile(
     "MemoryError|[A-Z]+( backend| error:)? out of memory|_ALLOC_FAILED|CPUAllocator"
 )
 
 
 def fit_memory(step: StepGraph, schedule: Schedule, world: World, batches: Iterable[Batch]) -> None:
-    """Try a run's first step, and set the micro-batch of the schedule to what fits. Collective.
+    """Try a run's first step, and halve the schedule's micro-batch until it fits. Collective.
 
-    While a rank is out of memory, all ranks halve the micro-batch; the state stays as it was.
-    BatchNorm works over a micro-batch, so a resumed run keeps what it has. With model.sync_bn,
+    While a rank is out of memory, all ranks halve the micro-batch. The state is not changed. A
+    resumed run keeps its micro-batch, whose statistics BatchNorm uses. With model.sync_bn,
     nothing is tried, because the forward pass waits for the other ranks.
 
-    `batches`: the first batch, which is read only if the step is tried.
+    `batches`: yields the first batch, which is read only if the step is tried.
     """
-    size = schedule.local_batch_size  # most images of a micro-batch
+    size = schedule.local_batch_size  # maximum number of images per micro-batch
     fixed = schedule.config.train.micro_batch or step.state.step > 0
     waits = schedule.config.model.sync_bn and world.size > 1
     if world.device.type not in TRIED_ON or fixed or waits:
@@ -46,29 +46,29 @@ def fit_memory(step: StepGraph, schedule: Schedule, world: World, batches: Itera
                 raise RunError(f"{key}: {wrong}; use a smaller model.name or data.image_size")
             size //= 2
             schedule.fitted_micro_batch = size
-    if world.device.type == "cuda":  # StepGraph reads the peak: leave out the trials
+    if world.device.type == "cuda":  # StepGraph reads the peak: exclude trials
         torch.cuda.reset_peak_memory_stats()
     if schedule.fitted_micro_batch is not None:
-        text = "out of memory with %d images at a time: training as with train.micro_batch=%d"
+        text = "out of memory with %d images at a time; training with train.micro_batch=%d"
         logger.warning(text, schedule.local_batch_size, size)
 
 
 def _fits(step: StepGraph, batch: Batch) -> bool:
-    """Return whether a step fits into the memory of this rank; undo the step."""
+    """Run a step and undo it. Return whether it fits into this rank's memory."""
     alone = on_this_rank_alone(step.network)
     with alone, suppress(torch.OutOfMemoryError), restored_on_exit(step.state):
         step.launch(batch)
         return True
-    gc.collect()  # the error may be part of a cycle that keeps tensors
-    torch.cuda.empty_cache()  # blocks of the sizes that were too large
+    gc.collect()  # the error may be in a reference cycle that keeps tensors
+    torch.cuda.empty_cache()  # frees blocks whose sizes were too large
     return False
 
 
 def explain_limit(error: BaseException, remedy: str = "lower train.micro_batch") -> str | None:
-    """Say which limit of the machine caused an error, and what to do; None if it was no limit.
+    """Return which machine limit caused an error, and how to fix it; None for other errors.
 
-    `remedy`: for an error of the memory of the device or the host.
+    `remedy`: fix for out-of-memory errors on the device or host.
     """
     if OUT_OF_MEMORY.search(repr(error)):
-        return f"the memory is too small; {remedy}"
+        return f"out of memory; {remedy}"
     return reached_limit(error)

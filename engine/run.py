@@ -1,7 +1,7 @@
-"""One run: its folder, which one process uses at a time, and what must not change when it resumes.
+"""A run and its directory: locking, checkpoints, and checks for changes when the run resumes.
 
-`read_checkpoint` chooses the checkpoint from which this start continues; `resume` refuses another
-training, loads the state and claims the folder; `save` writes checkpoints while training continues.
+`read_checkpoint` selects the checkpoint to resume from. `resume` checks that it matches this
+training, loads the state and locks the directory. `save` writes checkpoints while it continues.
 """
 
 import fcntl
@@ -39,18 +39,18 @@ from pipeline.data.splits import check_output_path
 
 logger = logging.getLogger(__name__)
 
-# Tensor shapes or step numbers depend on these: no checkpoint can resume with other values.
+# Tensor shapes or step numbers depend on these keys, so no checkpoint resumes with other values.
 FIXED = ("model.name", "model.freeze", "optim.name", "optim.args", "loader.batch_size", "classes")
-# Keys that decide what validations measure, or which is best: earlier results are not comparable.
+# Keys that affect validation results or their order, so that earlier results are not comparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "data.exif_orientation"}
 VALIDATED_ON |= {"augment.val", "train.best_by"}
-RUN_FILES = {"config.yaml", "checkpoints", ".lock"}  # a folder with other files holds one of these
-MAX_CHANGES_SHOWN = 6  # keys that a refusal lists
+RUN_FILES = {"config.yaml", "checkpoints", ".lock"}  # at least one exists in a run directory
+MAX_CHANGES_SHOWN = 6  # keys in an error message
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a training consists of, before it loads batches: the result of `train.build_parts`."""
+    """Components of a run before it loads batches, returned by `train.build_parts`."""
 
     world: World
     datasets: Datasets
@@ -62,9 +62,9 @@ class Parts:
 
 
 class Run(AbstractContextManager["Run"]):
-    """config.yaml, metrics.jsonl, checkpoints/, TensorBoard's files and summary.json, in a folder.
+    """Run directory: config.yaml, metrics.jsonl, checkpoints/, TensorBoard files, summary.json.
 
-    Rank 0 writes the folder, run.dir, and all ranks read the checkpoint to resume.
+    Rank 0 writes to the directory, run.dir. All ranks read the checkpoint to resume from.
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -72,78 +72,76 @@ class Run(AbstractContextManager["Run"]):
         self.world = world
         self.path = Path(config.run.dir)
         self.checkpoints = self.path / "checkpoints"
-        self.resumed_from: Path | None = None  # the checkpoint from which this start continues
-        self.finished_summary: dict[str, Any] | None = None  # if an earlier start finished it
+        self.resumed_from: Path | None = None  # checkpoint that this start resumes from
+        self.finished_summary: dict[str, Any] | None = None  # set if the run has finished before
         self.metadata: dict[str, Any] = {}  # stored in each checkpoint
-        # Step of the newest checkpoint, perhaps still being written; at first, that of the start
+        # Newest checkpoint's step, even while it is written; initially the step of this start
         self.last_saved_step = 0
-        self._found: list[Path] = []  # checkpoints of this folder when `read_checkpoint` looked
-        self._stored: dict[str, Any] = {}  # content of `resumed_from`, until it is loaded
+        self._found: list[Path] = []  # checkpoints that `read_checkpoint` found in run.dir
+        self._stored: dict[str, Any] = {}  # contents of `resumed_from` until they are loaded
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
-        self._writing: futures.Future[None] = futures.Future()  # the last checkpoint
+        self._writing: futures.Future[None] = futures.Future()  # write of the newest checkpoint
         self._writing.set_result(None)
-        self._lock: int | None = None  # on rank 0, once this start owns the folder
+        self._lock: int | None = None  # file descriptor on rank 0 while the directory is locked
 
     def read_checkpoint(self) -> dict[str, Any]:
-        """Read the checkpoint to resume; return its content, {} to begin at step 0. Collective.
+        """Return the contents of the checkpoint to resume, or {} to begin at step 0. Collective.
 
-        Raises UserError if the folder holds something else, or if the checkpoint that
-        checkpoint.resume names is not one or not of this run; RunError for damaged ones.
+        Raises UserError if run.dir is not a run directory, if checkpoint.resume is not a checkpoint
+        or conflicts with the run in run.dir; RunError if run.dir has damaged checkpoints only.
         """
         given = self.config.checkpoint.resume
-        self._found = self.world.on_rank_0(self._own_checkpoints)
-        with self.world.shared_errors():  # a node may not see the folder
+        self._found = self.world.on_rank_0(self._list_checkpoints)
+        with self.world.shared_errors():  # a node may not have access to the directory
             if self._found:
                 self.resumed_from, self._stored = checkpoint.load_newest(self._found)
                 before = self._stored["config"].get("checkpoint.resume")
                 if given not in ("auto", before):
-                    wrong = f"{self.path} holds a run that was last started with {before}"
-                    cure = "leave the key out to resume it, or give a run.name"
-                    raise UserError(f"checkpoint.resume={given}", wrong, cure)
+                    wrong = f"the run in {self.path} was last started with {before}"
+                    fix = "omit the key to resume it, or choose a different run.name"
+                    raise UserError(f"checkpoint.resume={given}", wrong, fix)
             elif given not in ("auto", "never"):
                 path = Path(given)
                 in_folder = checkpoint.files(path) + checkpoint.files(path / "checkpoints")
-                if in_folder:
-                    path = in_folder[-1]  # the newest
-                self.resumed_from = path
-                self._stored = checkpoint.load(path)
+                self.resumed_from = [path, *in_folder][-1]  # a directory's newest checkpoint
+                self._stored = checkpoint.load(self.resumed_from)
         return self._stored
 
-    def _own_checkpoints(self) -> list[Path]:
-        """Return the checkpoints of this folder, newest first; refuse a folder that is no run."""
+    def _list_checkpoints(self) -> list[Path]:
+        """Return checkpoints, newest first. Raises UserError if run.dir is not a run directory."""
         given = f"run.dir={self.path}"
         check_output_path(self.path, self.config.data, given)
         names = set(map(os.path.basename, self.path.glob("*")))
         if names and names.isdisjoint(RUN_FILES):
-            raise UserError(given, "holds files that are not of a run", "give another")
+            raise UserError(given, "is not empty and not a run directory", "choose a new one")
         if self.config.checkpoint.resume == "never":
             return []
         return checkpoint.files(self.checkpoints)[::-1]
 
     def resume(self, state: TrainState, metadata: dict[str, Any], stop_step: int) -> None:
-        """Load what `read_checkpoint` has read, claim the folder and write config.yaml. Collective.
+        """Load the checkpoint, lock the run directory and write config.yaml. Collective.
 
-        `metadata`: of `checkpoint_metadata`. Raises UserError, before it changes a run, if the
-        checkpoint is of another training, or another process uses or has just used the folder. A
-        finished run keeps its config and its summary.
+        A finished run keeps its config and summary. Raises UserError, before changing a run, if the
+        checkpoint does not match this training, or if the directory is or was just in use by a
+        different process. `metadata`: return value of `checkpoint_metadata`.
         """
         self.world.check_same({"checkpoint": str(self.resumed_from), **metadata["identity"]})
         if self.resumed_from is not None:
-            self._continue(state, self.resumed_from, metadata["identity"])
-        self._stored = {}  # frees the memory
+            self._load_checkpoint(state, self.resumed_from, metadata["identity"])
+        self._stored = {}  # free the memory
         self.metadata = metadata
         self.last_saved_step = state.step
-        self.finished_summary = self.world.on_rank_0(lambda: self._claim(state, stop_step))
+        self.finished_summary = self.world.on_rank_0(lambda: self._lock_directory(state, stop_step))
 
-    def note_measured(self, fitted_micro_batch: int | None, decode_mode: str) -> None:
-        """Add to the identity what is measured at the start; later starts keep it."""
+    def record_measured(self, fitted_micro_batch: int | None, decode_mode: str) -> None:
+        """Add choices measured at the start to the identity, so that later starts keep them."""
         measured = {"fitted_micro_batch": fitted_micro_batch, "decode_mode": decode_mode}
         self.metadata["identity"] |= measured
 
-    def _continue(self, state: TrainState, path: Path, identity: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint, unless it is of another training."""
+    def _load_checkpoint(self, state: TrainState, path: Path, identity: Mapping[str, Any]) -> None:
+        """Load the state from a checkpoint. Raises UserError if it does not match this training."""
         changes = changed_keys(self._stored["identity"], identity)
-        # Not in the identity, because the weights do not depend on it.
+        # train.best_by is not in the identity, because the weights do not depend on it.
         best_by = {"train.best_by": self.config.train.best_by}
         changes |= changed_keys(self._stored["config"], best_by)
         check_changes(path, changes, accept=self.config.checkpoint.accept_changes)
@@ -151,11 +149,11 @@ class Run(AbstractContextManager["Run"]):
             state.load_state_dict(self._stored["state"])
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            wrong = f"its state does not fit this training: {reason}"
-            cure = "give checkpoint.resume=PATH of another one"
-            raise UserError(f"cannot resume {path}", wrong, cure) from None
+            wrong = f"its state does not match this training ({reason})"
+            fix = "set checkpoint.resume=PATH to a different checkpoint"
+            raise UserError(f"cannot resume {path}", wrong, fix) from None
         if path not in self._found:
-            state.forget_validations()  # the best checkpoint is in another folder
+            state.forget_validations()  # the best checkpoint is in a different directory
             given = self.config.checkpoint.resume
             state.history.append(f"began at step {state.step:,} with {given}")
         if not VALIDATED_ON.isdisjoint(changes):
@@ -163,41 +161,41 @@ class Run(AbstractContextManager["Run"]):
         for change in changes.values():
             state.history.append(f"accepted at step {state.step:,}: {change}")
 
-    def _claim(self, state: TrainState, stop_step: int) -> dict[str, Any] | None:
-        """Lock the folder and tidy it up after a kill; return the summary of a finished run.
+    def _lock_directory(self, state: TrainState, stop_step: int) -> dict[str, Any] | None:
+        """Lock the directory, clean up after a kill and return the summary if the run is finished.
 
-        Raises UserError if another process has trained in it since `read_checkpoint`.
-        checkpoint.resume=never moves an earlier run aside. Without a summary, writes the config.
+        Writes the config if the run is not finished. With checkpoint.resume=never, first renames an
+        earlier run. Raises UserError if a process has trained in it since `read_checkpoint`.
         """
         if self.config.checkpoint.resume == "never" and self.path.exists():
-            lock = _lock(self.path)  # fails if another process trains in it
-            folder = self.path.resolve()  # run.dir may be a link to another disk
+            lock = _lock(self.path)  # fails if a process trains in it
+            folder = self.path.resolve()  # run.dir may be a symlink to a different disk
             aside = folder.with_name(f"{folder.name}.old-{datetime.now():%Y%m%d-%H%M%S-%f}")
             os.rename(folder, aside)
             folder.mkdir()
             os.close(lock)
-            logger.info("the earlier run is now %s", aside)
+            logger.info("moved the earlier run to %s", aside)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.path)
-        if self._own_checkpoints() != self._found:
-            wrong = "another process has trained in it during this start"
-            raise UserError(f"run.dir={self.path}", wrong, "give the same command again")
-        for left in self.checkpoints.glob("*.tmp"):  # a kill leaves them
-            left.unlink()
+        if self._list_checkpoints() != self._found:
+            wrong = "a different process trained in it during this start"
+            raise UserError(f"run.dir={self.path}", wrong, "run the same command again")
+        for temporary in self.checkpoints.glob("*.tmp"):  # left behind by a kill
+            temporary.unlink()
         if state.best_validation:
             checkpoint.link_best(self.checkpoints, int(state.best_validation["step"]))
         summary = self._summary_of_finished(state, stop_step)
         if summary is None:
-            # This also fsyncs the name of checkpoints/ in the folder.
+            # This also fsyncs the entry of checkpoints/ in the directory.
             replace_file(self.path / "config.yaml", to_yaml(self.config))
             typed = OmegaConf.create(self.config.overrides)
             replace_file(self.path / "overrides.yaml", OmegaConf.to_yaml(typed))
-            (self.path / "summary.json").unlink(missing_ok=True)  # of an earlier start
+            (self.path / "summary.json").unlink(missing_ok=True)  # written by an earlier start
         return summary
 
     def _summary_of_finished(self, state: TrainState, stop_step: int) -> dict[str, Any] | None:
-        """Return the summary of an earlier start that finished with this state and validation."""
-        with suppress(OSError, ValueError, KeyError, TypeError):  # none, or cut off by a full disk
+        """Return the summary if an earlier start finished with this state and validation."""
+        with suppress(OSError, ValueError, KeyError, TypeError):  # absent or truncated (full disk)
             summary: dict[str, Any] = json.loads((self.path / "summary.json").read_bytes())
             finished = summary["status"] == "finished" and summary["step"] == state.step
             if finished and state.step >= stop_step and state.last_validation:
@@ -205,51 +203,51 @@ class Run(AbstractContextManager["Run"]):
         return None
 
     def save(self, state: TrainState) -> None:
-        """Copy the state to the host, and write a checkpoint in a thread. Collective.
+        """Copy the state to the host and start to write a checkpoint in a thread. Collective.
 
-        Raises RunError if the weights of the previous one are not finite, or it cannot be written.
+        Raises RunError if the previous one cannot be written, or if its weights are not finite.
         """
         self.wait()
         if not self.world.has_equal_weights(state.model):
             text = "step %d: the weights differ between ranks, and the checkpoint has rank 0's; "
-            text += "train_step must draw the same random numbers on all ranks after the averaging"
+            text += "train_step must draw equal random numbers on all ranks after average_gradients"
             logger.warning(text, state.step)
         self.world.broadcast_buffers(state.model)
         if self.world.is_main:
             copied = checkpoint.host_copy(state.state_dict(), self.world.device)
             content = {"step": state.step, "state": copied, **self.metadata}
-            # timm, among others, looks for weights under this key. The file holds them only once.
+            # timm and others look for weights under this key. The file stores them only once.
             content["state_dict"] = copied["ema"] or copied["model"]
             parameters = [name for name, _ in state.model.named_parameters()]
             self._writing = self._thread.submit(self._write, content, parameters)
         self.last_saved_step = state.step
-        gc.collect(1)  # the loop collects nothing; 1: newer objects, in Python 3.14 perhaps more
+        gc.collect(1)  # the loop collects nothing; 1 means newer objects, in Python 3.14 maybe more
 
     def _write(self, content: dict[str, Any], parameters: Sequence[str]) -> None:
         weights = content["state"]["model"]
-        for name in weights.keys() & parameters:  # not buffers: a mask may hold inf
+        for name in weights.keys() & parameters:  # skip buffers, because a mask may contain inf
             if not weights[name].isfinite().all():
                 raise diverged(f"the weights are not finite at step {content['step']}", self.path)
         self.check_lock()
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 
     def check_lock(self) -> None:
-        """Raise RunError if run.dir is no longer the folder that this start has locked."""
+        """Raise RunError if run.dir is no longer the directory that this start has locked."""
         assert self._lock is not None
         is_ours = False
-        with suppress(OSError):  # the folder was removed
+        with suppress(OSError):  # the directory was removed
             is_ours = os.path.samestat(os.fstat(self._lock), os.stat(self.path / ".lock"))
         if not is_ours:
-            text = "was moved or removed; to resume it, give run.dir its new path"
+            text = "was moved or removed; set run.dir to its new path to resume it"
             raise RunError(f"run.dir={self.path}: {text}")
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
+        """Wait until the newest checkpoint is on disk. Collective. Raises RunError like `save`."""
         self.world.on_rank_0(self._writing.result)
 
     def __exit__(self, *_: object) -> None:
-        """Wait until the last checkpoint is on disk, and release the lock."""
-        self._thread.shutdown()  # not `wait`: its error would hide the one that ends the run
+        """Wait until the newest checkpoint is on disk, and release the lock."""
+        self._thread.shutdown()  # an error raised by `wait` would hide the one that ends the run
         if self._lock is not None:
             os.close(self._lock)
 
@@ -257,8 +255,8 @@ class Run(AbstractContextManager["Run"]):
 def resolve_config(config: Config, world: World) -> Config:
     """Apply train.prepare, and share rank 0's `run` keys with all ranks. Collective.
 
-    The ranks would resolve ${now:} differently. Raises UserError if their types of device differ,
-    or their values of a key that is not in CHOOSE_SAMPLES; and what train.prepare raises.
+    Ranks would resolve ${now:} differently. Raises UserError if device types or values of keys not
+    in CHOOSE_SAMPLES differ between ranks. Also raises errors of train.prepare.
     """
     if config.train.prepare is not None:
         name, parameters = split_entry(config.train.prepare, "train.prepare")
@@ -273,10 +271,10 @@ def resolve_config(config: Config, world: World) -> Config:
 
 
 def checkpoint_metadata(parts: Parts) -> dict[str, Any]:
-    """Return what each checkpoint of a run stores in addition to its step and its state.
+    """Return the metadata that each checkpoint stores in addition to the step and the state.
 
-    `identity` is compared when the run resumes; `config` and `model_input` are for programs that
-    use the model; `made_by` is for the reader.
+    `identity` is compared on resume, `config` and `model_input` are for programs that use the
+    model, and `made_by` is for human readers.
     """
     datasets, schedule, compute = parts.datasets, parts.schedule, parts.compute
     image = datasets.train.fields[IMAGE]
@@ -297,10 +295,10 @@ def checkpoint_metadata(parts: Parts) -> dict[str, Any]:
 
 
 def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> dict[str, Any]:
-    """Return everything that affects the result, name -> value: a resumed run must have the same.
+    """Return name -> value of everything that affects the result and must not change on resume.
 
-    Instead of the folders of the images, which may move, a fingerprint of the samples; instead of
-    the decoder, the mode of the dataset; instead of a file of weights, a hash of its content.
+    Image directories, which may move, are replaced by a fingerprint of the samples, the decoder by
+    the dataset's mode, and a weights file by a hash of its contents.
     """
     keys = result_keys(schedule.config)
     for replaced in (*CHOOSE_SAMPLES, "loader.decoder"):
@@ -319,7 +317,7 @@ def run_identity(datasets: Datasets, schedule: Schedule, compute: Compute) -> di
 
 
 def _weights_identity(weights: str | None) -> str | None:
-    """Return the SHA-256 of the file that model.weights names; other values as they are."""
+    """Return the SHA-256 of the model.weights file, or None and `pretrained` unchanged."""
     if weights in (None, "pretrained"):
         return weights
     with open(checkpoint.find_checkpoint(weights), "rb") as file:
@@ -328,9 +326,9 @@ def _weights_identity(weights: str | None) -> str | None:
 
 
 def changed_keys(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, str]:
-    """Return how a checkpoint's identity differs from that of this start, name -> both values.
+    """Compare a checkpoint's identity with this start's; return name -> both values if changed.
 
-    Keys of FIXED come first. A key that only the checkpoint has is left out.
+    Keys in FIXED come first. Keys that only the checkpoint has are ignored.
     """
     changes = {}
     for name in sorted(identity, key=lambda name: name not in FIXED):
@@ -342,22 +340,22 @@ def changed_keys(stored: Mapping[str, Any], identity: Mapping[str, Any]) -> dict
 
 
 def check_changes(path: Path, changes: Mapping[str, str], *, accept: bool) -> None:
-    """Raise UserError for changes that are not accepted, or with which the state does not fit."""
-    refused = [change for name, change in changes.items() if name in FIXED or not accept]
-    if refused:
-        shown = ", ".join(refused[:MAX_CHANGES_SHOWN])
-        wrong = f"keys that affect the result have changed ({len(refused)}): {shown}"
-        cure = "give run.name=NAME to start another run; checkpoint.accept_changes=true continues "
-        cure += f"this one, unless one of these has changed: {', '.join(FIXED)}"
-        raise UserError(f"cannot resume {path}", wrong, cure)
+    """Raise UserError for changes that are not accepted, or whose key is in FIXED."""
+    rejected = [change for name, change in changes.items() if name in FIXED or not accept]
+    if rejected:
+        shown = ", ".join(rejected[:MAX_CHANGES_SHOWN])
+        wrong = f"keys that affect the result have changed ({len(rejected)}): {shown}"
+        fix = "set run.name=NAME to start a new run, or checkpoint.accept_changes=true to continue "
+        fix += f"this one, unless one of these has changed: {', '.join(FIXED)}"
+        raise UserError(f"cannot resume {path}", wrong, fix)
 
 
 def _lock(path: Path) -> int:
-    """Lock the folder. The kernel releases the lock when the process ends, however it ends."""
+    """Lock the directory. The kernel releases the lock when the process ends for any reason."""
     lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise UserError(f"run.dir={path}", "a process trains in it", "give a run.name") from None
+        raise UserError(f"run.dir={path}", "in use by a process", "set a new run.name") from None
     return lock

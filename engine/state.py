@@ -1,4 +1,4 @@
-"""What a checkpoint restores: weights, optimiser, moving average, step and validation results."""
+"""Training state in a checkpoint: weights, optimizer, EMA, step and validation results."""
 
 import copy
 import hashlib
@@ -19,41 +19,40 @@ from engine.checkpoint import BEST
 
 
 def diverged(reason: str, folder: Path) -> RunError:
-    """Return the error of a training that has diverged; `folder`: of the run."""
-    best = folder / "checkpoints" / BEST  # the newest one may be of a large, finite loss
-    start = "start again with checkpoint.resume=never"
+    """Return the error to raise after divergence in the run directory `folder`."""
+    best = folder / "checkpoints" / BEST  # the newest one may have a large, finite loss
+    start = "start over with checkpoint.resume=never"
     if best.exists():
-        start = f"give another run.name, checkpoint.resume={best} (if it is from before the loss "
-        start += "grew) and checkpoint.accept_changes=true"
-    cure = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"
-    return RunError(f"{reason}; these weights were not saved: {cure}, and {start}")
+        start = f"set a new run.name, checkpoint.resume={best} (if saved before the loss grew) and "
+        start += "checkpoint.accept_changes=true"
+    fix = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"
+    return RunError(f"{reason}; these weights were not saved; {fix}, and {start}")
 
 
 def check_loss(row: Mapping[str, float], folder: Path) -> None:
-    """Raise RunError for a log row of a training that has diverged; `folder`: of the run.
+    """Raise RunError if a log row shows divergence in the run directory `folder`.
 
-    With fp16, a step with gradients that are not finite is skipped, and halves the loss scale.
+    In fp16, a step with gradients that are not finite is skipped, and halves the loss scale.
     """
     if row.get("loss_scale", 1.0) < 1:
-        wrong = "fp16: the gradients are not finite at any loss scale"
-        raise diverged(f"{wrong}, step {row['step']}", folder)
+        wrong = f"fp16: the gradients are not finite at any loss scale, step {row['step']}"
+        raise diverged(wrong, folder)
     if "loss_scale" not in row and not math.isfinite(row.get("loss", 0.0)):
-        raise diverged(
-            f"the loss is {row['loss']} at step {row['step']} (lr {row['lr']:g})", folder
-        )
+        wrong = f"the loss is {row['loss']} at step {row['step']} (lr {row['lr']:g})"
+        raise diverged(wrong, folder)
 
 
 class MovingAverage(nn.Module):
     """Exponential moving average of a model's weights and buffers, including BatchNorm statistics.
 
-    It starts as a copy of the model. Update t, counted from 0, has the decay min(decay, (1 + t) /
-    (10 + t)), as in TensorFlow's ExponentialMovingAverage(num_updates=t): the average reaches back
+    Starts as a copy of the model. Update t, counted from 0, uses min(decay, (1 + t) / (10 + t)) as
+    decay, like TensorFlow's ExponentialMovingAverage(num_updates=t). The average thus reaches back
     over at most a ninth of the steps, so even a short run forgets the initial weights. timm and
-    torchvision have no warm-up by default. Integer buffers and those with inf are copied.
+    torchvision have no warm-up by default. Integer buffers and buffers containing inf are copied.
     """
 
-    # int64 [], number of updates. On the device, because an update may be part of a CUDA graph,
-    # which reads only device memory.
+    # int64 [], number of updates. Stored on the device, because an update may be part of a CUDA
+    # graph, which reads only device memory.
     n_averaged: Tensor
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -62,13 +61,13 @@ class MovingAverage(nn.Module):
         self.decay = decay
         self.register_buffer("n_averaged", torch.tensor(0, device=next(model.parameters()).device))
         tensors = [*model.parameters(), *model.buffers()]
-        # Others are copied. A buffer may hold inf, as a mask does, and inf - inf is NaN.
+        # All other tensors are copied. A mask may contain inf, and inf - inf is NaN.
         self.is_mean = [t.is_floating_point() and bool(t.isfinite().all()) for t in tensors]
         self.is_copy = [not mean for mean in self.is_mean]
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        weight = (9 / (10 + self.n_averaged)).clamp(min=1.0 - self.decay)  # of the new values
+        new_weight = (9 / (10 + self.n_averaged)).clamp(min=1.0 - self.decay)
         averaged = [*self.module.parameters(), *self.module.buffers()]
         current = [*model.parameters(), *model.buffers()]
         means = list(compress(averaged, self.is_mean))
@@ -76,7 +75,7 @@ class MovingAverage(nn.Module):
         copies = list(compress(averaged, self.is_copy))
         # torch._foreach_lerp_ would need the weight on the host.
         changes = torch._foreach_sub(values, means)
-        torch._foreach_mul_(changes, weight)
+        torch._foreach_mul_(changes, new_weight)
         torch._foreach_add_(means, changes)
         if copies:
             torch._foreach_copy_(copies, list(compress(current, self.is_copy)))
@@ -85,25 +84,25 @@ class MovingAverage(nn.Module):
 
 @dataclass
 class TrainState:
-    """Model, optimiser, step and validation results.
+    """Model, optimizer, step and validation results.
 
-    It holds no random state: order, augmentation and dropout are functions of (seed, step).
+    Has no random state, because order, augmentation and dropout are functions of (seed, step).
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    # Moving average of the weights if train.ema_decay is set; then it is what is validated
+    # Average of the weights if train.ema_decay is set; validation then measures it
     ema: MovingAverage | None = None
     step: int = 0
     best_validation: dict[str, float] = field(default_factory=dict)  # best row by train.best_by
-    last_validation: dict[str, float] = field(default_factory=dict)  # the newest validation row
-    # Lines for the user: where the run began, and changes that were accepted when it resumed
+    last_validation: dict[str, float] = field(default_factory=dict)  # newest validation row
+    # Lines for the user about where the run began and which changes were accepted on resume
     history: list[str] = field(default_factory=list)
-    # For fp16, which has a smaller range than fp32: gradients below 6e-8 are zero
+    # Used in fp16, where gradients below 6e-8 are zero, because its range is smaller than fp32's
     scaler: GradScaler = field(default_factory=lambda: GradScaler(enabled=False))
 
     def __post_init__(self) -> None:
-        # Options of the optimiser's groups as they were built, such as weight decay
+        # Options of the optimizer's groups when created, such as weight decay
         self.options = [group | {"params": None} for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,20 +124,20 @@ class TrainState:
     def load_state_dict(self, stored: dict[str, Any]) -> None:
         self.model.load_state_dict(stored["model"])
         if self.ema is not None:
-            # Without an average, train.ema_decay is turned on at this resume.
+            # A checkpoint without EMA means that this resume has turned on train.ema_decay.
             self.ema.module.load_state_dict(stored["ema"] or stored["model"])
             self.ema.n_averaged.fill_(stored["ema_steps"] or 0)
-        # The stored loss scale is empty without fp16.
+        # A checkpoint has an empty loss scale without fp16.
         self.scaler.load_state_dict(self.scaler.state_dict() | stored.get("loss_scale", {}))
-        # The optimiser's state, such as momentum, comes from the checkpoint, and so do the numbers
-        # that some optimisers count in their groups. An option that this start was given another
-        # value for keeps the new one: weight decay, or `capturable` on another kind of device.
+        # Optimizer state, such as momentum, comes from the checkpoint, as do numbers that some
+        # optimizers count in their groups. Options that have changed keep their new values, such
+        # as weight decay, or `capturable` on a different kind of device.
         stored_groups = stored["optimizer"]["param_groups"]
-        built = stored.get("options", [{}] * len(stored_groups))  # {}: of an earlier version
+        built = stored.get("options", [{}] * len(stored_groups))  # {} in earlier versions
         groups = []
         for group, before, now in zip(stored_groups, built, self.options, strict=True):
-            own = {name: value for name, value in now.items() if before.get(name) != value}
-            groups.append(group | own)
+            changed = {name: value for name, value in now.items() if before.get(name) != value}
+            groups.append(group | changed)
         self.optimizer.load_state_dict({**stored["optimizer"], "param_groups": groups})
         self.step = stored["step"]
         self.best_validation = dict(stored["best"])
@@ -146,12 +145,12 @@ class TrainState:
         self.history = list(stored["history"])
 
     def forget_validations(self) -> None:
-        """Let the next validation be the best so far."""
+        """Make the next validation the best so far."""
         self.best_validation = {}
         self.last_validation = {}
 
     def clear_gradients(self) -> None:
-        """Free the gradients, and forget an update that an error has interrupted."""
+        """Free the gradients, and discard an update that an error has interrupted."""
         self.optimizer.zero_grad(set_to_none=True)
         if self.scaler.is_enabled():
             self.scaler._per_optimizer_states.clear()
@@ -159,10 +158,10 @@ class TrainState:
 
 @contextmanager
 def restored_on_exit(state: TrainState) -> Iterator[None]:
-    """Restore weights, buffers, optimiser and average on exit, bit for bit.
+    """Restore weights, buffers, optimizer and EMA on exit, bitwise.
 
-    Weights and buffers keep their addresses, to which compiled steps refer. The optimiser's state
-    moves: a CUDA graph has to be captured again. Random numbers need not be restored: `seed_step`.
+    Weights and buffers keep their addresses, to which compiled steps refer. Optimizer state moves,
+    so CUDA graphs must be captured again. `seed_step` makes restoring random numbers unnecessary.
     """
     before = copy.deepcopy(state.state_dict())
     try:
@@ -173,17 +172,17 @@ def restored_on_exit(state: TrainState) -> Iterator[None]:
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Seed torch for a step: dropout and stochastic depth depend on (seed, step, rank) only."""
+    """Seed torch so that dropout and stochastic depth depend only on (seed, step, rank)."""
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
-    # Not torch.manual_seed: it takes 0.1 to 0.4 ms, as it formats the stack for other devices.
+    # torch.manual_seed would take 0.1 to 0.4 ms to format the stack for other devices.
     torch.default_generator.manual_seed(number)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(number)
 
 
 def params_sha256(model: nn.Module) -> str:
-    """Return the SHA-256 over the bytes of the state_dict's tensors, in order."""
+    """Return the SHA-256 of the bytes of all state_dict tensors, in order."""
     digest = hashlib.sha256()
     for tensor in model.state_dict().values():
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

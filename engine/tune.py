@@ -128,4 +128,4 @@ def fit_to_machine(parts: Parts, feed: Feed, step: StepGraph, run: Run, stop: St
         with restored_on_exit(state):
             Tuner(feed, run.world).start(step, state.step)
         step.reset()
-    run.note_measured(schedule.fitted_micro_batch, feed.decode_mode)
+    run.record_measured(schedule.fitted_micro_batch, feed.decode_mode)

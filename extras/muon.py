@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from conf.schema import OptimConfig
-from engine.optim import linear_weights, sgd, trained
+from engine.optim import linear_weights, sgd, trainable_parameters
 
 RMS = 0.2  # root mean square of an update for a learning rate of 1, as Adam's (arXiv 2502.16982)
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the Newton-Schulz iteration, from the source
@@ -75,7 +75,7 @@ def hidden_weights(model: nn.Module) -> dict[Tensor, None]:
     """Return the trained weights between the first and the last layer, without depthwise ones."""
     layers = linear_weights(model)
     matrices = [weight for weight in model.parameters() if weight in layers]
-    weights = set(trained(model))
+    weights = set(trainable_parameters(model))
     return {w: None for w in matrices[1:-1] if w in weights and w.shape[1] > 1}
 
 

@@ -92,7 +92,7 @@ if os.environ["RANK"] == "1":
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
-SAME = "; give every rank the same command and data"
+SAME = "; start all ranks with the same command and data"
 RANK_MISTAKES = {
     "sys.argv.append('optim.lr=0.3')": rf"optim\.lr: is 0\.3 on rank 1 and 0\.2 on rank 0{SAME}",
     "open('images/train/dots/03.jpg', 'ab').write(b'  ')": (

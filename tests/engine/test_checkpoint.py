@@ -45,7 +45,7 @@ def test_save_keeps_newest_and_best(tmp_path):
     save(tmp_path, content(7), keep=2)  # validated on other images, so there is no best yet
     assert checkpoint.find_checkpoint(tmp_path) == tmp_path / "step-00000007.pt"
     assert {*os.listdir(tmp_path)} == {"step-00000006.pt", "step-00000007.pt"}
-    with pytest.raises(UserError, match="holds no checkpoints; give the folder"):
+    with pytest.raises(UserError, match="contains no checkpoints; pass a run directory"):
         checkpoint.find_checkpoint(tmp_path.parent)
 
 
@@ -64,7 +64,7 @@ def test_load_newest_rejects_older_format(tmp_path):
     stored = {**torch.load(old), "format": 2}
     torch.save(stored, old)
     assert checkpoint.is_ours(stored)  # its weights and config are readable
-    with pytest.raises(UserError, match=f"is of a version of this .* model.weights={old} "):
+    with pytest.raises(UserError, match=f"written by a version of this .* model.weights={old} "):
         load_newest([old])
 
 
@@ -210,7 +210,7 @@ def test_run_save_fails_if_directory_was_moved(tmp_path):
         with directory(run.path) as other:
             resume_with(other, state_of(), {})
         run.save(state_of(5))
-        with pytest.raises(RunError, match="was moved or removed; to resume it, give"):
+        with pytest.raises(RunError, match="was moved or removed; set run"):
             run.wait()
     assert not os.listdir(other.checkpoints)
 

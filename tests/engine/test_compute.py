@@ -16,7 +16,7 @@ from engine.compute import (
     choose_precision,
     compile_blocks,
     count_flops,
-    has_equal_blocks,
+    has_identical_blocks,
     is_search_worthwhile,
     resolve_compile,
 )
@@ -40,12 +40,12 @@ def test_keep_compiled_kernels_uses_cache_dir(cache, monkeypatch):
     assert result.stdout.split() == [str(cache / "inductor"), str(cache / "inductor" / "triton")]
 
 
-def test_has_equal_blocks():
+def test_has_identical_blocks():
     """With drop path, each block has a different rate, so blocks would be compiled one by one."""
-    assert not has_equal_blocks(nn.Module())
+    assert not has_identical_blocks(nn.Module())
     for rate, are_equal in ((0.1, True), (0.2, False)):
         blocks = nn.Sequential(nn.Dropout(0.1), nn.Dropout(rate))
-        assert has_equal_blocks(nn.ModuleDict({"blocks": blocks})) == are_equal
+        assert has_identical_blocks(nn.ModuleDict({"blocks": blocks})) == are_equal
 
 
 def test_for_validation_does_not_compile_blocks():
@@ -66,7 +66,7 @@ def test_compile_blocks_compiles_equal_blocks_once():
     model, images = short_vit(7, 32), torch.randn(4, 3, 32, 32)
     nn.init.normal_(model.head.weight)
     expected = torch.autograd.grad(model(images).square().mean(), list(model.parameters()))
-    assert has_equal_blocks(model)
+    assert has_identical_blocks(model)
     compile_blocks(model)
     torch._dynamo.utils.counters.clear()
     found = torch.autograd.grad(model(images).square().mean(), list(model.parameters()))

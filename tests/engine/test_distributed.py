@@ -63,7 +63,7 @@ def test_resolve_device(monkeypatch):
     gpus(2)
     assert resolve_device("auto", 1) == resolve_device("cuda", 1) == torch.device("cuda", 1)
     assert resolve_device("cpu", 1) == torch.device("cpu")
-    message = r"^train\.device=cuda: torch sees 2 of 3 devices on .+; leave the key out"
+    message = r"^train\.device=cuda: torch sees 2 of 3 devices on .+; omit the key"
     for rank in (0, 2):  # also on ranks that have a GPU
         with pytest.raises(UserError, match=message):
             resolve_device("auto", rank, 3)

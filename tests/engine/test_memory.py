@@ -66,7 +66,7 @@ def test_fit_memory_halves_micro_batches(monkeypatch, caplog, most, images, foun
         assert not caplog.messages
         return
     assert (schedule.num_micro_batches, schedule.fitted_micro_batch) == (-(-images // found), found)
-    assert caplog.messages[0].endswith(f": training as with train.micro_batch={found}")
+    assert caplog.messages[0].endswith(f"; training with train.micro_batch={found}")
     train_on_batch(batch)
     assert params_sha256(state.model) != before
 

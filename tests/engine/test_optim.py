@@ -65,7 +65,7 @@ def test_args_optimizers_take_lr_and_weight_decay(name):
     assert type(optimizer).__name__.lower() == name
     assert optimizer.defaults["lr"] == 0.3
     assert optimizer.defaults.get("weight_decay", 0.5) == 0.5  # some have none
-    message = f"^optim.name={name}: does not take .*; give optim.args={{betas: .0.8, 0.9., eps: 1e"
+    message = f"^optim.name={name}: does not accept .*; set optim.args={{betas: .0.8, 0.9., eps: 1e"
     with pytest.raises(UserError, match=message):
         build_optimizer(nn.Linear(2, 2), replace(config, betas=(0.8, 0.9)))
 
@@ -86,5 +86,5 @@ def test_build_optimizer_from_timm():
     """The name may imply an option that a key does not replace."""
     pytest.importorskip("timm")
     assert build_optimizer(nn.Linear(2, 2), OptimConfig("timm/nesterov")).defaults["nesterov"]
-    with pytest.raises(UserError, match="timm has no such optimiser"):
+    with pytest.raises(UserError, match="timm/adahessian: not found in timm"):
         build_optimizer(nn.Linear(2, 2), OptimConfig("timm/adahessian"))

@@ -47,7 +47,7 @@ def test_run_auto_resumes_newest_intact_checkpoint(run):
     twenty.write_bytes(b"partial")
     assert open_run(run) == ten
     ten.write_bytes(b"partial")
-    with pytest.raises(RunError, match=r"older ones cannot be read on .* damaged, give "):
+    with pytest.raises(RunError, match=r"older ones cannot be read on .* damaged, set "):
         open_run(run)
 
 
@@ -64,7 +64,7 @@ def test_run_forgets_best_if_best_by_changes(run):
     state = state_of()
     opened = directory(run)
     opened.config.train.best_by = "-loss"
-    with pytest.raises(UserError, match=r"\(1\): train\.best_by=top1 \(now -loss\); give "):
+    with pytest.raises(UserError, match=r"\(1\): train\.best_by=top1 \(now -loss\); set "):
         resume_with(opened, state)
     opened.config.checkpoint.accept_changes = True
     resume_with(opened, state)  # a finished run validates again
@@ -82,8 +82,8 @@ def test_run_resume_from_path(run, tmp_path):
     own = checkpoint.save(branch / "checkpoints", content, keep=9)
     ten.rename(tmp_path / "elsewhere.pt")  # its run removed it
     assert open_run(branch, str(ten)) == own  # the same command resumes
-    check_refused(r"checkpoint\.resume=.*/branch holds a run", branch, branch, str(twenty))
-    check_refused("leave the key out to resume it, ", run, run, str(twenty))
+    check_refused(r"checkpoint\.resume=.*: the run in .*/branch was", branch, branch, str(twenty))
+    check_refused("omit the key to resume it, ", run, run, str(twenty))
 
 
 def test_run_never_moves_old_run_aside(run, tmp_path):
@@ -127,14 +127,14 @@ def test_check_changes_lists_and_accepts():
     check_changes(path, changes, accept=True)
     check_changes(path, changed_keys(now, now), accept=False)
     many = dict.fromkeys(["a", "b", "c", "d", "e", "classes", "f"], 8)
-    with pytest.raises(UserError, match=r"\(7\): classes=8 \(now 9\), a=.*, e=.*9\); g"):
+    with pytest.raises(UserError, match=r"\(7\): classes=8 \(now 9\), a=.*, e=.*9\); s"):
         check_changes(path, changed_keys(many, dict.fromkeys(many, 9)), accept=False)
 
 
 @pytest.mark.parametrize("name", FIXED)
 def test_check_changes_rejects_fixed_keys(name):
     changes = changed_keys({"a": 1, name: 1}, {"a": 2, name: 2})
-    message = rf"changed \(1\): {name}=1 \(now 2\); give run\.name=NAME to .*, unless one of these"
+    message = rf"changed \(1\): {name}=1 \(now 2\); set run\.name=NAME to .*, unless one of these"
     with pytest.raises(UserError, match=message):
         check_changes(Path("step-7.pt"), changes, accept=True)
 
@@ -144,7 +144,7 @@ def test_run_resume_detects_progress_of_other_process(tmp_path):
     with directory(tmp_path) as run:
         run.read_checkpoint()
         add_checkpoint(tmp_path, 7)
-        with pytest.raises(UserError, match="another process has trained in it during this start"):
+        with pytest.raises(UserError, match="a different process trained in it during this start"):
             run.resume(state_of(), {"identity": {}}, 100)
 
 
@@ -165,7 +165,7 @@ def test_run_lock_excludes_second_process(tmp_path):
         assert here.poll(HANGS_SECONDS)
         assert here.recv() == "open"
         for resume in ("auto", "never"):
-            message = r"run\.dir=.*: a process trains in it"
+            message = r"run\.dir=.*: in use by a process; set "
             check_refused(message, tmp_path, tmp_path / "run", resume, {})
     finally:
         holder.kill()
