@@ -45,7 +45,7 @@ def curves(row: Mapping[str, Any]) -> dict[str, Any]:
 class Tracker(ExitStack):
     """Prints lines, and writes rows, JSON files, curves and images into a run directory.
 
-    The first failure of an output causes a warning, and disables the output.
+    After an output's first failure there is one warning, and the output is disabled.
 
     Args:
         folder: run directory.
@@ -56,7 +56,7 @@ class Tracker(ExitStack):
     """
 
     def __init__(
-        self, folder: Path, config: Config, state: TrainState, *, writes: bool = True
+        self, folder: Path, config: Config, state: TrainState, writes: bool = True
     ) -> None:
         super().__init__()
         self.folder = folder
