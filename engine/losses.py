@@ -68,7 +68,7 @@ def keys_of(*loss_functions: Callable[..., Tensor]) -> set[str]:
 
 
 def class_weights(config: TrainConfig, datasets: Datasets, device: torch.device) -> Tensor | None:
-    """Return the class weights, float32 [classes], or None if all are equal or if sampled.
+    """Return class weights, float32 [classes], or None if they are equal, even for `sampled`.
 
     Classes that the config does not name have weight 1. Raises UserError if a class does not exist,
     or if the dataset has no labels.
