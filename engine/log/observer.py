@@ -31,10 +31,10 @@ class ObservedRun(Protocol):
     feed: Feed  # loads batches; `feed.train.clock` times the steps
     schedule: Schedule
     compute: Compute
-    state: TrainState  # model, newest and best validation
+    state: TrainState  # model, latest and best validation
     metrics: Metrics
     tracker: Tracker  # prints lines and writes files
-    row: dict[str, Any]  # newest row of training steps
+    row: dict[str, Any]  # latest row of training steps
 
 
 class Observer:

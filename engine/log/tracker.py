@@ -50,8 +50,8 @@ class Tracker(ExitStack):
     Args:
         folder: run directory.
         config: log.trackers enables TensorBoard.
-        state: state from which this start resumes. metrics.jsonl loses later rows and a repeated
-            validation's row; TensorBoard hides later values of earlier starts.
+        state: state from which this launch resumes. metrics.jsonl loses later rows and a repeated
+            validation's row; TensorBoard hides later values of earlier launches.
         writes: whether to write and print anything; False on all ranks but 0.
     """
 

@@ -103,6 +103,6 @@ def test_micro_batches(batch, micro_batch, ranks, found):
 
 @pytest.mark.parametrize(("batch", "found"), [(12, 10), (2, 5)])
 def test_a_batch_that_the_ranks_cannot_share_is_refused(batch, found):
-    message = rf"^loader\.batch_size={batch}: .* multiple of the number of ranks .5.; set loader.batch_size={found}$"
+    message = rf"^loader\.batch_size={batch}: .* of ranks .5.; set loader.batch_size={found}$"
     with pytest.raises(UserError, match=message):
         make_schedule(config(batch), 100, World(0, 5, 5, CPU), {})
