@@ -26,7 +26,7 @@ Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
 def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) -> Criterion:
-    """Return the loss function train.loss, called with the keys of `train` that it takes.
+    """Return the loss function named by train.loss, with the keys of `train` that it takes.
 
     `class_weights`: float32 [classes] on the device, or None for equal weights. Raises UserError if
     the loss does not exist, or if a key is set that only other losses take.

@@ -1,4 +1,4 @@
-"""Report a run to the console, metrics.jsonl, TensorBoard, summary.json and log.observers."""
+"""Report a run: console, metrics.jsonl, TensorBoard, GPU figures, verdict and log.observers."""
 
 import math
 import time
@@ -102,7 +102,7 @@ class RunLog:
         return self.row
 
     def end_interval(self) -> dict[str, Any]:
-        """Report the interval that was sent, if any, after its last step; return the latest row."""
+        """Wait for the interval that was sent, if any, and report it; return the latest row."""
         self.feed.train.clock.end_step()
         self._report()
         return self.row
@@ -157,8 +157,8 @@ class RunLog:
         gpu = self._monitor.sample()
         times = self.feed.step_times(interval.steps, skip=skip)
         times = times._replace(throttled_fraction=self._monitor.throttled)
-        is_compiling = skip >= interval.steps  # 0 seconds have no weight in a mean
-        self._times.append(StepTimes() if is_compiling else times)
+        # Compiling steps count as 0 seconds, which have no weight in a mean.
+        self._times.append(StepTimes() if skip >= interval.steps else times)
         row = train_row(interval.step, interval.means, times, self.schedule, self.feed.pool.active)
         row |= gpu | memory_figures(self.feed.pool.pids, self.world.device)
         self._write(row)
