@@ -90,8 +90,9 @@ def class_weights(config: TrainConfig, datasets: Datasets, device: torch.device)
     for key, weight in chosen.items():
         name = str(key)  # YAML may have parsed a number
         if name not in classes:
-            wrong = f"class {name} not found among {len(classes):,}: {', '.join(classes[:5])}"
-            raise UserError("train.class_weights", wrong + did_you_mean(name, classes))
+            some = f"the dataset has {len(classes):,} classes, such as {', '.join(classes[:5])}"
+            near = did_you_mean(name, classes)
+            raise UserError("train.class_weights", f"class {name} not found", some + near)
         result[classes.index(name)] = weight
     return result
 

@@ -119,7 +119,7 @@ def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str,
         name, parameters = split_entry(entry, "log.observers")
         observer = import_object(name, "log.observers")
         if not hasattr(observer, "evaluated"):
-            wrong = "is not a subclass of engine.log.observer.Observer"
+            wrong = "not a subclass of engine.log.observer.Observer"
             raise UserError(f"log.observers={name}", wrong)
         check_signature(observer, f"log.observers={name}", None, **parameters)
         observers.append((name, observer, parameters))

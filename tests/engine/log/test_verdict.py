@@ -63,7 +63,7 @@ SAYS: list[tuple[list[StepTimes], Any, str]] = [
     (
         [RUNS_WELL._replace(idle_steps_fraction=0.9)],
         GPU,
-        "launch-bound: ... before 90% of the steps ... step is not one CUDA graph (two shapes).",
+        "launch-bound: ... before 90% of the steps ... captured in a CUDA graph (two shapes).",
     ),
     (
         [RUNS_WELL._replace(cpu_wait_fraction=0.4)],
