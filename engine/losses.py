@@ -27,7 +27,7 @@ Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
 def build_criterion(config: TrainConfig, class_weights: Tensor | None = None) -> Criterion:
-    """Return the loss function train.loss, called with the keys of `train` that it takes.
+    """Return the loss function named by train.loss, with the keys of `train` that it takes.
 
     `class_weights`: float32 [classes] on the device, or None for equal weights. Raises UserError if
     the loss does not exist, or if a key is set that only other losses take.
@@ -69,7 +69,7 @@ def keys_of(*loss_functions: Callable[..., Tensor]) -> set[str]:
 
 
 def class_weights(config: TrainConfig, datasets: Datasets, device: torch.device) -> Tensor | None:
-    """Return the class weights, float32 [classes], or None if all are equal or if sampled.
+    """Return class weights, float32 [classes], or None if they are equal, even for `sampled`.
 
     Classes that the config does not name have weight 1. Raises UserError if a class does not exist,
     or if the dataset has no labels.
@@ -91,9 +91,10 @@ def class_weights(config: TrainConfig, datasets: Datasets, device: torch.device)
     for key, weight in chosen.items():
         name = str(key)  # YAML may have parsed a number
         if name not in classes:
-            wrong = f"class {name} not found among {len(classes):,}: {', '.join(classes[:5])}"
+            some = f"the dataset has {len(classes):,} classes, such as {', '.join(classes[:5])}"
             alike = "".join(f"; {names} look alike" for names in look_alikes([name, *classes]))
-            raise UserError("train.class_weights", wrong + (alike or did_you_mean(name, classes)))
+            near = alike or did_you_mean(name, classes)
+            raise UserError("train.class_weights", f"class {name} not found", some + near)
         result[classes.index(name)] = weight
     return result
 

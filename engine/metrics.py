@@ -29,9 +29,9 @@ class Metric:
     form: str = ".4g"  # Python format specification
     unit: str = ""  # printed after the number
     lower_is_better: bool = False
-    console: bool = True  # whether the console shows it; default without an entry: see `Metrics`
-    # Function of a value that is not a mean over the images. It is called once per validation with
-    # `inputs`, [N, ...] over the whole split in its order, on the CPU.
+    console: bool = True  # whether the console shows it; without an entry, see `__getitem__`
+    # Computes a value that is not a mean over the images. Called once per validation with `inputs`,
+    # [N, ...] over the whole split in its order, on the CPU.
     compute: Callable[..., float] | None = None
     # Names of the values of `validation_values` that `compute` takes. If one is missing, this value
     # is not computed. An input without an entry in METRICS is not averaged.
@@ -100,7 +100,7 @@ class Metrics:
         return f"{name} {number:{metric.form}}{metric.unit}"
 
     def computations(self, rows: Mapping[str, Tensor]) -> dict[str, Computation]:
-        """Return the function that computes each validation value: `Metric.compute` or a mean.
+        """Return a function per validation value, by name. It is `Metric.compute` or a mean.
 
         `compute` needs all of its inputs. Inputs are averaged only if they have an entry.
         """

@@ -58,7 +58,7 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """Steps of the learning rate schedule, which are train.epochs passes over the images."""
+        """Steps in the learning rate schedule, for train.epochs passes over the images."""
         steps = round(self.config.train.epochs * self.steps_per_epoch, 6)  # 11.000000000000002
         return max(1, math.ceil(steps))
 
@@ -155,9 +155,9 @@ def make_schedule(
         fitting = min(images, suited_batch(images))
         raise UserError(given, wrong, f"try {with_batch_size(config, fitting)}")
     if size % world.size:
-        wrong = f"the global batch must be a multiple of the {world.size} ranks"
-        shared = max(world.size, size // world.size * world.size)
-        raise UserError(given, wrong, f"set it to {shared}")
+        wrong = f"the global batch size is not a multiple of the number of ranks ({world.size})"
+        multiple = max(world.size, size // world.size * world.size)
+        raise UserError(given, wrong, f"set loader.batch_size={multiple}")
     return Schedule(config, images, world.size, identity.get("fitted_micro_batch"))
 
 
@@ -168,5 +168,5 @@ def with_batch_size(config: Config, size: int) -> str:
 
 
 def suited_batch(images: int) -> int:
-    """Return the largest power of two for at least 16 steps per epoch, or MIN_BATCH_SIZE."""
+    """Return the largest power of two with at least 16 steps per epoch, at least MIN_BATCH_SIZE."""
     return max(MIN_BATCH_SIZE, 2 ** int(math.log2(images / 16)))

@@ -46,11 +46,11 @@ class Tuner:
             say(f"autotune  {text}")
 
     def start(self, train_on_batch: StepGraph, first_step: int) -> None:
-        """Set the feed's mode and workers by benchmarks, which change the state. Collective."""
+        """Benchmark, then set the feed's mode and workers. Changes the state. Collective."""
         feed = self.feed
         batch = next(feed.train.batches(first_step, first_step + 1)).clone()
         feed.step_rate = self.measure_step(train_on_batch, batch)
-        self.say(f"the step processes {feed.step_rate:,.0f} images/s from a batch on the GPU")
+        self.say(f"the step processes {feed.step_rate:,.0f} images/s if its batch is on the GPU")
         first = self.measure_mode(feed.datasets.decode_modes[0], first_step)
         mode = self.choose_mode(first.images_per_second, first_step)
         workers = max(2, feed.num_cores - 1)  # a thread of this process waits for the device
@@ -58,7 +58,7 @@ class Tuner:
             workers = min(feed.max_workers, workers_for(first, feed.num_cores, feed.step_rate))
         feed.pool.activate(workers)
         feed.set_decode_mode(mode, demand=ENOUGH_ON_DEVICE * feed.step_rate)
-        self.say(f"decoder={feed.decoder_name}, workers={workers}")
+        self.say(f"selected decoder={feed.decoder_name}, workers={workers}")
 
     def measure_step(self, train_on_batch: StepGraph, batch: Batch) -> float:
         """Return the step's images/s for a batch on the device, the median over ROUNDS."""

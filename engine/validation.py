@@ -1,4 +1,4 @@
-"""Validation that counts each sample once, for any number of samples and ranks and batch size."""
+"""Validation that counts each sample once, for any number of samples, ranks and batch size."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from pipeline.feed.feed import Feed
 Measure = Callable[[nn.Module, Batch], dict[str, Tensor]]
 """(network in eval mode, batch) -> named values per sample, [B, ...], see
 `train.validation_values`. `Metrics.computations` computes the validation values from them."""
-NUMBER = ""  # column of sample indices in the split; no value has this name
+INDEX = ""  # column of sample indices in the split; no value has this name
 Columns = dict[str, list[Tensor]]  # name -> values of each batch
 Rows = dict[str, Tensor]
 """Values that `Measure` returned for all samples of a split, in its order, [N, ...]."""
@@ -53,7 +53,7 @@ def evaluate(
         network.eval()
     for batch in batches:
         for network, columns in zip(networks, outputs, strict=True):
-            values = {NUMBER: batch.samples[:, 1], **measure(network, batch)}
+            values = {INDEX: batch.samples[:, 1], **measure(network, batch)}
             for name, value in values.items():
                 # Copied, because it may be a view of the batch, whose memory is reused.
                 columns.setdefault(name, []).append(value.clone())
@@ -63,27 +63,27 @@ def evaluate(
 
 
 def collect(columns: Columns, world: World) -> Validation:
-    """Gather the rows of all ranks, and sort them by NUMBER. Collective.
+    """Gather the rows of all ranks, and sort them by INDEX. Collective.
 
-    Rows with NUMBER -1 are padding.
+    Rows with INDEX -1 are padding.
     """
     if not columns:  # a signal arrived before the first batch
         return Validation(0, {})
-    valid = torch.cat(columns[NUMBER]) >= 0
+    valid = torch.cat(columns[INDEX]) >= 0
     shard = {name: torch.cat(values)[valid].cpu() for name, values in columns.items()}
     shards = world.all_gather(shard)
-    order = torch.cat([shard[NUMBER] for shard in shards]).argsort()
+    order = torch.cat([shard[INDEX] for shard in shards]).argsort()
     rows: Rows = {}
     for name in shards[0]:
         rows[name] = torch.cat([shard[name] for shard in shards])[order]
-    del rows[NUMBER]
+    del rows[INDEX]
     return Validation(len(order), rows)
 
 
 def validation_batches(feed: Feed, stop: StopSignal, num_micro_batches: int) -> Iterator[Batch]:
     """Yield this rank's validation batches until the end of the split or a signal. Collective.
 
-    They are micro-batches like in training, because a whole batch may not fit into GPU memory.
+    Batches are split like in training, because a whole batch may not fit into the GPU's memory.
     """
     for batch in stop.interruptible(feed.val.batches(0, feed.num_val_batches)):
         yield from batch.split(num_micro_batches)

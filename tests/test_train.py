@@ -241,7 +241,7 @@ def test_train_signal_during_validation(train_run, folder, nine_steps, monkeypat
         assert ended == ended | {"status": "interrupted", "step": step, "signal": signal.SIGTERM}
 
     interrupted_at(5)
-    assert "resume    step 5, epoch 1.11 is saved: run the same command" in capsys.readouterr().out
+    assert "resume    step 5, epoch 1.11 is saved; run the same command" in capsys.readouterr().out
     second = train_run("train.max_steps=8")
     assert column(folder, "val", "step") == [5, 8]
     interrupted_at(9, "train.validate_every_epochs=5")

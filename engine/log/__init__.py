@@ -1,1 +1,1 @@
-"""What reports a run: console, metrics.jsonl, TensorBoard, telemetry, verdict, observers."""
+"""Report on a run: console, metrics.jsonl, TensorBoard, telemetry, verdict, observers."""

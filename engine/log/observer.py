@@ -22,7 +22,7 @@ from pipeline.feed.feed import Feed
 
 
 class ObservedRun(Protocol):
-    """Attributes of a run for observers; `engine.log.runlog.RunLog` has them."""
+    """Attributes of a run that observers may use, provided by `engine.log.runlog.RunLog`."""
 
     config: Config
     path: Path  # run directory
@@ -31,10 +31,10 @@ class ObservedRun(Protocol):
     feed: Feed  # loads batches; `feed.train.clock` times the steps
     schedule: Schedule
     compute: Compute
-    state: TrainState  # model, newest and best validation
+    state: TrainState  # model, latest and best validation
     metrics: Metrics
     tracker: Tracker  # prints lines and writes files
-    row: dict[str, Any]  # newest row of training steps
+    row: dict[str, Any]  # latest row of training steps
 
 
 class Observer:
@@ -86,7 +86,7 @@ class Observers:
     """Calls a run's observers. An observer's first error causes a warning and disables it."""
 
     def __init__(self, tracker: Tracker) -> None:
-        self._guard = tracker.guard
+        self._tracker = tracker
         self._started: list[tuple[str, Observer]] = []
         tracker.callback(self._started.clear)  # otherwise, observers keep the run alive
 
@@ -94,18 +94,18 @@ class Observers:
         """Create the observers in log.observers. Raises UserError if a constructor does."""
         for name, observer, parameters in named_observers(log.config):
             create = partial(observer, log, **parameters)
-            self._guard(name, self._start, name, create, log.tracker, reraise=UserError)
+            self._tracker.guard(name, self._start, name, create, reraise=UserError)
 
-    def _start(self, name: str, create: Callable[[], Observer], tracker: Tracker) -> None:
-        started = create()
-        self._started.append((name, started))
-        tracker.callback(self._guard, name, started.close)
+    def _start(self, name: str, create: Callable[[], Observer]) -> None:
+        observer = create()
+        self._started.append((name, observer))
+        self._tracker.callback(self._tracker.guard, name, observer.close)
 
     def notify(self, event: Callable[[Observer], Any]) -> dict[str, Any]:
         """Call a method of each observer; return all values to add."""
         added: dict[str, Any] = {}
         for name, observer in self._started:
-            added |= self._guard(name, event, observer) or {}
+            added |= self._tracker.guard(name, event, observer) or {}
         return added
 
 
@@ -119,7 +119,7 @@ def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str,
         name, parameters = split_entry(entry, "log.observers")
         observer = import_object(name, "log.observers")
         if not hasattr(observer, "evaluated"):
-            wrong = "is not a subclass of engine.log.observer.Observer"
+            wrong = "not a subclass of engine.log.observer.Observer"
             raise UserError(f"log.observers={name}", wrong)
         check_signature(observer, f"log.observers={name}", None, **parameters)
         observers.append((name, observer, parameters))

@@ -57,16 +57,16 @@ class RunLog:
         self._run = run
         self._step = step
         self._meter = Meter(self.world, feed.train.clock)
-        self.row: dict[str, Any] = {}  # newest row of training steps
-        self._times: list[StepTimes] = []  # times of each training row since the start
-        self._epoch_began = 0  # number of these rows that belong to earlier epochs
-        self._cause = ""  # cause in the newest epoch's verdict
-        self._pause_began = 0.0  # time.monotonic() of the newest `pause`
+        self.row: dict[str, Any] = {}  # latest row of training steps
+        self._times: list[StepTimes] = []  # times of each training row since launch
+        self._epoch_start = 0  # index of the epoch's first row in _times
+        self._cause = ""  # cause in the latest epoch's verdict
+        self._pause_start = 0.0  # time.monotonic() of the latest `pause`
         self._observers = Observers(tracker)
         self.world.on_rank_0(lambda: self._observers.start(self))
         self._monitor = GpuMonitor(self.world.device)
         tracker.print(console.header(self.metrics))
-        self._began = time.monotonic()
+        self._loop_start = time.monotonic()
         done = self.state.step
         # The first steps are not timed, because they compile.
         self._warm_step = done + (FIRST_STEPS if self.world.device.type == "cuda" else 1)
@@ -82,7 +82,7 @@ class RunLog:
         self.feed.train.clock.ranks_ready()  # all ranks have their batches
 
     def end_step(self, values: Mapping[str, Tensor], due: Due) -> dict[str, Any]:
-        """Add a step's values, float [] on the device; return the newest log row. Collective.
+        """Add a step's values, float [] on the device; return the latest log row. Collective.
 
         One step after a row is due, waits for the row's last step while the device runs this one.
         If an epoch ends or a checkpoint follows, waits for this step and writes the due row.
@@ -102,15 +102,15 @@ class RunLog:
         return self.row
 
     def end_interval(self) -> dict[str, Any]:
-        """Report the interval that was sent, if any, after its last step; return the newest row."""
+        """Wait for the interval that was sent, if any, and report it; return the latest row."""
         self.feed.train.clock.end_step()
         self._report()
         return self.row
 
     def _judge_epoch(self) -> None:
         """Print the epoch's verdict if its cause has changed; `finish` prints the last verdict."""
-        rows = self._times[self._epoch_began :]
-        self._epoch_began = len(self._times)
+        rows = self._times[self._epoch_start :]
+        self._epoch_start = len(self._times)
         with self.pause():
             verdict = self._verdict(rows, SHORT_EPOCH)
         if not verdict:
@@ -131,7 +131,7 @@ class RunLog:
     @contextmanager
     def pause(self, doing: str = "epoch") -> Iterator[None]:
         """Exclude the `with` block from images/s and step times; show `doing` in the bar."""
-        self._pause_began = time.monotonic()
+        self._pause_start = time.monotonic()
         with self.feed.train.clock.pause():
             self._bar.set_description(doing)
             yield
@@ -140,7 +140,7 @@ class RunLog:
     def validated(self, row: dict[str, Any], result: Validation, *, best: bool) -> None:
         """Report a validation. `row`: values of the result and of the raw model."""
         self.world.on_rank_0(self._run.check_lock)  # observers write files
-        seconds = time.monotonic() - self._pause_began
+        seconds = time.monotonic() - self._pause_start
         row = row | {"split": "val", "images": result.images, "seconds": seconds}
         names = self.metrics.computations(result.rows)
         epochs = self.config.train.epochs
@@ -157,8 +157,8 @@ class RunLog:
         gpu = self._monitor.sample()
         times = self.feed.step_times(interval.steps, skip=skip)
         times = times._replace(throttled_fraction=self._monitor.throttled)
-        is_compiling = skip >= interval.steps  # 0 seconds have no weight in a mean
-        self._times.append(StepTimes() if is_compiling else times)
+        # Compiling steps count as 0 seconds, which have no weight in a mean.
+        self._times.append(StepTimes() if skip >= interval.steps else times)
         row = train_row(interval.step, interval.means, times, self.schedule, self.feed.pool.active)
         row |= gpu | memory_figures(self.feed.pool.pids, self.world.device)
         self._write(row)
@@ -193,7 +193,7 @@ class RunLog:
             "history": self.state.history,
             "params_sha256": params_sha256(self.state.model),
             "seconds": time.monotonic() - started,
-            "seconds_to_first_step": self._began - started,
+            "seconds_to_first_step": self._loop_start - started,
             "images_per_second": mean_of(self._times).images_per_second * self.world.size,
             "verdict": self._verdict(self._times, SHORT_RUN),
             "device": device_name(self.compute.device),
@@ -210,7 +210,7 @@ class RunLog:
         return summary
 
     def _validation_results(self) -> dict[str, Any]:
-        """Return the newest validation's values, and the best one's value, epoch and checkpoint.
+        """Return the latest validation's values, and the best one's value, epoch and checkpoint.
 
         `values` lists their names without `_raw`. A result without a validation is None.
         """

@@ -35,7 +35,7 @@ class GpuMonitor:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.throttled = False  # whether one of FAULTS lowered the clock at the newest sample
+        self.throttled = False  # whether one of FAULTS lowered the clock at the latest sample
         self._nvml: Any = None
         self._gpu: Any = None
         if device.type != "cuda":

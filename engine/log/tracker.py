@@ -45,18 +45,18 @@ def curves(row: Mapping[str, Any]) -> dict[str, Any]:
 class Tracker(ExitStack):
     """Prints lines, and writes rows, JSON files, curves and images into a run directory.
 
-    The first failure of an output causes a warning, and disables the output.
+    After an output's first failure there is one warning, and the output is disabled.
 
     Args:
         folder: run directory.
         config: log.trackers enables TensorBoard.
-        state: state from which this start resumes. metrics.jsonl loses later rows and a repeated
-            validation's row; TensorBoard hides later values of earlier starts.
+        state: state from which this launch resumes. metrics.jsonl loses later rows and a repeated
+            validation's row; TensorBoard hides later values of earlier launches.
         writes: whether to write and print anything; False on all ranks but 0.
     """
 
     def __init__(
-        self, folder: Path, config: Config, state: TrainState, *, writes: bool = True
+        self, folder: Path, config: Config, state: TrainState, writes: bool = True
     ) -> None:
         super().__init__()
         self.folder = folder

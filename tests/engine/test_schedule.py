@@ -103,6 +103,6 @@ def test_make_schedule_micro_batches(batch, micro_batch, ranks, found):
 
 @pytest.mark.parametrize(("batch", "found"), [(12, 10), (2, 5)])
 def test_make_schedule_rejects_indivisible_batch(batch, found):
-    message = rf"^loader\.batch_size={batch}: .* multiple of the 5 ranks; set it to {found}$"
+    message = rf"^loader\.batch_size={batch}: .* of ranks .5.; set loader.batch_size={found}$"
     with pytest.raises(UserError, match=message):
         make_schedule(config(batch), 100, World(0, 5, 5, CPU), {})

@@ -1,6 +1,5 @@
 """Output of rank 0: setup, table of rows, and results."""
 
-import re
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -129,7 +128,7 @@ def test_a_terminal_wraps_lines_at_spaces(columns, count, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     say(NOTE, ROW, COMMAND)
-    shown = re.sub(r"\r?\x1b\[\d*[Km]", "", capsys.readouterr().out)
+    shown = capsys.readouterr().out.replace("\r\33[K\33[1m", "").replace("\33[0m", "")
     *lines, command = shown.splitlines()
     assert (len(lines) + 1, command) == (count, COMMAND)
     assert max(map(len, lines)) <= columns

@@ -21,20 +21,18 @@ WAITS |= {"image_cpu_ms": 3.6}
 HOT = {"throttled_fraction": 0.125}
 
 
-def feed_of(*typed: str, cuda: bool = True, step_rate: float = 0.0, kilobytes: int = 10) -> Any:
-    """Return the part of a feed that the verdict reads, with 15 workers."""
-    config = from_overrides(["data=fake", "data.image_size=32", *typed])
+def feed_of(*typed: str, cuda: bool = True, kilobytes: int = 10, **changes: Any) -> Any:
+    """Return the attributes of a feed that the verdict reads. Its CPU decodes with 15 workers."""
     stage = SimpleNamespace(device_decodes=False)
     images = SimpleNamespace(mean_bytes=lambda: 1e3 * kilobytes, stage=stage)
-    return SimpleNamespace(
-        config=config,
-        datasets=SimpleNamespace(train=images),
-        train=SimpleNamespace(cuda=cuda),
-        pool=SimpleNamespace(active=15),
-        num_cores=4,
-        decode_mode="cpu",
-        step_rate=step_rate,
-    )
+    attributes = {
+        "config": from_overrides(["data=fake", "data.image_size=32", *typed]),
+        "datasets": SimpleNamespace(train=images),
+        "train": SimpleNamespace(cuda=cuda),
+        "pool": SimpleNamespace(active=15),
+    }
+    usual = {"num_cores": 4, "decode_mode": "cpu", "step_rate": 0.0, "no_graph": ""}
+    return SimpleNamespace(**attributes, **{**usual, **changes})
 
 
 GPU = feed_of(step_rate=6700)
@@ -62,8 +60,8 @@ SAYS: list[tuple[list[StepTimes], Any, str]] = [
     ),
     (
         [RUNS_WELL._replace(idle_steps_fraction=0.9)],
-        GPU,
-        "launch-bound: ... before 90% of the steps ... step is not one CUDA graph (two shapes).",
+        feed_of(step_rate=6700, no_graph="two shapes"),
+        "launch-bound: ... before 90% of the steps ... captured in a CUDA graph (two shapes).",
     ),
     (
         [RUNS_WELL._replace(cpu_wait_fraction=0.4)],
@@ -90,9 +88,8 @@ SAYS: list[tuple[list[StepTimes], Any, str]] = [
 
 @pytest.mark.parametrize(("ranks", "feed", "says"), SAYS)
 def test_judge_sentences(ranks, feed, says):
-    reason = "two shapes" if "two shapes" in says else ""
     for order in (ranks, ranks[::-1]):
-        text = verdict_of(order, 0.0, feed, reason)[0]
+        text = verdict_of(order, 0.0, feed, feed.no_graph)[0]
         assert all(part in text for part in says.split(" ... ")), text
 
 
