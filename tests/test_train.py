@@ -27,7 +27,7 @@ from tests.helpers.limits import file_size_limit
 from tests.helpers.results import check_not_trained, column, rows, same, stored, summary_of, tree
 from tests.helpers.small_run import command, compose, run
 
-pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("toy_runs", "restored_logging")
 BOARD = "log.trackers=[tensorboard]"
 ACCEPT = "checkpoint.accept_changes=true"
 OWN_DATA = ["augment=demo", "data.image_size=32", "train.max_steps=1"]

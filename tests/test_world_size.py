@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.results import column, rows
 from tests.helpers.small_run import SMALL, command, run
 
-pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("toy_runs", "restored_logging")
 # A model without BatchNorm and dropout, which compute different values on each rank.
 OPTIONS = ["model.name=squeezenet1_1", "model.args={dropout: 0.0}", "data.image_size=64"]
 OPTIONS += ["optim.lr=0.002", "loader.workers=0"]

@@ -18,7 +18,7 @@ from conf import cli
 from conf.compose import from_overrides
 from conf.overrides import answer_to
 from conf.schema import FIELDS, FOLDER, SECTIONS, Config, config_values, group_names, help_texts
-from tests.conf.refused import DATA
+from tests.conf.errors import DATA
 from tests.helpers.processes import (
     ROOT,
     Started,

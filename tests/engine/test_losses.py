@@ -83,8 +83,8 @@ def test_criterion_class_weights(smoothing):
     rows, classes = LOGITS.repeat_interleave(CLASSES, 0), torch.arange(CLASSES).repeat(COUNT)
     pairs = zip(rows.split(1), classes.split(1), strict=True)  # each image with each class
     losses = torch.stack([plain(*pair) for pair in pairs]).view(COUNT, CLASSES)
-    for targets, shares in ((LABELS, ONE_HOT), (MIXED, MIXED)):
-        expected = (shares * weights * losses).sum(1).mean()
+    for targets, fractions in ((LABELS, ONE_HOT), (MIXED, MIXED)):
+        expected = (fractions * weights * losses).sum(1).mean()
         torch.testing.assert_close(criterion(LOGITS, targets), expected)
     check_halves(criterion)
 

@@ -99,15 +99,15 @@ def weights(state: TrainState) -> list[str]:
 def test_step_graph_is_bitwise_identical(mixed, overrides, world, monkeypatch):
     monkeypatch.setitem(zoo.OURS, "vit_s16", short_vit)
     found = []
-    for refused in ("", "for the comparison"):
+    for reason in ("", "for the comparison"):
         torch._dynamo.reset()
         compute, state, train_on_batch = build(world, *overrides, mixed=mixed)
-        train_on_batch.disabled_reason = refused
+        train_on_batch.disabled_reason = reason
         logged = []
         for number in range(STEPS):
             values = train_on_batch(random_batch(compute, number, mixed=mixed))
             logged.append({name: value.item() for name, value in values.items()})
-        assert train_on_batch.disabled_reason == refused
+        assert train_on_batch.disabled_reason == reason
         found.append((weights(state), logged))
     assert found[0] == found[1]
     # Each step has a different batch. A ViT's head starts at zero, so its first losses are equal.

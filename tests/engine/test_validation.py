@@ -16,7 +16,7 @@ from models.resnet import resnet_tiny
 from pipeline.feed.batch import Batch
 from pipeline.feed.loader import EMPTY_ROW
 from tests.engine.plans import ALONE
-from tests.helpers.batches import batch_of, on_device, without_waiting
+from tests.helpers.batches import batch_of, forbid_sync, on_device
 from tests.helpers.batches import toy_values as measure
 from tests.helpers.results import same
 
@@ -102,7 +102,7 @@ def test_validation_values_do_not_synchronize(model, data):
     with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
         expected = [measure(network, batch) for batch in batches]
         for repeatable in (False, True):
-            with without_waiting(deterministic=repeatable):
+            with forbid_sync(deterministic=repeatable):
                 found = [measure(network, batch) for batch in batches]
             assert same(found, expected)
 

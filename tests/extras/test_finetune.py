@@ -15,7 +15,7 @@ from extras.finetune import complete
 from scripts import export
 from tests.helpers import small_run
 
-pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("toy_runs", "restored_logging")
 FAST = ["train.device=cpu", "loader.workers=0", "log.trackers=[]"]
 BICUBIC = {"size": 256, "interpolation": "bicubic"}
 

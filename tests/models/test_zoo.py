@@ -158,7 +158,7 @@ def test_load_weights_drops_head_of_other_classes(tmp_path, caplog, suffix, name
     assert torch.equal(model.state_dict()["fc.weight"], kept * stored["fc.weight"])
     assert torch.equal(model.state_dict()["conv1.weight"], stored["conv1.weight"])
     assert bool(caplog.messages) != kept
-    load_weights(model, path, ("cat", "dog", "fox"))  # not the classes of the file's 2 outputs
+    load_weights(model, path, ("cat", "dog", "fox"))  # two outputs are not these classes
     assert torch.equal(model.state_dict()["fc.weight"], stored["fc.weight"])
 
 

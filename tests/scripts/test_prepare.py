@@ -293,10 +293,10 @@ FORMATS: dict[str, Format] = {
         BOTH | {NOT_UTF8: jpeg(0)},
     ),
 }
-LEFT_OUT = "files or folders that are not read: hidden, or of the system (2), .heic (1), such as "
+SKIPPED = "files or folders that are not read: hidden, or of the system (2), .heic (1), such as "
 NOTES = {
-    "folders": LEFT_OUT,
-    "tar": LEFT_OUT,
+    "folders": SKIPPED,
+    "tar": SKIPPED,
     "numeric labels": "The test split is the validation split.",
     "parquet without names": " data.val_fraction=0.2\n",
     "1 and 01": " data.val_fraction=0.2\n",

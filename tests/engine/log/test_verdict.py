@@ -30,7 +30,7 @@ def ranks_of(*changes: dict[str, Any]) -> list[StepTimes]:
 
 
 # Times per rank, setup, and parts of the verdict's sentence.
-SAYS: list[tuple[list[StepTimes], Setup, str]] = [
+CASES: list[tuple[list[StepTimes], Setup, str]] = [
     (
         [RUNS_WELL._replace(**HOT)],
         GPU,
@@ -70,11 +70,11 @@ SAYS: list[tuple[list[StepTimes], Setup, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "setup", "says"), SAYS)
-def test_judge_sentences(ranks, setup, says):
+@pytest.mark.parametrize(("ranks", "setup", "sentence"), CASES)
+def test_judge_sentences(ranks, setup, sentence):
     for order in (ranks, ranks[::-1]):
         text = judge(order, setup)
-        assert all(part in text for part in says.split(" ... ")), text
+        assert all(part in text for part in sentence.split(" ... ")), text
 
 
 def test_verdict_of_requires_20_seconds(image_root):

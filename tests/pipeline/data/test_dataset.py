@@ -44,19 +44,19 @@ def test_folder_dataset_in_torch_data_loader(image_root):
     assert len(seen) == 3 * 18  # no two are the same
 
 
-def test_fingerprint_depends_on_sizes(changeable):
+def test_fingerprint_depends_on_sizes(train_copy):
     """It does not depend on mtimes, nor on the storage (test_listing.py)."""
-    before = crops(changeable).fingerprint()
-    path = Path(crops(changeable).name(7))
+    before = crops(train_copy).fingerprint()
+    path = Path(crops(train_copy).name(7))
     good = path.read_bytes()
     for changed in (good + b"0", good[:-1], b""):
         path.write_bytes(changed)
-        assert crops(changeable).fingerprint() != before
+        assert crops(train_copy).fingerprint() != before
     path.unlink()
-    assert crops(changeable).fingerprint() != before
+    assert crops(train_copy).fingerprint() != before
     path.write_bytes(good)
     os.utime(path, (10**9, 10**9))
-    assert crops(changeable).fingerprint() == before
+    assert crops(train_copy).fingerprint() == before
 
 
 def test_fingerprint_equals_earlier_versions(tmp_path):

@@ -104,9 +104,9 @@ def check(batch: Batch, dataset: Dataset, samples: np.ndarray) -> None:
 def test_feed_fields_equal_loaded(fields):
     """Including a short last batch."""
     with opened(fields, "loader.workers=2") as feed:
-        for share, stop in ((feed.train, 6), (feed.val, feed.num_val_batches)):
-            for batch in share.batches(0, stop):
-                check(batch, share.loader.dataset, share.loader.samples(batch.step))
+        for split, stop in ((feed.train, 6), (feed.val, feed.num_val_batches)):
+            for batch in split.batches(0, stop):
+                check(batch, split.loader.dataset, split.loader.samples(batch.step))
         assert (batch.step, (batch.samples[:, 1] >= 0).sum()) == (1, 3)
 
 
