@@ -83,7 +83,7 @@ with join_world("cpu") as world:
 
 
 def test_ranks_validate_each_image_once(tmp_path, ranks):
-    """Its row is in its place, even if a rank has no image (3 images on 4 ranks)."""
+    """Each image's row is in its place, even if a rank has no image (3 images on 4 ranks)."""
     script, found = tmp_path / "validates.py", []
     script.write_text(VALIDATES)
     small = [*SMALL, "data=fake", "data.fake_classes=7", "loader.workers=0"]

@@ -58,7 +58,7 @@ def test_from_checkpoint_accepts_former_names(values):
 
 
 def test_from_checkpoint_drops_deleted_code(values):
-    """Drop it if it does not affect the result, for example in a fork that deletes an extra."""
+    """Drop deleted code if it does not affect the result, as in a fork that deletes an extra."""
     gone = {**values, "log.observers": ["gone:Observer"], "model.rewrite": "gone:rewrite"}
     assert config_values(from_checkpoint(gone)) == values
     with pytest.raises(

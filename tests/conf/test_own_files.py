@@ -76,6 +76,5 @@ MISTAKES = [  # file in the directory, its content, the message
 @pytest.mark.parametrize(("name", "content", "message"), MISTAKES)
 def test_cli_reports_errors_in_recipe_files(name, content, message, folder, capsys):
     (folder / f"{name}.yaml").write_text(content, errors="surrogateescape")
-    assert message in error_message(
-        [f"{name.partition('/')[0]}={folder}/{name}.yaml", DATA], capsys
-    )
+    group = name.partition("/")[0]
+    assert message in error_message([f"{group}={folder}/{name}.yaml", DATA], capsys)

@@ -25,7 +25,7 @@ RECIPES = group_names("recipe")
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_builds(recipe):
-    """The commands in its comment are valid; on the meta device, the model takes the last sizes."""
+    """The commands in its comment are valid; the model, on meta, accepts the final sizes."""
     text = (FOLDER / "recipe" / f"{recipe}.yaml").read_text().replace("\\\n#", "")
     commands = re.findall(r"^#   python train\.py (.*)$", text, re.MULTILINE)
     assert commands, f"{recipe}.yaml: add `#   python train.py ...` to its first comment"

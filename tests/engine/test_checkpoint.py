@@ -69,7 +69,7 @@ def test_load_newest_rejects_older_format(tmp_path):
 
 
 def test_load_newest_skips_damaged_zip_directory(tmp_path):
-    """Python may accept a zip directory that torch rejects. The previous file is then loaded."""
+    """Python may accept a zip directory that torch rejects. The file before it is then loaded."""
     ten, twenty = save(tmp_path, content(10), keep=2), save(tmp_path, content(20), keep=2)
     whole, stored = twenty.read_bytes(), {ten: load(ten), twenty: load(twenty)}
     read = set()
@@ -119,7 +119,7 @@ def test_save_syncs_before_rename(tmp_path, monkeypatch):
     assert calls == [*both, ("unlink", "step-00000001.pt")]
     calls.clear()
     open_run(tmp_path / "run")
-    assert "run" in {call[1] for call in calls if call[0] == "fsync"}  # the entry checkpoints/
+    assert "run" in {call[1] for call in calls if call[0] == "fsync"}  # entry of checkpoints/
 
 
 def test_json_text_writes_non_finite_as_null():

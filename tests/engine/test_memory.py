@@ -50,7 +50,7 @@ def limited_loss(most: int, network: nn.Module, batch: Batch, **options: Any) ->
 
 @pytest.mark.parametrize(("most", "images", "found"), [(64, 64, None), (9, 64, 8), (5, 17, 4)])
 def test_fit_memory_halves_micro_batches(monkeypatch, caplog, most, images, found):
-    """`found`: images per micro-batch; None if the schedule does not change. The state never does."""
+    """`found`: images per micro-batch, or None for the same schedule. The state never changes."""
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, most))
     given = f"loader.batch_size={images}", "train.ema_decay=0.9"
@@ -112,7 +112,7 @@ def test_explain_limit_message(error, advice):
 
 
 def test_run_keeps_fitted_micro_batch(image_root, tmp_path, monkeypatch):
-    """It trains in micro-batches, even if it is resumed with more free memory."""
+    """A run trains in micro-batches even if it is resumed with more free memory."""
     batch = "loader.batch_size=16"
     whole = run(image_root, tmp_path / "whole", batch)
     parts = run(image_root, tmp_path / "parts", batch, "train.micro_batch=8")

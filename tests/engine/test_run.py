@@ -52,7 +52,7 @@ def test_run_auto_resumes_newest_intact_checkpoint(run):
 
 
 def test_run_links_best_after_kill(run):
-    """Its content says that it is the best, but a kill prevented best.pt."""
+    """The checkpoint says that it is the best, but a kill prevented best.pt."""
     best = add_checkpoint(run, 30, best={"step": 30, "top1": 50.0})
     assert open_run(run) == best
     assert (run / "checkpoints" / "best.pt").samefile(best)
@@ -140,7 +140,7 @@ def test_check_changes_rejects_fixed_keys(name):
 
 
 def test_run_resume_detects_progress_of_other_process(tmp_path):
-    """It trained between the two steps of this startup; resuming would lose its steps."""
+    """A process trained between both steps of this startup; resuming would lose its steps."""
     with directory(tmp_path) as run:
         run.read_checkpoint()
         add_checkpoint(tmp_path, 7)
@@ -187,7 +187,7 @@ COMPLETE = {"status": "finished", "step": 20}
     ],
 )
 def test_run_finished_summary(run, text, stop_step, validated, finished):
-    """The directory is not changed if finished; otherwise, an earlier summary is removed."""
+    """A finished run's directory is unchanged; otherwise, an earlier summary is removed."""
     add_checkpoint(run, 20, last=validated)
     (run / "config.yaml").write_text("mine")
     (run / "summary.json").write_text(text)

@@ -151,7 +151,7 @@ def test_step_graph_fp16_skips_overflow(world, optim):
 
 @pytest.mark.gpu
 def test_step_graph_exit_destroys_graph(world):
-    """Even if it is still referenced, because NCCL waits for its graphs."""
+    """The graph is destroyed even if referenced, because NCCL waits for its graphs."""
     compute, _, train_on_batch = build(world, "model=resnet_tiny")
     with train_on_batch:
         train_steps(compute, train_on_batch)

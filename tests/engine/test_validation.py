@@ -96,7 +96,7 @@ def test_evaluate_does_not_change_model(model, data, mode):
 
 @pytest.mark.gpu
 def test_validation_values_do_not_synchronize(model, data):
-    """Not until the sums are read, even with deterministic kernels."""
+    """The host does not wait until the sums are read, even with deterministic kernels."""
     network = copy.deepcopy(model).cuda().eval()
     batches = [on_device(batch, "cuda") for batch in padded(*data, 8)]
     with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():

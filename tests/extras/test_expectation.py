@@ -27,7 +27,7 @@ def expectation(
     fitted: int | None = None,
     **changes: Any,
 ) -> Expectation:
-    """Return that of an ImageNet run after the validation `last`; `changes` replace facts."""
+    """Return an ImageNet run's expectation after validation `last`; `changes` replace facts."""
     config = from_overrides(["data.root=/imagenet", *overrides])
     train = type("Images", (), {"__len__": lambda _: 1_281_167, "name": lambda *_: image})()
     datasets = SimpleNamespace(classes=range(1000), train=train, val=range(50_000))
@@ -47,7 +47,7 @@ def row(epoch: int, top1: float = 0.0) -> dict[str, float]:
     ("std", "expected"), [(0.123, "76.1 ± 0.12 is expected"), (None, "76.1 is expected")]
 )
 def test_expectation_finish_summary(std, expected):
-    """It contains the recipe's facts. A run that stops earlier is not compared."""
+    """The summary contains the recipe's facts. A run that stops earlier is not compared."""
     line = f"recipe    top1 75.70 %: {expected} (published, torchvision IMAGENET1K_V1)"
     compared = {**FACTS, "std": std, "value": "top1", "difference": -0.4, "line": line}
     for words in ([], ["train.best_by=macro_f1"]):

@@ -66,7 +66,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES.items())
 def test_sweep_errors_before_first_job(words, message, capsys):
-    """They are found before the first job starts."""
+    """Errors are found before the first job starts."""
     assert message in error_message(["-m", "data.root=.", *words.split()], capsys)
 
 
@@ -186,7 +186,7 @@ def test_sweep_signal_stops_job(tmp_path, number):
 
 
 def test_sweep_runs_installed_plugin(tmp_path):
-    """They get the varied overrides, and each job's best score, or the worst if it failed."""
+    """A plugin gets the varied overrides, and each job's best score, or the worst if it failed."""
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "backwards.py").write_text(PLUGIN)
     status, started, _ = sweep(tmp_path, [1, 0], "optim.lr=0.3", "hydra/sweeper=backwards")

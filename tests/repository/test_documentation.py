@@ -172,7 +172,7 @@ def test_docs_overrides_are_valid(page):
 
 @needs_extras
 def test_readme_python_runs(tmp_path, monkeypatch, capfd):
-    """It trains, evaluates and predicts; the notebook in docs/ calls the same functions."""
+    """The code trains, evaluates and predicts; the notebook in docs/ calls the same functions."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     monkeypatch.chdir(tmp_path)
     exec(code.replace("train.epochs=2", "train.max_steps=2"), {})

@@ -317,7 +317,7 @@ def test_two_views_patch_ranks_and_features(tree, tmp_path):
 
 @pytest.mark.slow
 def test_distillation_patch_rejects_other_classes(tree, tmp_path):
-    """Its outputs would be used for different classes."""
+    """The teacher's outputs would be used for different classes."""
     fork = prepared(tree, tmp_path / "tree", "distillation")
     for split in ("train", "val"):
         first = min((fork.root / "data" / "patterns" / split).iterdir())

@@ -162,7 +162,7 @@ def published_on(path: Path, root: Path, **options: Any) -> Evaluated:
 
 
 def test_evaluate_published_weights_on_some_classes(published, image_root, tmp_path, capsys):
-    """As on ImageNet-A and -R, either the outputs of the 7 folders compete, or all 1,000."""
+    """As on ImageNet-A and -R, either the 7 folders' outputs compete, or all 1,000."""
     places = [5, 17, 300, 301, 640, 872, 999]
     for i, place in enumerate(places):
         folder = tmp_path / "val" / IMAGENET[place]
@@ -287,7 +287,7 @@ def test_evaluate_run_with_val_fraction(frozen_gc, image_root, tmp_path, capsys)
 
 
 def test_name_of_test_set(folder, image_root, tmp_path, monkeypatch):
-    """It does not depend on how a path is written. The run's own images use the checkpoint name."""
+    """Names do not depend on how a path is written; the run's images use the checkpoint's name."""
     data = Path(shutil.copytree(image_root, tmp_path / "data"))
     as_tar(data / "val", tmp_path / "data" / "packed.tar")
     (tmp_path / "link").symlink_to(data)
@@ -307,7 +307,7 @@ def test_name_of_test_set(folder, image_root, tmp_path, monkeypatch):
 
 
 def test_evaluate_foreign_file(found, image_root, tmp_path):
-    """It contains no class names, so the order of the folders counts."""
+    """The file contains no class names, so the folder order counts."""
     torch.save(found.trained.weights, tmp_path / "weights.pth")
     other = published_on(tmp_path / "weights.pth", image_root)
     assert other.values == found.values and other.classes == CLASSES

@@ -417,7 +417,7 @@ def test_layouts_report_errors(tmp_path, files, message):
 
 
 def test_prepare_rejects_destinations(tmp_path, capsys):
-    """In or around the source, with other files, with a different size, and other images."""
+    """Folders in or around the source, with other files, a different size, or other images."""
     source = write(tmp_path / "source", FOLDERS)
     to = write(tmp_path / "to", {"train/mine.jpg": b"mine"})
 
@@ -442,7 +442,7 @@ def test_prepare_rejects_destinations(tmp_path, capsys):
 
 
 def test_prepare_links_or_copies_files(tmp_path, monkeypatch):
-    """On a different file system, they are copied."""
+    """Files are copied to a different file system."""
     source = write(tmp_path / "source", EXPECTED)
 
     def links(to):
@@ -509,7 +509,7 @@ def test_prepare_continues_after_full_disk(tmp_path, capsys):
     ],
 )
 def test_reencoded_image(kind, mode, size):
-    """It is resized and encoded as by Pillow."""
+    """The image is resized and encoded as by Pillow."""
     exif = Image.Exif()
     exif[0x0112], exif[0x010F] = 6, "maker"  # orientation, viewers rotate by 90 degrees
     data = encoded(drawn(mode).resize(size), kind, exif=exif, icc_profile=b"profile" * 20)

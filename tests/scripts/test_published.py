@@ -28,7 +28,7 @@ def test_published_torchvision():
 
 
 def test_published_every_torchvision_file():
-    """Each has a resize and a center crop that a list of transforms can express."""
+    """Each file has a resize and a center crop that a list of transforms can express."""
     from torchvision import models as vision
 
     for name in vision.list_models(module=vision):

@@ -76,7 +76,7 @@ def test_observer_calls_and_results(image_root, tmp_path):
 
 @pytest.mark.parametrize("event", ["made", "begin", "end", "logged", "validated", "finish"])
 def test_observer_failure_is_one_warning(event, image_root, tmp_path, caplog):
-    """It is not called again; other observers continue."""
+    """A failing observer is not called again; other observers continue."""
     assert observed(image_root, tmp_path, f"{{fails: {event}}}")["status"] == "finished"
     assert CALLS[-1][0] == event
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
@@ -85,7 +85,7 @@ def test_observer_failure_is_one_warning(event, image_root, tmp_path, caplog):
 
 
 def test_observer_user_error_ends_run_only_at_creation(image_root, tmp_path, caplog):
-    """In a method, it is a warning, because only rank 0 would end, and other ranks would wait."""
+    """In a method, a UserError is a warning: only rank 0 would end, and other ranks would wait."""
     with pytest.raises(UserError, match=r"^log.observers: not on a Sunday$"):
         observed(image_root, tmp_path / "run", "{rejects: made}")
     assert CALLS == [("made",)]

@@ -78,7 +78,7 @@ def test_judge_sentences(ranks, setup, sentence):
 
 
 def test_verdict_of_requires_20_seconds(image_root):
-    """It needs 20 s on each rank."""
+    """A verdict needs 20 s on each rank."""
     short, long = (RUNS_WELL._replace(seconds=seconds) for seconds in (19.9, 20.0))
     with opened(image_root, workers=0) as feed:
         assert verdict_of([StepTimes()], 20.0, feed, "") == []

@@ -238,7 +238,7 @@ def test_engines_not_used_for_machines_and_keys(monkeypatch, caplog):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["cpu", "gpu"])
 def test_engine_stage_with_drawn_operations(image_root, mode):
-    """They are applied to the same levels as in images without operations."""
+    """The operations are applied to the levels of the same images without operations."""
     drawn = pytest.importorskip("extras.rand_augment.on_gpu")
     crop = "{random_resized_crop: {size: 48}}, horizontal_flip"
     rand = rf"[{crop}, {{extras.rand_augment\:RandAugment: {{magnitude: 17}}}}]"

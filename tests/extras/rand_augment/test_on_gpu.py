@@ -188,7 +188,7 @@ class Deep(FolderDataset):
 
 @pytest.mark.usefixtures("pillow")
 def test_on_gpu_keeps_operations_in_workers(image_root):
-    """If the transforms end differently, or the dataset creates other images than FolderDataset."""
+    """Operations stay unless the transforms end in them and the images are FolderDataset's."""
     flip, rand = HorizontalFlip(p=1), RandAugment()
     for kind, transforms, drawn in (
         (FolderDataset, [flip, rand], True),

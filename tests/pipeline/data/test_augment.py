@@ -49,7 +49,7 @@ def test_random_resized_crop_fallback_equals_torchvision(size):
 
 @pytest.mark.parametrize("padding_mode", ["constant", "reflect"])
 def test_crop_padding_equals_torchvision(padding_mode):
-    """Including padding wider than the image, and files that are not decoded yet."""
+    """The padding may be wider than the image, and files may not be decoded yet."""
     from torchvision.transforms.v2 import functional
 
     data = encoded(PHOTO.resize((20, 15)))
@@ -102,7 +102,7 @@ def test_v2_transform_equals_torchvision(image_root, name):
 
 
 def test_v2_transform_keeps_global_generator():
-    """Including in a worker, which gets the transform without torchvision's."""
+    """Draws are the same in a worker, which gets the transform without torchvision's."""
     transform = one("v2.RandomErasing", p=1)
     before = torch.get_rng_state()
     first = made(transform, PHOTO, seed=1)

@@ -45,7 +45,7 @@ def test_folder_dataset_in_torch_data_loader(image_root):
 
 
 def test_fingerprint_depends_on_sizes(train_copy):
-    """It does not depend on mtimes, nor on the storage (test_listing.py)."""
+    """The fingerprint does not depend on mtimes or on the storage (test_listing.py)."""
     before = crops(train_copy).fingerprint()
     path = Path(crops(train_copy).name(7))
     good = path.read_bytes()
@@ -60,7 +60,7 @@ def test_fingerprint_depends_on_sizes(train_copy):
 
 
 def test_fingerprint_equals_earlier_versions(tmp_path):
-    """Otherwise, no checkpoint could be resumed. A subset of the rows is also tested."""
+    """Otherwise, checkpoints could not be resumed. The test also uses a subset of the rows."""
     for name in ("a/1.jpg", "a/2.jpg", "b/3.jpg", "b/é.jpg"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(name.encode() * 2000)

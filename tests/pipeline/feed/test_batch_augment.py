@@ -94,7 +94,7 @@ def test_cutmix_box_area_is_weight():
 
 
 def test_random_erasing_clears_box():
-    """The border does not clip it."""
+    """The border does not clip a box, wherever it is."""
     erasing = one("random_erasing", p=0.25, scale=[0.1, 0.2], ratio=[0.5, 2.0])
     erased = []
     for step in range(20):

@@ -107,7 +107,7 @@ def test_step_clock_on_cpu(clock, monkeypatch):
 
 
 def test_mean_of_step_times():
-    """Weighted by their seconds, which are summed."""
+    """Rows are weighted by their seconds, which are summed."""
     rows = [
         StepTimes(steps=10, seconds=1.0, images_per_second=100.0),
         StepTimes(steps=30, seconds=3.0, images_per_second=200.0),

@@ -102,7 +102,7 @@ def check(batch: Batch, dataset: Dataset, samples: np.ndarray) -> None:
 
 @pytest.mark.parametrize("fields", [EVERYTHING, DEEP], ids=["everything", "deep"])
 def test_feed_fields_equal_loaded(fields):
-    """Including a short last batch."""
+    """The last batch is short."""
     with opened(fields, "loader.workers=2") as feed:
         for split, stop in ((feed.train, 6), (feed.val, feed.num_val_batches)):
             for batch in split.batches(0, stop):

@@ -83,7 +83,7 @@ def test_forkserver_start_failure_is_one_line(tmp_path):
     [(0, "fork"), (2, "forkserver"), pytest.param(2, "spawn", marks=pytest.mark.slow)],
 )
 def test_loader_batches_equal_for_any_workers(image_root, workers, start_method, monkeypatch):
-    """Even if the number changes; no process is left."""
+    """Batches are equal even while the number changes. No process is left."""
     monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)  # treat these samples as large
     dataset = crops(image_root / "train")
     numbers = [3, 1, 4, 2, 0, 1] if workers else []  # after each batch; at least one works
@@ -212,7 +212,7 @@ def test_loader_reuses_slot_after_copy(image_root, workers, in_use):
 @pytest.mark.parametrize("start_method", START_METHODS)
 @pytest.mark.parametrize("killed", [True, False])
 def test_pool_names_dead_or_hanging_worker(image_root, start_method, killed):
-    """As on a network file system that does not respond. No worker is left."""
+    """A hanging worker is like a network file system that does not respond. No worker is left."""
     dataset = crops(image_root / "train", Stuck)
     with open_loader(dataset, workers=1, start_method=start_method) as loader:
         sample, (pid,) = loader.samples(1)[5], loader.pool.pids
@@ -281,7 +281,7 @@ pool.wait([blocked])
 
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_pool_workers_survive_signals_and_end_with_parent(image_root, start_method):
-    """After SIGKILL to the training process, they end even during a read that never returns."""
+    """After SIGKILL to the training process, workers end even during a read that never returns."""
     needs_linux()
     command = [sys.executable, "-c", PROGRAM, image_root / "train", start_method]
     with Started(command, stdout=PIPE) as process:
