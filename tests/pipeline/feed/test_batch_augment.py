@@ -14,7 +14,7 @@ from pipeline.feed.batch_augment import BATCH_TRANSFORMS, BLOCK, BatchTransforms
 from tests.helpers.batches import batch_of
 from tests.helpers.results import same
 
-COUNT, SIDE = 64, 32
+COUNT, SIZE = 64, 32
 
 
 def one(name: str, **parameters: Any) -> Any:
@@ -23,7 +23,7 @@ def one(name: str, **parameters: Any) -> Any:
 
 def batch() -> tuple[Tensor, Tensor]:
     """Return samples i with color i + 1 and class i; a value identifies a pixel's source."""
-    images = torch.arange(1.0, COUNT + 1)[:, None, None, None].expand(COUNT, 3, SIDE, SIDE).clone()
+    images = torch.arange(1.0, COUNT + 1)[:, None, None, None].expand(COUNT, 3, SIZE, SIZE).clone()
     return images, torch.eye(COUNT)
 
 
