@@ -18,7 +18,7 @@ from _pytest.config import create_terminal_writer
 
 from conf.start import default_cache_dir
 from tests.helpers.drawings import draw_image
-from tests.helpers.processes import leave_nothing
+from tests.helpers.processes import kill_processes_at_exit
 from tests.helpers.ranks import Ranks
 
 CLASSES = ("checks", "dots", "stripes")
@@ -37,7 +37,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    leave_nothing()
+    kill_processes_at_exit()
     if hasattr(session.config, "workerinput"):
         # pytest-timeout prints stacks to stdout, which is /dev/null in xdist processes.
         stderr = create_terminal_writer(session.config, sys.stderr)
@@ -77,13 +77,13 @@ def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def changeable(image_root: Path, tmp_path: Path) -> Path:
+def train_copy(image_root: Path, tmp_path: Path) -> Path:
     """Copy the training split for tests that damage files."""
     return shutil.copytree(image_root / "train", tmp_path / "train")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+def _separate_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep index caches out of the user's cache directory. Child processes inherit the variable."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "cache")
 
@@ -104,7 +104,7 @@ def _event_files_in_order() -> None:
 
 
 @pytest.fixture(scope="module")
-def whole_runs() -> Iterator[None]:
+def frozen_gc() -> Iterator[None]:
     """Exclude objects of pytest and torch from the garbage collection in train()."""
     gc.freeze()
     unfreeze = gc.unfreeze
@@ -115,7 +115,7 @@ def whole_runs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def toy_runs(whole_runs: None) -> Iterator[None]:
+def toy_runs(frozen_gc: None) -> Iterator[None]:
     """Replace train.py's task in tests of train(), so that a fork's task has no effect."""
     import train
     from tests.helpers import toy
@@ -133,7 +133,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def own_logging() -> Iterator[None]:
+def restored_logging() -> Iterator[None]:
     """Restore the root logger, which main() configures."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import HANGS_SECONDS, ROOT, run_python
+from tests.helpers.processes import HANG_SECONDS, ROOT, run_python
 from tests.helpers.small_run import SMALL_RUN
 
-LEFT_OUT = shutil.ignore_patterns("extras", ".[!c]*", "runs", "__pycache__")
+IGNORED = shutil.ignore_patterns("extras", ".[!c]*", "runs", "__pycache__")
 
 
-def left_out(folder: str, names: list[str]) -> set[str]:
+def ignored_names(folder: str, names: list[str]) -> set[str]:
     """Return the names to skip; only in ROOT does `data` contain images, elsewhere it is code."""
     images = {"data"} if Path(folder) == ROOT else set()
-    return LEFT_OUT(folder, names) | images
+    return IGNORED(folder, names) | images
 
 
 @pytest.fixture
 def core(tmp_path: Path) -> Path:
     """Copy the checkout without extras, tests/extras and their names in conf/config.yaml."""
-    copy = Path(shutil.copytree(ROOT, tmp_path / "core", ignore=left_out))
+    copy = Path(shutil.copytree(ROOT, tmp_path / "core", ignore=ignored_names))
     config = copy / "conf" / "config.yaml"
     config.write_text(re.sub(r"extras\.[\w.]+:\w+,? ?", "", config.read_text()))
     return copy
@@ -50,5 +50,5 @@ def refused(core: Path, *words: str) -> str:
 @pytest.mark.slow
 def test_core_tests_pass(core):
     options = ("-q", "-x", "-n", "2", "-p", "no:cacheprovider", "--ignore=tests/test_core_alone.py")
-    done = run_python("-m", "pytest", *options, cwd=core, seconds=40 * HANGS_SECONDS)
+    done = run_python("-m", "pytest", *options, cwd=core, seconds=40 * HANG_SECONDS)
     assert done.returncode == 0, done.stdout[-3000:]

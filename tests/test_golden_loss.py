@@ -41,7 +41,7 @@ def golden_model(num_classes: int, image_size: int) -> nn.Module:
     return VisionTransformer(patch_embed=PatchEmbed(3, 8, 48), hidden=96, **sizes)
 
 
-@pytest.mark.usefixtures("own_logging")
+@pytest.mark.usefixtures("restored_logging")
 def test_losses_equal_stored(image_root, tmp_path, monkeypatch):
     """All training and validation losses in metrics.jsonl for 20 steps."""
     # Its random numbers depend on the torch version.

@@ -78,7 +78,7 @@ def test_imports_have_one_direction():
 
 
 def test_slow_packages_are_imported_lazily():
-    """They take seconds to import. tests/conf/test_cli.py tests the imports of --help."""
+    """These packages take seconds to import. tests/conf/test_cli.py tests the imports of --help."""
     slow = {"torchvision", "tensorboard", "timm", "onnx", "matplotlib"}
     code = "import sys\nbefore = set()"
     for module in ("torch", "pipeline.feed.loader", "train"):  # torch with CUDA imports pynvml

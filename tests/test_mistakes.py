@@ -25,7 +25,7 @@ SMALL = ["data.root=../images", "model=resnet_tiny", "augment=demo", "data.image
 SMALL += ["loader.batch_size=8", "loader.workers=0", "train.max_steps=1"]
 
 
-def leave_a_file(root: Path) -> None:
+def leave_only_a_file(root: Path) -> None:
     for path in (root / "val").iterdir():
         shutil.rmtree(path)
     (root / "val" / "a.jpg").touch()
@@ -36,14 +36,14 @@ DATA: dict[str, Callable[[Path], object]] = {
     "images": lambda root: None,
     "no-train": lambda root: (root / "train").rename(root / "Test"),
     "a-split": lambda root: (root / "val").rename(root / "train" / "Test_set"),
-    "only-a-file": leave_a_file,
+    "only-a-file": leave_only_a_file,
     "no-dots": lambda root: (root / "val" / "dots").rename(root / "val" / "dot"),
     "iphone": lambda root: [p.rename(f"{p}.heic") for p in (root / "val" / "dots").iterdir()],
 }
 
 
 @pytest.fixture(scope="module")
-def workplace(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def working_dir(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a working directory with a user's file and folder."""
     place = tmp_path_factory.mktemp("mistakes")
     for name, change in DATA.items():
@@ -58,11 +58,11 @@ def workplace(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return place / "work"
 
 
-@pytest.mark.usefixtures("own_logging")
+@pytest.mark.usefixtures("restored_logging")
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
-def test_train_py_reports_error_in_one_line(words, message, workplace, monkeypatch, capsys):
-    monkeypatch.chdir(workplace)
-    before, children = tree(workplace), descendants(os.getpid())
+def test_train_py_reports_error_in_one_line(words, message, working_dir, monkeypatch, capsys):
+    monkeypatch.chdir(working_dir)
+    before, children = tree(working_dir), descendants(os.getpid())
     try:
         config = cli.parse([*SMALL, *shlex.split(words)], script="train.py", purpose="")
         found = train.main(config)
@@ -77,7 +77,7 @@ def test_train_py_reports_error_in_one_line(words, message, workplace, monkeypat
     # The keys that the message suggests exist; `key=value` stands for any key.
     named = set(re.findall(r"(?<![\w.])([a-z_]+(?:\.[a-z_]+)?)=", err))
     assert named.difference(re.findall(r"[\w.]+", words)) <= {"key", *NAMES}, err
-    assert (tree(workplace), descendants(os.getpid())) == (before, children)
+    assert (tree(working_dir), descendants(os.getpid())) == (before, children)
     assert not torch.distributed.is_initialized()
 
 

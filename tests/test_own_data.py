@@ -87,7 +87,7 @@ def test_torch_datasets_train_and_resume(kind, root_of, tmp_path, toy_runs):
     assert whole["params_sha256"] == resumed["params_sha256"]
 
 
-def test_torch_dataset_resumes_after_kill(image_root, tmp_path, whole_runs):
+def test_torch_dataset_resumes_after_kill(image_root, tmp_path, frozen_gc):
     """The resuming process hashes strings differently."""
     folder = tmp_path / "run"
     words = [*words_of("noisy"), "loader.workers=2", "checkpoint.every_steps=2", "train.epochs=50"]
@@ -103,7 +103,7 @@ def test_torch_dataset_resumes_after_kill(image_root, tmp_path, whole_runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["squares", "noisy"])
-def test_scripts_with_torch_dataset_runs(kind, image_root, tmp_path, whole_runs):
+def test_scripts_with_torch_dataset_runs(kind, image_root, tmp_path, frozen_gc):
     folder = tmp_path / "run"
     summary = small_run.run(image_root, folder, *words_of(kind))
     photo = image_root / "val" / "dots" / "00.jpg"
@@ -119,7 +119,7 @@ def test_scripts_with_torch_dataset_runs(kind, image_root, tmp_path, whole_runs)
         assert done.returncode == 0, done.stderr
 
 
-def test_predictor_rejects_one_channel_run(image_root, tmp_path, whole_runs):
+def test_predictor_rejects_one_channel_run(image_root, tmp_path, frozen_gc):
     words = [*words_of("grey"), "data.mean=[0.5]", "data.std=[0.25]"]
     small_run.run(image_root, tmp_path / "run", *words, "train.max_steps=1")
     with pytest.raises(UserError, match="expects images of 1 channels, image files have 3; train"):

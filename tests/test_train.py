@@ -27,7 +27,7 @@ from tests.helpers.limits import file_size_limit
 from tests.helpers.results import check_not_trained, column, rows, same, stored, summary_of, tree
 from tests.helpers.small_run import command, compose, run
 
-pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("toy_runs", "restored_logging")
 BOARD = "log.trackers=[tensorboard]"
 ACCEPT = "checkpoint.accept_changes=true"
 OWN_DATA = ["augment=demo", "data.image_size=32", "train.max_steps=1"]
@@ -415,7 +415,7 @@ def test_train_nan_loss_ends_run(train_run, call_main, folder, monkeypatch):
 
 
 def test_train_divergence_advises_best_checkpoint(call_main, train_run, folder, tmp_path):
-    """It names the best checkpoint, because the newest one is finite, but has exploding weights."""
+    """The message names the best checkpoint; the newest one is finite, but has exploded."""
     options = ["train.epochs=4", "loader.workers=0", "checkpoint.keep=99"]
     options += ["checkpoint.every_steps=1"]
     train_run("optim.lr=0.01", "train.max_steps=6", *options)

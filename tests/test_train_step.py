@@ -174,7 +174,7 @@ def overflow(network: nn.Module, batch: Batch) -> tuple[Tensor, Values]:
 
 
 def test_train_step_loss_scale_has_no_effect():
-    """Its gradients are divided by the scale, a power of 2, before clipping."""
+    """Gradients are divided by the scale, a power of 2, before clipping."""
     states = [new_state("sgd", fp16=fp16) for fp16 in (False, True)]
     for step in range(3):
         for state in states:

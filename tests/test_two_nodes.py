@@ -11,11 +11,11 @@ from subprocess import PIPE, STDOUT
 
 import pytest
 
-from tests.helpers.processes import Started, kill_while, processes, run_command, wait_for
+from tests.helpers.processes import Started, kill_until_gone, processes, run_command, wait_for
 from tests.helpers.results import column, logged_steps, summary_of
 from tests.helpers.small_run import command
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_logging")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("restored_logging")]
 OPTIONS = ["train.epochs=40", "checkpoint.every_steps=10", "loader.workers=0"]
 ADDRESSES = "10.0.0.1", "10.0.0.2"
 
@@ -77,7 +77,7 @@ def test_two_nodes_restart_and_one_continues(nodes, image_root, tmp_path):
             ranks = [pid for pid, one in processes().items() if one.parent == started[node].pid]
             os.kill(ranks[-1], signal.SIGKILL)
         wait_for("step 100", lambda: logged_steps(folder) >= 100, started[0])
-        kill_while(started[1].members)  # without a goodbye
+        kill_until_gone(started[1].members)  # without a goodbye
         assert started[0].wait() == 0, logs[0].read_text()
     console = logs[0].read_text()
     assert "(ranks: 4, images on each: 2, micro-batches: 1)" in console

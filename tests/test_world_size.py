@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.results import column, rows
 from tests.helpers.small_run import SMALL, command, run
 
-pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("toy_runs", "restored_logging")
 # A model without BatchNorm and dropout, which compute different values on each rank.
 OPTIONS = ["model.name=squeezenet1_1", "model.args={dropout: 0.0}", "data.image_size=64"]
 OPTIONS += ["optim.lr=0.002", "loader.workers=0"]
@@ -83,7 +83,7 @@ with join_world("cpu") as world:
 
 
 def test_ranks_validate_each_image_once(tmp_path, ranks):
-    """Its row is in its place, even if a rank has no image (3 images on 4 ranks)."""
+    """Each image's row is in its place, even if a rank has no image (3 images on 4 ranks)."""
     script, found = tmp_path / "validates.py", []
     script.write_text(VALIDATES)
     small = [*SMALL, "data=fake", "data.fake_classes=7", "loader.workers=0"]

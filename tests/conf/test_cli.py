@@ -18,7 +18,7 @@ from conf import cli
 from conf.compose import from_overrides
 from conf.overrides import answer_to
 from conf.schema import FIELDS, FOLDER, SECTIONS, Config, config_values, group_names, help_texts
-from tests.conf.refused import DATA
+from tests.conf.errors import DATA
 from tests.helpers.processes import (
     ROOT,
     Started,
@@ -111,7 +111,7 @@ def test_run_main_reports_os_error_in_one_line(capsys):
     assert error.count("\n") == 1
     assert "No such file or directory: 'nowhere'; check the path" in error
     for raised, status in ((BrokenPipeError, 1), (KeyboardInterrupt, 130)):
-        with patch("signal.signal") as handle:  # restored; at exit, it would print
+        with patch("signal.signal") as handle:  # restored, or Python's exit prints it
             assert cli.run_main(Mock(side_effect=raised)) == status
         assert (capsys.readouterr().err, handle.call_args.args[1]) == ("", signal.getsignal(2))
 

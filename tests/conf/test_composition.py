@@ -10,11 +10,11 @@ import pytest
 from conf.compose import from_checkpoint, from_overrides
 from conf.errors import UserError
 from conf.schema import Config, config_values, result_keys
-from tests.conf.refused import DATA, offered
+from tests.conf.errors import DATA, compose_or_skip
 
 
 def composed(typed: str) -> Config:
-    return offered([DATA, *shlex.split(typed)])
+    return compose_or_skip([DATA, *shlex.split(typed)])
 
 
 # Pairs of commands that train the same ("same") or not; tests/repository/equal has more pairs.
@@ -42,7 +42,7 @@ def test_run_dir_differs_for_different_training(one, other):
 
 @pytest.fixture
 def values() -> dict[str, Any]:
-    return config_values(offered(["recipe=imagenet_rn50_fast", "data.root=/images"]))
+    return config_values(compose_or_skip(["recipe=imagenet_rn50_fast", "data.root=/images"]))
 
 
 def test_from_checkpoint_roundtrip(values):
@@ -58,7 +58,7 @@ def test_from_checkpoint_accepts_former_names(values):
 
 
 def test_from_checkpoint_drops_deleted_code(values):
-    """Drop it if it does not affect the result, for example in a fork that deletes an extra."""
+    """Drop deleted code if it does not affect the result, as in a fork that deletes an extra."""
     gone = {**values, "log.observers": ["gone:Observer"], "model.rewrite": "gone:rewrite"}
     assert config_values(from_checkpoint(gone)) == values
     with pytest.raises(UserError, match=r"model\.name=gone:net: gone\.py not found in .*; correct"):

@@ -8,7 +8,7 @@ from conf import cli
 from conf.compose import from_overrides
 from conf.overrides import read_overrides
 from conf.schema import FIELDS
-from tests.conf.refused import DATA
+from tests.conf.errors import DATA
 
 
 def lines(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:

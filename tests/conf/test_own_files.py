@@ -10,7 +10,7 @@ import train
 from conf.compose import from_checkpoint, from_overrides
 from conf.schema import config_values
 from scripts.lib.trained import open_trained
-from tests.conf.refused import DATA, refusal
+from tests.conf.errors import DATA, error_message
 from tests.helpers.small_run import SMALL_RUN
 
 RECIPE = """\
@@ -77,7 +77,8 @@ MISTAKES = [  # file in the directory, its content, the message
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "says"), MISTAKES)
-def test_cli_reports_errors_in_recipe_files(name, content, says, folder, capsys):
+@pytest.mark.parametrize(("name", "content", "message"), MISTAKES)
+def test_cli_reports_errors_in_recipe_files(name, content, message, folder, capsys):
     (folder / f"{name}.yaml").write_text(content, errors="surrogateescape")
-    assert says in refusal([f"{name.partition('/')[0]}={folder}/{name}.yaml", DATA], capsys)
+    group = name.partition("/")[0]
+    assert message in error_message([f"{group}={folder}/{name}.yaml", DATA], capsys)

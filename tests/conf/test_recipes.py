@@ -16,7 +16,7 @@ from pipeline.data import augment
 from pipeline.data.build import build_image_transforms
 from pipeline.data.field import image_field
 from pipeline.feed.batch_augment import BATCH_TRANSFORMS
-from tests.conf.refused import offered
+from tests.conf.errors import compose_or_skip
 from tests.helpers.results import rows, stored
 from tests.helpers.small_run import run
 
@@ -25,12 +25,12 @@ RECIPES = group_names("recipe")
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_builds(recipe):
-    """The commands in its comment are valid; on the meta device, the model takes the last sizes."""
+    """The commands in its comment are valid; the model, on meta, accepts the final sizes."""
     text = (FOLDER / "recipe" / f"{recipe}.yaml").read_text().replace("\\\n#", "")
     commands = re.findall(r"^#   python train\.py (.*)$", text, re.MULTILINE)
     assert commands, f"{recipe}.yaml: add `#   python train.py ...` to its first comment"
     for command in commands:
-        config = offered(shlex.split(command))
+        config = compose_or_skip(shlex.split(command))
         assert config.recipe == recipe
     augment.build_by_name(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     side = build_image_transforms(config.augment.train, "augment.train").image_size
@@ -71,12 +71,12 @@ def test_run_resumes_with_larger_images(image_root, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("whole_runs")
+@pytest.mark.usefixtures("frozen_gc")
 @pytest.mark.parametrize("recipe", MANY)
 def test_recipe_trains(recipe, image_root, tmp_path):
     """Train two steps and validate with everything but the recipe's image and batch sizes."""
     words = [f"recipe=imagenet_{recipe}", f"data.root={image_root}", f"run.dir={tmp_path}", *SMALL]
-    config = offered([*words, *MORE.get(recipe, [])])
+    config = compose_or_skip([*words, *MORE.get(recipe, [])])
     if config.model.name.startswith("timm/"):
         pytest.importorskip("timm")
     assert train.train(config)["step"] == 2

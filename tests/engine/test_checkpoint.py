@@ -22,7 +22,7 @@ from engine.checkpoint import host_copy, load, load_newest, save
 from engine.distributed import World
 from engine.files import json_text
 from tests.engine.run_dirs import content_of, directory, open_run, resume_with, state_of
-from tests.helpers.processes import HANGS_SECONDS, needs_linux
+from tests.helpers.processes import HANG_SECONDS, needs_linux
 from tests.helpers.results import same
 
 
@@ -51,8 +51,8 @@ def test_save_keeps_newest_and_best(tmp_path):
 
 def test_save_copies_best_without_hard_links(tmp_path, monkeypatch):
     """Without hard links, for example on exFAT, the best checkpoint is a copy."""
-    refused = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-    monkeypatch.setattr(os, "link", Mock(side_effect=refused))
+    error = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+    monkeypatch.setattr(os, "link", Mock(side_effect=error))
     for step, best in ((1, 1), (2, 2), (3, 2)):
         save(tmp_path, content(step, step=best), keep=1)
     assert {*os.listdir(tmp_path)} == {"best.pt", "step-00000002.pt", "step-00000003.pt"}
@@ -69,7 +69,7 @@ def test_load_newest_rejects_older_format(tmp_path):
 
 
 def test_load_newest_skips_damaged_zip_directory(tmp_path):
-    """Python may accept a zip directory that torch rejects. The previous file is then loaded."""
+    """Python may accept a zip directory that torch rejects. The file before it is then loaded."""
     ten, twenty = save(tmp_path, content(10), keep=2), save(tmp_path, content(20), keep=2)
     whole, stored = twenty.read_bytes(), {ten: load(ten), twenty: load(twenty)}
     read = set()
@@ -119,7 +119,7 @@ def test_save_syncs_before_rename(tmp_path, monkeypatch):
     assert calls == [*both, ("unlink", "step-00000001.pt")]
     calls.clear()
     open_run(tmp_path / "run")
-    assert "run" in {call[1] for call in calls if call[0] == "fsync"}  # the entry checkpoints/
+    assert "run" in {call[1] for call in calls if call[0] == "fsync"}  # entry of checkpoints/
 
 
 def test_json_text_writes_non_finite_as_null():
@@ -171,7 +171,7 @@ def test_run_save_waits_for_previous_write(tmp_path, monkeypatch):
 
     def slow_save(folder, content, **options):
         order.append(f"begins {content['step']}")
-        assert release.wait(HANGS_SECONDS)
+        assert release.wait(HANG_SECONDS)
         path = save(folder, content, **options)
         order.append(f"has written {content['state']['model']['weight'][0, 0]:g}")
         return path

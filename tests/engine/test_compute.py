@@ -31,7 +31,7 @@ NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 
 
 def test_keep_compiled_kernels_uses_cache_dir(cache, monkeypatch):
-    """Otherwise, torch selects a temporary directory when imported, which a container loses."""
+    """By default, torch selects a temporary directory when imported, which a container loses."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # set by this process
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     program = "from conf.start import keep_compiled_kernels as keep; keep(); from torch._inductor"

@@ -29,7 +29,7 @@ def focal(logits: Tensor, targets: Tensor, *, class_weights: Tensor | None) -> T
 
 
 def test_build_criterion_passes_accepted_keys(monkeypatch):
-    """Other keys are an error, not ignored; tests/mistakes.csv tests the second of the two keys."""
+    """Keys that a loss does not accept are an error; tests/mistakes.csv tests the other key."""
     monkeypatch.setitem(LOSSES, "focal", focal)
     weights = torch.linspace(0.5, 2, CLASSES)
     criterion = build_criterion(TrainConfig(loss="focal", class_weights="balanced"), weights)
@@ -68,7 +68,7 @@ def test_class_weights_balanced_equal_sklearn():
 
 
 def test_class_weights_by_name():
-    """They may be in any order; a class name may be a number."""
+    """Classes may be in any order; a class name may be a number."""
     for typed in ("{b: 3.0, 7: 0.5}", "{7: 0.5, b: 3}", "{ö: 1, 'b': 3, 7: 0.5}"):
         config = from_overrides(["data=fake", f"train.class_weights={typed}"])
         assert weights_of(config.train.class_weights, "ö", "b", "7") == [1, 3, 0.5]
@@ -89,8 +89,8 @@ def test_criterion_class_weights(smoothing):
     rows, classes = LOGITS.repeat_interleave(CLASSES, 0), torch.arange(CLASSES).repeat(COUNT)
     pairs = zip(rows.split(1), classes.split(1), strict=True)  # each image with each class
     losses = torch.stack([plain(*pair) for pair in pairs]).view(COUNT, CLASSES)
-    for targets, shares in ((LABELS, ONE_HOT), (MIXED, MIXED)):
-        expected = (shares * weights * losses).sum(1).mean()
+    for targets, fractions in ((LABELS, ONE_HOT), (MIXED, MIXED)):
+        expected = (fractions * weights * losses).sum(1).mean()
         torch.testing.assert_close(criterion(LOGITS, targets), expected)
     check_halves(criterion)
 

@@ -42,7 +42,7 @@ def built(*overrides: str, world: World = ALONE) -> Any:
 
 
 def limited_loss(most: int, network: nn.Module, batch: Batch, **options: Any) -> Any:
-    """Compute a loss with gradients; run out of memory for more than `most` images."""
+    """Compute a loss; with gradients, run out of memory for more than `most` images."""
     if torch.is_grad_enabled() and len(batch.samples) > most:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return toy_loss(network, batch, **options)
@@ -50,7 +50,7 @@ def limited_loss(most: int, network: nn.Module, batch: Batch, **options: Any) ->
 
 @pytest.mark.parametrize(("most", "images", "found"), [(64, 64, None), (9, 64, 8), (5, 17, 4)])
 def test_fit_memory_halves_micro_batches(monkeypatch, caplog, most, images, found):
-    """`found`: images per micro-batch; None if the schedule and the state do not change."""
+    """`found`: images per micro-batch, or None for the same schedule. The state never changes."""
     monkeypatch.setattr(memory, "TRIED_ON", ("cpu",))
     monkeypatch.setattr(train, "training_loss", partial(limited_loss, most))
     given = f"loader.batch_size={images}", "train.ema_decay=0.9"
@@ -97,7 +97,7 @@ def test_fit_memory_skips_trial(world, step, overrides):
 
 
 @pytest.mark.parametrize(
-    ("error", "says"),
+    ("error", "advice"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "train.micro_batch"),
         (MemoryError(), "train.micro_batch"),
@@ -107,12 +107,12 @@ def test_fit_memory_skips_trial(world, step, overrides):
         (RuntimeError("worker 1 was killed by SIGKILL; is the host out of memory?"), "None"),
     ],
 )
-def test_explain_limit_message(error, says):
-    assert str(explain_limit(error)).endswith(says)
+def test_explain_limit_message(error, advice):
+    assert str(explain_limit(error)).endswith(advice)
 
 
 def test_run_keeps_fitted_micro_batch(image_root, tmp_path, monkeypatch):
-    """It trains in micro-batches, even if it is resumed with more free memory."""
+    """A run trains in micro-batches even if it is resumed with more free memory."""
     batch = "loader.batch_size=16"
     whole = run(image_root, tmp_path / "whole", batch)
     parts = run(image_root, tmp_path / "parts", batch, "train.micro_batch=8")

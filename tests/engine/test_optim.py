@@ -49,7 +49,7 @@ KEYS = {"betas": (0.8, 0.9), "eps": 1e-5, "momentum": 0.7, "nesterov": True, "we
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_optimizer_keys_with_effect(name):
-    """conf.schema lists them, because conf does not import torch."""
+    """conf.schema lists these keys, because conf does not import torch."""
     config = from_overrides(["data=fake", f"optim.name={name}"])
     for keys in ({"momentum": 0, "nesterov": True}, KEYS):  # no effect without momentum
         optimizer = build_optimizer(nn.Linear(2, 2), replace(config.optim, **keys))
@@ -83,7 +83,7 @@ def test_build_optimizer_keeps_error_of_custom_code():
 
 
 def test_build_optimizer_from_timm():
-    """The name may imply an option that a key does not replace."""
+    """A timm name may imply an option that a key does not replace."""
     pytest.importorskip("timm")
     assert build_optimizer(nn.Linear(2, 2), OptimConfig("timm/nesterov")).defaults["nesterov"]
     with pytest.raises(UserError, match="timm/adahessian: not found in timm"):

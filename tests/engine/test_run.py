@@ -22,7 +22,7 @@ from tests.engine.run_dirs import (
     resume_with,
     state_of,
 )
-from tests.helpers.processes import HANGS_SECONDS
+from tests.helpers.processes import HANG_SECONDS
 from tests.helpers.results import tree
 
 CREATED = {".lock", "checkpoints", "config.yaml", "overrides.yaml"}
@@ -52,7 +52,7 @@ def test_run_auto_resumes_newest_intact_checkpoint(run):
 
 
 def test_run_links_best_after_kill(run):
-    """Its content says that it is the best, but a kill prevented best.pt."""
+    """The checkpoint says that it is the best, but a kill prevented best.pt."""
     best = add_checkpoint(run, 30, best={"step": 30, "top1": 50.0})
     assert open_run(run) == best
     assert (run / "checkpoints" / "best.pt").samefile(best)
@@ -77,8 +77,8 @@ def test_run_resume_from_path(run, tmp_path):
     for folder in (run, run / "checkpoints"):
         assert open_run(branch, str(folder)) == twenty
     assert open_run(branch, str(ten)) == ten  # a kill before its first checkpoint
-    begun = {**CONFIG, "checkpoint.resume": str(ten)}
-    content = {**content_of(15, state_of(15).state_dict()), "config": begun}
+    resumed_config = {**CONFIG, "checkpoint.resume": str(ten)}
+    content = {**content_of(15, state_of(15).state_dict()), "config": resumed_config}
     own = checkpoint.save(branch / "checkpoints", content, keep=9)
     ten.rename(tmp_path / "elsewhere.pt")  # its run removed it
     assert open_run(branch, str(ten)) == own  # the same command resumes
@@ -140,7 +140,7 @@ def test_check_changes_rejects_fixed_keys(name):
 
 
 def test_run_resume_detects_progress_of_other_process(tmp_path):
-    """It trained between the two steps of this startup; resuming would lose its steps."""
+    """A process trained between both steps of this startup; resuming would lose its steps."""
     with directory(tmp_path) as run:
         run.read_checkpoint()
         add_checkpoint(tmp_path, 7)
@@ -148,9 +148,9 @@ def test_run_resume_detects_progress_of_other_process(tmp_path):
             run.resume(state_of(), {"identity": {}}, 100)
 
 
-def hold(path: Path, connection: Connection) -> None:
+def hold_run(path: Path, connection: Connection) -> None:
     """Open a run directory in a child process until it is killed."""
-    signal.alarm(HANGS_SECONDS)
+    signal.alarm(HANG_SECONDS)
     resume_with(directory(path), state_of(), {})
     connection.send("open")
     connection.recv()
@@ -159,10 +159,10 @@ def hold(path: Path, connection: Connection) -> None:
 def test_run_lock_excludes_second_process(tmp_path):
     here, there = multiprocessing.Pipe()
     arguments = (tmp_path / "run", there)
-    holder = multiprocessing.get_context("fork").Process(target=hold, args=arguments)
+    holder = multiprocessing.get_context("fork").Process(target=hold_run, args=arguments)
     holder.start()
     try:
-        assert here.poll(HANGS_SECONDS)
+        assert here.poll(HANG_SECONDS)
         assert here.recv() == "open"
         for resume in ("auto", "never"):
             message = r"run\.dir=.*: in use by a process; set "
@@ -187,7 +187,7 @@ COMPLETE = {"status": "finished", "step": 20}
     ],
 )
 def test_run_finished_summary(run, text, stop_step, validated, finished):
-    """The directory is not changed if finished; otherwise, an earlier summary is removed."""
+    """A finished run's directory is unchanged; otherwise, an earlier summary is removed."""
     add_checkpoint(run, 20, last=validated)
     (run / "config.yaml").write_text("mine")
     (run / "summary.json").write_text(text)

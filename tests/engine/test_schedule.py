@@ -55,7 +55,7 @@ def test_schedule_epochs_and_log_interval():
 def curve(
     name: str, *, warmup: int = 0, total: int = 100, images: int = 10, batch: int = 1, **more: Any
 ) -> Schedule:
-    """Return a schedule of `total` steps with a peak of 2."""
+    """Return a schedule of `total` steps with a peak learning rate of 2."""
     epoch = images / batch
     given = dataclasses.replace(
         config(batch, total / epoch),

@@ -99,15 +99,15 @@ def weights(state: TrainState) -> list[str]:
 def test_step_graph_is_bitwise_identical(mixed, overrides, world, monkeypatch):
     monkeypatch.setitem(zoo.OURS, "vit_s16", short_vit)
     found = []
-    for refused in ("", "for the comparison"):
+    for reason in ("", "for the comparison"):
         torch._dynamo.reset()
         compute, state, train_on_batch = build(world, *overrides, mixed=mixed)
-        train_on_batch.disabled_reason = refused
+        train_on_batch.disabled_reason = reason
         logged = []
         for number in range(STEPS):
             values = train_on_batch(random_batch(compute, number, mixed=mixed))
             logged.append({name: value.item() for name, value in values.items()})
-        assert train_on_batch.disabled_reason == refused
+        assert train_on_batch.disabled_reason == reason
         found.append((weights(state), logged))
     assert found[0] == found[1]
     # Each step has a different batch. A ViT's head starts at zero, so its first losses are equal.
@@ -151,7 +151,7 @@ def test_step_graph_fp16_skips_overflow(world, optim):
 
 @pytest.mark.gpu
 def test_step_graph_exit_destroys_graph(world):
-    """Even if it is still referenced, because NCCL waits for its graphs."""
+    """The graph is destroyed even if referenced, because NCCL waits for its graphs."""
     compute, _, train_on_batch = build(world, "model=resnet_tiny")
     with train_on_batch:
         train_steps(compute, train_on_batch)

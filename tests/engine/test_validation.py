@@ -16,7 +16,7 @@ from models.resnet import resnet_tiny
 from pipeline.feed.batch import Batch
 from pipeline.feed.loader import EMPTY_ROW
 from tests.engine.plans import ALONE
-from tests.helpers.batches import batch_of, on_device, without_waiting
+from tests.helpers.batches import batch_of, forbid_sync, on_device
 from tests.helpers.batches import toy_values as measure
 from tests.helpers.results import same
 
@@ -96,13 +96,13 @@ def test_evaluate_does_not_change_model(model, data, mode):
 
 @pytest.mark.gpu
 def test_validation_values_do_not_synchronize(model, data):
-    """Not until the sums are read, even with deterministic kernels."""
+    """The host does not wait until the sums are read, even with deterministic kernels."""
     network = copy.deepcopy(model).cuda().eval()
     batches = [on_device(batch, "cuda") for batch in padded(*data, 8)]
     with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
         expected = [measure(network, batch) for batch in batches]
         for repeatable in (False, True):
-            with without_waiting(deterministic=repeatable):
+            with forbid_sync(deterministic=repeatable):
                 found = [measure(network, batch) for batch in batches]
             assert same(found, expected)
 

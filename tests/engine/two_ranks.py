@@ -29,7 +29,7 @@ from tests.helpers.batches import batch_of, toy_loss
 from train import train_step
 
 
-def refuse_on(world: World, rank: int) -> Path:
+def raise_on(world: World, rank: int) -> Path:
     if world.rank == rank:
         raise UserError("no memory")
     return Path()
@@ -41,9 +41,9 @@ def check_objects(world: World) -> None:
     assert world.on_rank_0(lambda: own) == Path("runs/0")
     assert world.all_gather({"path": own}) == [{"path": Path(f"runs/{rank}")} for rank in (0, 1)]
     with pytest.raises(UserError, match="no memory"):
-        world.on_rank_0(lambda: refuse_on(world, 0))
+        world.on_rank_0(lambda: raise_on(world, 0))
     with pytest.raises(UserError, match="no memory"), world.shared_errors():
-        refuse_on(world, 1)
+        raise_on(world, 1)
 
 
 def check_tensors(world: World) -> None:
@@ -82,7 +82,7 @@ def check_running_statistics(world: World) -> None:
     assert norm.running_mean.tolist() == pytest.approx([0.19 * world.rank] * 3)
 
 
-def check_layers_left_out(world: World) -> None:
+def check_unused_layers(world: World) -> None:
     """Use a different layer on each rank."""
     model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
     model[world.rank](torch.ones(1, 1)).sum().backward()
@@ -223,7 +223,7 @@ def main() -> None:
             check_running_statistics(each)
             check_accumulation(each)
             check_memory(each)
-        check_layers_left_out(world)
+        check_unused_layers(world)
         check_stops(world)
         check_validation_stops(world)
         check_equal_weights(world)

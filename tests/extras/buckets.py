@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-STALLS_SECONDS = 1000.0
+STALL_SECONDS = 1000.0
 HOPS = {"connection", "transfer-encoding", "content-length", "keep-alive"}  # per connection
 
 
@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
             fault = self.server.fault(self.server.ranges.total())
             self.server.ranges[self.path.partition("?")[0]] += 1
         if fault == "stall":
-            time.sleep(STALLS_SECONDS)
+            time.sleep(STALL_SECONDS)
         answer = self.server.send(self.command, self.path, body, **headers)
         data = answer.read()
         if fault == "500":

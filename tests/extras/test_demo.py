@@ -18,7 +18,7 @@ from tests.helpers.results import tree
 
 
 @pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "COUNTS", {"train": 40, "val": 20})
 
 
@@ -64,7 +64,7 @@ def test_draw_dataset_rejects_other_files(drawn, tmp_path, monkeypatch):
     assert tree(root) == {"train": None, "train/cat.jpg": b"mine"}
 
 
-def test_demo_recipe_draws_dataset_and_resumes(tmp_path, monkeypatch, own_logging):
+def test_demo_recipe_draws_dataset_and_resumes(tmp_path, monkeypatch, restored_logging):
     monkeypatch.chdir(tmp_path)
     words = ["recipe=demo", "data.image_size=32", "loader.batch_size=8", "train.device=cpu"]
     words += ["loader.workers=0", "run.dir=run"]

@@ -27,7 +27,7 @@ def expectation(
     fitted: int | None = None,
     **changes: Any,
 ) -> Expectation:
-    """Create it for ImageNet after the validation `last`; `changes` replace recipe facts."""
+    """Return an ImageNet run's expectation after validation `last`; `changes` replace facts."""
     config = from_overrides(["data.root=/imagenet", *overrides])
     train = type("Images", (), {"__len__": lambda _: 1_281_167, "name": lambda *_: image})()
     datasets = SimpleNamespace(classes=range(1000), train=train, val=range(50_000))
@@ -47,7 +47,7 @@ def row(epoch: int, top1: float = 0.0) -> dict[str, float]:
     ("std", "expected"), [(0.123, "76.1 ± 0.12 is expected"), (None, "76.1 is expected")]
 )
 def test_expectation_finish_summary(std, expected):
-    """It contains the recipe's facts. A run that stops earlier is not compared."""
+    """The summary contains the recipe's facts. A run that stops earlier is not compared."""
     line = f"recipe    top1 75.70 %: {expected} (published, torchvision IMAGENET1K_V1)"
     compared = {**FACTS, "std": std, "value": "top1", "difference": -0.4, "line": line}
     for words in ([], ["train.best_by=macro_f1"]):
@@ -59,8 +59,8 @@ def test_expectation_finish_summary(std, expected):
 
 FREE = ["train.seed=3", "train.precision=fp32", "loader.workers=2", "loader.decoder=gpu"]
 FREE += ["data.train=/elsewhere", "train.max_steps=9", "run.name=mine", "log.every_steps=1"]
-OTHERS = [("classes", 10), ("recipe", "copied"), ("image", "1.png"), ("format", "lossless")]
-OTHERS += [("fitted", 64), ("history", ("began at",))]  # smaller micro-batches; continues a run
+CHANGED = [("classes", 10), ("recipe", "copied"), ("image", "1.png"), ("format", "lossless")]
+CHANGED += [("fitted", 64), ("history", ("began at",))]  # smaller micro-batches; continues a run
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ OTHERS += [("fitted", 64), ("history", ("began at",))]  # smaller micro-batches;
     [
         (FREE, {}, True),  # chosen by the user and the machine
         (["train.epochs=91"], {}, False),
-        *(([], {key: value}, False) for key, value in OTHERS),
+        *(([], {key: value}, False) for key, value in CHANGED),
         ([], {"image": "tar: 1.PNG", "format": "lossless"}, True),
     ],
 )

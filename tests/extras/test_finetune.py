@@ -15,7 +15,7 @@ from extras.finetune import complete
 from scripts import export
 from tests.helpers import small_run
 
-pytestmark = pytest.mark.usefixtures("toy_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("toy_runs", "restored_logging")
 FAST = ["train.device=cpu", "loader.workers=0", "log.trackers=[]"]
 BICUBIC = {"size": 256, "interpolation": "bicubic"}
 
@@ -31,7 +31,7 @@ def pretrained(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPa
 
 
 def decided(images: int, *typed: str, ranks: int = 1) -> dict[str, Any]:
-    """Return the dotted key -> value of a completed config."""
+    """Return dotted key -> value of a completed config."""
     config = from_overrides(["recipe=finetune", "data.root=/nowhere", *typed])
     return config_values(complete(config, images, ranks))
 
@@ -106,7 +106,7 @@ def test_complete_size_keeps_crop_ratio(pretrained, tmp_path):
 
 
 def test_finetune_resumes_with_same_values(pretrained, image_root, tmp_path):
-    """Therefore it resumes; tests/test_train.py tests frozen layers."""
+    """The run therefore resumes; tests/test_train.py tests frozen layers."""
     words = ["recipe=finetune", f"model.weights={pretrained}", f"data.root={image_root}", *FAST]
     words += ["train.epochs=20", "model.freeze=[conv1,bn1]", f"run.dir={tmp_path / 'run'}"]
     for steps in (1, 2):

@@ -26,7 +26,7 @@ from tests.helpers.results import rows
 from tests.helpers.small_run import run
 
 # Classes -> weights of labels and of predictions
-SHARES = {
+WEIGHTS = {
     "balanced": ([1, 1, 1, 1], [1, 1, 1, 1]),
     "unbalanced": ([1000, 100, 10, 1], [30, 10, 3, 1]),
     "an unused class": ([3, 0, 1, 1], [1, 0, 1, 1]),
@@ -34,13 +34,13 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize("case", SHARES)
+@pytest.mark.parametrize("case", WEIGHTS)
 def test_macro_means_equal_sklearn(case):
-    rng, (of_labels, of_predictions) = np.random.default_rng(0), map(np.array, SHARES[case])
-    classes, count = len(of_labels), 500
-    label = rng.choice(classes, count, p=of_labels / of_labels.sum())
-    drawn = rng.choice(classes, count, p=of_predictions / of_predictions.sum())
-    prediction = np.where((rng.random(count) < 0.5) & (of_predictions[label] > 0), label, drawn)
+    rng, (true_weights, pred_weights) = np.random.default_rng(0), map(np.array, WEIGHTS[case])
+    classes, count = len(true_weights), 500
+    label = rng.choice(classes, count, p=true_weights / true_weights.sum())
+    drawn = rng.choice(classes, count, p=pred_weights / pred_weights.sum())
+    prediction = np.where((rng.random(count) < 0.5) & (pred_weights[label] > 0), label, drawn)
     average = {"average": "macro", "zero_division": 0}
     columns = torch.from_numpy(label), torch.from_numpy(prediction)
     precision = sklearn.precision_score(label, prediction, **average)

@@ -221,7 +221,7 @@ def test_run_on_tars_resumes_after_kill(bucket, tars, tmp_path, ranks, size):
 
 
 def test_run_on_tars_ends_on_stalled_connection(bucket, tmp_path):
-    """It takes loader.timeout_seconds, and the message contains a URL."""
+    """The run ends after loader.timeout_seconds, and the message contains a URL."""
     bucket.fault = lambda number: "stall" if number > 100 else ""
     words = ["loader.workers=1", "loader.timeout_seconds=2", "train.epochs=2000"]
     done = run_command(start(f"{S3}/one", tmp_path / "run", *words))

@@ -14,7 +14,7 @@ import yaml
 from conf import cli
 from extras.sweep import WORST, Sweep
 from scripts import report
-from tests.conf.refused import refusal
+from tests.conf.errors import error_message
 from tests.helpers.processes import ROOT, Started, needs_linux, wait_for
 
 FAKE = "data=fake"
@@ -66,8 +66,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES.items())
 def test_sweep_errors_before_first_job(words, message, capsys):
-    """They are found before the first job starts."""
-    assert message in refusal(["-m", "data.root=.", *words.split()], capsys)
+    """Errors are found before the first job starts."""
+    assert message in error_message(["-m", "data.root=.", *words.split()], capsys)
 
 
 def test_sweep_rejected_for_scripts_and_torchrun(monkeypatch, capsys):
@@ -75,7 +75,7 @@ def test_sweep_rejected_for_scripts_and_torchrun(monkeypatch, capsys):
         cli.parse(["-m", "optim.lr=1,2", FAKE], script="bench.py", purpose="")
     assert "-m: only train.py has sweeps; start this" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "under torchrun or srun" in refusal(["--multirun", "optim.lr=1,2", FAKE], capsys)
+    assert "under torchrun or srun" in error_message(["--multirun", "optim.lr=1,2", FAKE], capsys)
 
 
 # Replacement for train.py. The file `outcomes` has each job's exit status by seed, or `wait` to
@@ -186,7 +186,7 @@ def test_sweep_signal_stops_job(tmp_path, number):
 
 
 def test_sweep_runs_installed_plugin(tmp_path):
-    """They get the varied overrides, and each job's best score, or the worst if it failed."""
+    """A plugin gets the varied overrides, and each job's best score, or the worst if it failed."""
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "backwards.py").write_text(PLUGIN)
     status, started, _ = sweep(tmp_path, [1, 0], "optim.lr=0.3", "hydra/sweeper=backwards")

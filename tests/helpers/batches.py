@@ -27,7 +27,7 @@ def on_device(batch: Batch, device: str) -> Batch:
 
 
 @contextmanager
-def without_waiting(*, deterministic: bool = False) -> Iterator[None]:
+def forbid_sync(*, deterministic: bool = False) -> Iterator[None]:
     """Raise an error in the `with` block if the host synchronizes with the GPU."""
     torch.use_deterministic_algorithms(deterministic)
     torch.cuda.set_sync_debug_mode("error")

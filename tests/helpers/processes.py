@@ -18,11 +18,11 @@ from uuid import uuid4
 
 import pytest
 
-HANGS_SECONDS = 100  # longer waits hang; less than `timeout` in pyproject.toml
+HANG_SECONDS = 100  # longer waits hang; less than `timeout` in pyproject.toml
 ROOT = Path(__file__).parents[2]
 needs_extras = pytest.mark.skipif(not (ROOT / "extras").exists(), reason="needs extras")
 NONE: Mapping[str, str] = {}
-MARKS = "STARTED_BY_TESTS"  # variable that child processes inherit
+MARK_VARIABLE = "STARTED_BY_TESTS"  # variable that child processes inherit
 
 
 class Started(subprocess.Popen[str]):
@@ -36,24 +36,24 @@ class Started(subprocess.Popen[str]):
     ) -> None:
         self.mark = uuid4().hex
         environment = {**os.environ, **variables}
-        environment[MARKS] = f"{environment.get(MARKS, '')} {self.mark}"
+        environment[MARK_VARIABLE] = f"{environment.get(MARK_VARIABLE, '')} {self.mark}"
         fixed = {"cwd": ROOT, "env": environment, "text": True, "start_new_session": True}
         super().__init__([*map(str, arguments)], **fixed | options)
 
     def members(self) -> set[int]:
         """Return running processes of this one and its descendants; on Linux, including orphans."""
         if sys.platform == "linux":
-            return marked(self.mark)
+            return marked_processes(self.mark)
         return descendants(self.pid, session=True)
 
     def __exit__(self, *error: Any) -> None:
-        kill_while(self.members)
+        kill_until_gone(self.members)
         super().__exit__(*error)
 
-    def wait(self, timeout: float | None = HANGS_SECONDS) -> int:
+    def wait(self, timeout: float | None = HANG_SECONDS) -> int:
         return super().wait(timeout)
 
-    def communicate(self, input: Any = None, timeout: float | None = HANGS_SECONDS) -> Any:
+    def communicate(self, input: Any = None, timeout: float | None = HANG_SECONDS) -> Any:
         return super().communicate(input, timeout)
 
 
@@ -61,7 +61,7 @@ def run_command(
     arguments: Sequence[object],
     variables: Mapping[str, str] = NONE,
     *,
-    seconds: float = HANGS_SECONDS,
+    seconds: float = HANG_SECONDS,
     **options: Any,
 ) -> CompletedProcess[str]:
     """Run a command to its end; the arguments are those of `Started`."""
@@ -72,7 +72,7 @@ def run_command(
 
 
 def run_python(
-    *words: object, cwd: Path = ROOT, seconds: float = HANGS_SECONDS, **variables: str
+    *words: object, cwd: Path = ROOT, seconds: float = HANG_SECONDS, **variables: str
 ) -> CompletedProcess[str]:
     return run_command([sys.executable, *words], variables, cwd=cwd, seconds=seconds)
 
@@ -80,25 +80,25 @@ def run_python(
 # pytest-timeout ends tests without leaving `with` blocks; a user may kill them.
 REAPER = """
 import os, sys, time
-from tests.helpers.processes import kill_while, marked
+from tests.helpers.processes import kill_until_gone, marked_processes
 while os.getppid() == int(sys.argv[1]):
     time.sleep(0.5)
-kill_while(lambda: marked(sys.argv[2]))
+kill_until_gone(lambda: marked_processes(sys.argv[2]))
 """
 reapers = list[subprocess.Popen[bytes]]()
 
 
-def leave_nothing() -> None:
+def kill_processes_at_exit() -> None:
     """On Linux, kill everything started by this process from now on after it ends in any way."""
     if sys.platform == "linux":
         mark = uuid4().hex
         arguments = [sys.executable, "-c", REAPER, str(os.getpid()), mark]
         nowhere = {"stdin": DEVNULL, "stdout": DEVNULL, "stderr": DEVNULL}
         reapers.append(subprocess.Popen(arguments, cwd=ROOT, start_new_session=True, **nowhere))
-        os.environ[MARKS] = f"{os.environ.get(MARKS, '')} {mark}"
+        os.environ[MARK_VARIABLE] = f"{os.environ.get(MARK_VARIABLE, '')} {mark}"
 
 
-def kill_while(running: Callable[[], set[int]]) -> None:
+def kill_until_gone(running: Callable[[], set[int]]) -> None:
     """Kill processes, and those that they start in the meantime, until none is left."""
     while found := running():
         for pid in found:
@@ -110,15 +110,15 @@ def kill_while(running: Callable[[], set[int]]) -> None:
 def wait_for(
     event: str, condition: Callable[[], object], process: subprocess.Popen[Any] | None = None
 ) -> None:
-    """Wait for a condition. Fail after HANGS_SECONDS, or if `process` ends before."""
+    """Wait for a condition. Fail after HANG_SECONDS, or if `process` ends before."""
     __tracebackhide__ = True
-    deadline = monotonic() + HANGS_SECONDS
+    deadline = monotonic() + HANG_SECONDS
     while True:
         ended = process is not None and process.poll() is not None
         if condition():
             return
         assert not ended, f"ended with status {process.returncode} before: {event}"
-        assert monotonic() < deadline, f"not within {HANGS_SECONDS} s: {event}"
+        assert monotonic() < deadline, f"not within {HANG_SECONDS} s: {event}"
         sleep(0.01)
 
 
@@ -172,7 +172,7 @@ def descendants(pid: int, *, session: bool = False) -> set[int]:
     return found & relatives.keys()
 
 
-def marked(mark: str) -> set[int]:
+def marked_processes(mark: str) -> set[int]:
     """Return the running processes that inherited a mark; none without /proc."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/environ"):

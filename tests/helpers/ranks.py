@@ -15,7 +15,7 @@ from pathlib import Path
 from subprocess import PIPE, CompletedProcess
 from typing import IO, Any
 
-from tests.helpers.processes import HANGS_SECONDS, ROOT, Started
+from tests.helpers.processes import HANG_SECONDS, ROOT, Started
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # CUDA does not survive a fork
 
@@ -71,7 +71,7 @@ class Job:
         """Read exactly one line, because `ends_within` waits for unread data."""
         line = b""
         while not line.endswith(b"\n"):
-            assert self.ends_within(HANGS_SECONDS), f"hangs: {self.command}"
+            assert self.ends_within(HANG_SECONDS), f"hangs: {self.command}"
             line += (read := os.read(self.answers.fileno(), 1))
             assert read, "the process that starts the ranks ended"
         return line.decode()

@@ -12,10 +12,10 @@ from engine import checkpoint
 def rows(folder: Path, split: str) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl for a split, without durations."""
     found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    of_split = [row for row in found if row["split"] == split]
-    for row in of_split:
+    selected = [row for row in found if row["split"] == split]
+    for row in selected:
         row.pop("seconds", None)
-    return of_split
+    return selected
 
 
 def column(folder: Path, split: str, name: str) -> list[Any]:

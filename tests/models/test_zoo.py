@@ -145,7 +145,7 @@ def test_fit_weights_new_head_before_relu_learns():
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @pytest.mark.parametrize("named", ['["cat", "dog"]', '["dog", "cat"]', "[]", "cat,dog"])
 def test_load_weights_drops_head_of_other_classes(tmp_path, caplog, suffix, named):
-    """Even with the right number of classes. Files of other programs need not contain JSON."""
+    """The number of classes may be equal. Files of other programs need not contain JSON."""
     stored, model, path = tiny(2, seed=5).state_dict(), tiny(2), tmp_path / f"weights{suffix}"
     kept = named in ('["cat", "dog"]', "[]")
     if suffix == ".pt":
@@ -158,7 +158,7 @@ def test_load_weights_drops_head_of_other_classes(tmp_path, caplog, suffix, name
     assert torch.equal(model.state_dict()["fc.weight"], kept * stored["fc.weight"])
     assert torch.equal(model.state_dict()["conv1.weight"], stored["conv1.weight"])
     assert bool(caplog.messages) != kept
-    load_weights(model, path, ("cat", "dog", "fox"))  # not the classes of the file's 2 outputs
+    load_weights(model, path, ("cat", "dog", "fox"))  # two outputs are not these classes
     assert torch.equal(model.state_dict()["fc.weight"], stored["fc.weight"])
 
 
@@ -235,7 +235,7 @@ def test_load_weights_rejects_other_content(tmp_path, content):
 
 
 def test_freeze_modules():
-    """They have no gradients, and BatchNorm keeps its statistics in training, even in a copy."""
+    """Frozen layers have no gradients and keep BatchNorm statistics in training, even in a copy."""
     model = tiny(num_classes=3)
     models.freeze(model, ["conv1", "bn1", "layer1"])
     for net in (model, copy.deepcopy(model)):

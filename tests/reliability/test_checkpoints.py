@@ -54,7 +54,7 @@ def flip(weight: torch.Tensor, content: Content, path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def taken(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the checkpoint after 5 of 9 steps of a run with an EMA."""
     folder = tmp_path_factory.mktemp("runs") / "small"
     small_run.run(image_root, folder, *OPTIONS, "train.max_steps=5")
@@ -62,15 +62,15 @@ def taken(toy_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
-def content(taken: Path) -> Content:
-    return checkpoint.load(taken)
+def content(saved: Path) -> Content:
+    return checkpoint.load(saved)
 
 
 @pytest.fixture(scope="module")
-def readers(taken: Path, image_root: Path) -> list[Reader]:
+def readers(saved: Path, image_root: Path) -> list[Reader]:
     """Return functions that open a path to resume from it, as newest checkpoint or as weights."""
-    config = small_run.compose(image_root, taken.parents[1], *OPTIONS)
-    parts = train.build_parts(config, ALONE, checkpoint.load(taken))
+    config = small_run.compose(image_root, saved.parents[1], *OPTIONS)
+    parts = train.build_parts(config, ALONE, checkpoint.load(saved))
     metadata = checkpoint_metadata(parts)
 
     def resume(path: Path) -> None:
@@ -99,7 +99,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "files" / "step-00000005.pt"
 
 
-def refused(reader: Reader, path: Path) -> None:
+def check_rejected(reader: Reader, path: Path) -> None:
     """Check that a file is rejected in one line with its path, and that nothing is created."""
     with pytest.raises((UserError, RunError)) as error:
         reader(path)
@@ -113,16 +113,16 @@ def refused(reader: Reader, path: Path) -> None:
 def test_readers_reject_files_that_are_no_checkpoint(kind, content, readers, path):
     FILES[kind](content, path)
     for reader in readers:
-        refused(reader, path)
+        check_rejected(reader, path)
 
 
 @pytest.mark.parametrize("changed", [{"format": 1}, {"identity": None}, {"state": {"model": {}}}])
 def test_resume_rejects_foreign_checkpoint(changed, content, readers, path):
     torch.save(content | changed, path)
-    refused(readers[0], path)
+    check_rejected(readers[0], path)
 
 
-def detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
+def is_detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
     """Damage a file; return whether loading rejects it, or still returns the same content."""
     data, rng = bytearray(whole), random.Random(seed)
     start, way = rng.randrange(len(data)), rng.randrange(3)
@@ -141,6 +141,6 @@ def detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_checkpoint_load_detects_damage(count, taken, content, path):
-    whole = taken.read_bytes()
-    assert not [seed for seed in range(count) if not detected(whole, path, seed, content)]
+def test_checkpoint_load_detects_damage(count, saved, content, path):
+    whole = saved.read_bytes()
+    assert not [seed for seed in range(count) if not is_detected(whole, path, seed, content)]

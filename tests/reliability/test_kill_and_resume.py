@@ -132,7 +132,7 @@ def test_ranks_save_when_torchrun_is_killed(image_root, tmp_path, ranks):
 
 @pytest.mark.parametrize("number", [KILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_lost_rank_ends_other_ranks(number, image_root, tmp_path, ranks):
-    """Killed, or unresponsive for 10 times loader.timeout_seconds."""
+    """The rank is killed, or unresponsive for 10 times loader.timeout_seconds."""
     start = command(image_root, tmp_path / "run", *ONLY_STEPS, "loader.timeout_seconds=1")
     with ranks.running(start, 2) as job:
         wait_for("three steps", lambda: logged_steps(tmp_path / "run") >= 3)

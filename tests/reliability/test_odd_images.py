@@ -14,12 +14,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # workers ig
 
 
 @pytest.fixture(autouse=True)
-def _filled(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fill_new_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill new arrays, so that pixels skipped by a decoder differ."""
     monkeypatch.setattr(np, "empty", lambda shape, dtype=float, **_: np.full(shape, 171, dtype))
 
 
-def pillows(data: bytes) -> np.ndarray:
+def pillow_pixels(data: bytes) -> np.ndarray:
     with Image.open(io.BytesIO(data)) as image:
         if image.format == "TIFF" and image.getexif().get(0x0112, 1) != 1:
             return np.asarray(drawn())  # Pillow would rotate it
@@ -42,7 +42,7 @@ def test_decoders_train_or_name_every_file_kind(tmp_path):
                 picture = decode.open_picture(files[number], dataset.decoder)
                 whole = picture.pixels()
                 right = picture.size == whole.shape[1::-1] == verdict and whole.dtype == np.uint8
-                right &= np.array_equal(whole, pillows(files[number]))
+                right &= np.array_equal(whole, pillow_pixels(files[number]))
                 found = f"trained with {whole.shape}"
             except decode.UnreadableError as error:
                 found = str(error)

@@ -23,10 +23,10 @@ from scripts.lib import notebook
 from tests.helpers.processes import ROOT, needs_extras, run_python
 
 DOCS = ROOT / "docs"
-OF_FORKS = {DOCS / "fork.md", DOCS / "tasks.md"}  # commands run after their changes
-PAGES = [ROOT / "README.md", *sorted({*DOCS.glob("*.md")} - OF_FORKS)]
+FORK_PAGES = {DOCS / "fork.md", DOCS / "tasks.md"}  # commands run after their changes
+PAGES = [ROOT / "README.md", *sorted({*DOCS.glob("*.md")} - FORK_PAGES)]
 COMMAND = re.compile(r"(?<![\w/.-])(?:python|torchrun|make|pip|sbatch) [^|;>#\n]*")
-IN_A_ROOT = re.compile(r"""(?<=[\s="])/(?=(?:imagenet\w*|cifar10|photos|images)\b)""")
+ROOT_PATH = re.compile(r"""(?<=[\s="])/(?=(?:imagenet\w*|cifar10|photos|images)\b)""")
 RUNS = ("NAME", "pets", "A", "B", "cifar10,optim.lr=0.1", "demo,train.seed=1", "imagenet_rn50_fast")
 PLACEHOLDERS = re.compile(r"=\w+\(|\.\.\.|<|=$|CHECKPOINT|VALUE|=mine$")
 FOLDERS = "conf|pipeline|models|engine|scripts|tests|docs|examples"
@@ -66,7 +66,7 @@ COMMANDS |= {path.name: commands_in(path.read_text()) for path in ROOT.glob("ben
 
 
 @pytest.fixture
-def desk(tmp_path: Path, image_root: Path, monkeypatch: Any) -> None:
+def reader_dir(tmp_path: Path, image_root: Path, monkeypatch: Any) -> None:
     """Change to a directory with placeholders for a reader's files; data.root may be missing."""
     monkeypatch.setattr(cli, "check_root", lambda config: None)
     monkeypatch.chdir(tmp_path)
@@ -102,7 +102,7 @@ def check_script(path: str, words: list[str], monkeypatch: Any) -> None:
 
 def check_command(line: str, monkeypatch: Any) -> None:
     """Check a command in the current directory; a page may write its folders as /imagenet."""
-    text = re.sub(r"\$\w+", "1", IN_A_ROOT.sub(f"{Path.cwd()}/", line))
+    text = re.sub(r"\$\w+", "1", ROOT_PATH.sub(f"{Path.cwd()}/", line))
     match shlex.split(text):
         case ["python", "train.py", *rest]:
             check_train(rest)
@@ -129,7 +129,7 @@ def check_command(line: str, monkeypatch: Any) -> None:
 
 
 @needs_extras
-@pytest.mark.usefixtures("desk")
+@pytest.mark.usefixtures("reader_dir")
 @pytest.mark.parametrize("page", COMMANDS)
 def test_docs_commands_are_valid(page, monkeypatch):
     for line in COMMANDS[page]:
@@ -145,7 +145,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted(OF_FORKS)], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *sorted(FORK_PAGES)], ids=lambda page: page.name)
 def test_docs_links_files_and_keys_exist(page):
     text = page.read_text().replace("](#", f"]({page.name}#")
     for name, anchor in re.findall(r"\]\((?!https://)([^)\s#]*)#?([^)\s]*)\)", text):
@@ -172,7 +172,7 @@ def test_docs_overrides_are_valid(page):
 
 @needs_extras
 def test_readme_python_runs(tmp_path, monkeypatch, capfd):
-    """It trains, evaluates and predicts; the notebook in docs/ calls the same functions."""
+    """The code trains, evaluates and predicts; the notebook in docs/ calls the same functions."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     monkeypatch.chdir(tmp_path)
     exec(code.replace("train.epochs=2", "train.max_steps=2"), {})

@@ -20,7 +20,7 @@ from tests.helpers.results import rows, summary_of
 
 pytestmark = needs_extras
 OTHER_TREE = ROOT / "tests" / "helpers" / "other_tree.py"
-TRAINS_SECONDS = 600  # longer training hangs
+TRAIN_SECONDS = 600  # longer training hangs
 Words = list[str]
 ON_CPU = ["train.device=cpu", "loader.workers=0", "log.every_steps=1"]
 SMALL_BATCH = "loader.batch_size=8"
@@ -66,7 +66,7 @@ class Fork:
         assert done.returncode == 0, f"{done.stderr}update the patch"
 
     def run(self, words: Words, *, status: int = 0) -> str:
-        done = run_command([sys.executable, *words], cwd=self.root, seconds=TRAINS_SECONDS)
+        done = run_command([sys.executable, *words], cwd=self.root, seconds=TRAIN_SECONDS)
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -140,7 +140,7 @@ def test_fork_tests_are_collected(tree, tmp_path):
 
 
 def test_fork_page_dataset_trains(tree, tmp_path, ranks):
-    """The file in docs/fork.md, with the command below it; its length is as stated there."""
+    """The file in docs/fork.md, with the command below it. It is at most as long as claimed."""
     root = shutil.copytree(tree, tmp_path / "tree", symlinks=True)
     page = (ROOT / "docs" / "fork.md").read_text()
     (source,) = re.findall(r"^```python\n# mine\.py.*?\n(.*?)^```$", page, re.M | re.S)
@@ -317,7 +317,7 @@ def test_two_views_patch_ranks_and_features(tree, tmp_path):
 
 @pytest.mark.slow
 def test_distillation_patch_rejects_other_classes(tree, tmp_path):
-    """Its outputs would be used for different classes."""
+    """The teacher's outputs would be used for different classes."""
     fork = prepared(tree, tmp_path / "tree", "distillation")
     for split in ("train", "val"):
         first = min((fork.root / "data" / "patterns" / split).iterdir())

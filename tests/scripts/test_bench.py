@@ -15,5 +15,5 @@ def test_bench_stages_on_cpu(ranks, image_root):
     rows = re.findall(r"(?m)^(\w+) +([\d,]+) images/s  \(([\d,]+)-([\d,]+)\)  \S", done.stdout)
     assert [name for name, *_ in rows] == ["loader", "step", "train"] and "batch 8" in done.stdout
     assert all(int(rate.replace(",", "")) > 0 for _, *rates in rows for rate in rates)
-    refused = ranks.run([*command, *words], 2, status=2)
-    assert "this script measures one process" in refused.stderr
+    failed = ranks.run([*command, *words], 2, status=2)
+    assert "this script measures one process" in failed.stderr

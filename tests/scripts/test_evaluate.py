@@ -162,7 +162,7 @@ def published_on(path: Path, root: Path, **options: Any) -> Evaluated:
 
 
 def test_evaluate_published_weights_on_some_classes(published, image_root, tmp_path, capsys):
-    """As on ImageNet-A and -R, either the outputs of the 7 folders compete, or all 1,000."""
+    """As on ImageNet-A and -R, either the 7 folders' outputs compete, or all 1,000."""
     places = [5, 17, 300, 301, 640, 872, 999]
     for i, place in enumerate(places):
         folder = tmp_path / "val" / IMAGENET[place]
@@ -254,8 +254,8 @@ def test_evaluate_regression_task(folder, tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "evaluation.json").read_text())["mae"] == found.values["mae"]
 
 
-def test_evaluate_run_with_val_fraction(whole_runs, image_root, tmp_path, capsys):
-    """The run's own config finds the same validation images, and detects missing files."""
+def test_evaluate_run_with_val_fraction(frozen_gc, image_root, tmp_path, capsys):
+    """The run's own config finds the same validation images, even where files are missing."""
     flat = Path(shutil.copytree(image_root / "train", tmp_path / "flat"))
     folder, short = tmp_path / "run", ["loader.workers=0", "train.epochs=1"]
     summary = small_run.run(flat, folder, "data.val_fraction=0.25", *short)
@@ -287,7 +287,7 @@ def test_evaluate_run_with_val_fraction(whole_runs, image_root, tmp_path, capsys
 
 
 def test_name_of_test_set(folder, image_root, tmp_path, monkeypatch):
-    """It does not depend on how a path is written. The run's own images use the checkpoint name."""
+    """Names do not depend on how a path is written; the run's images use the checkpoint's name."""
     data = Path(shutil.copytree(image_root, tmp_path / "data"))
     as_tar(data / "val", tmp_path / "data" / "packed.tar")
     (tmp_path / "link").symlink_to(data)
@@ -307,7 +307,7 @@ def test_name_of_test_set(folder, image_root, tmp_path, monkeypatch):
 
 
 def test_evaluate_foreign_file(found, image_root, tmp_path):
-    """It contains no class names, so the order of the folders counts."""
+    """The file contains no class names, so the folder order counts."""
     torch.save(found.trained.weights, tmp_path / "weights.pth")
     other = published_on(tmp_path / "weights.pth", image_root)
     assert other.values == found.values and other.classes == CLASSES
@@ -339,7 +339,7 @@ def test_evaluate_with_two_ranks(ranks, image_root, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", ["off", "default"])
-def test_evaluate_on_gpu(whole_runs, image_root, tmp_path, compile):
+def test_evaluate_on_gpu(frozen_gc, image_root, tmp_path, compile):
     overrides = ["train.deterministic=true", "train.device=cuda", f"model.compile={compile}"]
     small_run.run(image_root, tmp_path / "run", *overrides)
     with join_world("cuda") as world:

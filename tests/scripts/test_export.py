@@ -39,17 +39,17 @@ def trained(folder: Path, photos: Path) -> Trained:
     return replace(found, weights=found.weights | head)
 
 
-def as_stated(stated: dict[str, Any], files: Any) -> Tensor:
+def preprocess(metadata: dict[str, Any], files: Any) -> Tensor:
     """Return input for the files by the exported metadata, like a different program."""
-    transforms = Compose(build_by_name(stated["transforms"], TRANSFORMS, key="augment.val"))
-    turn, images = stated["exif_orientation"], []
+    transforms = Compose(build_by_name(metadata["transforms"], TRANSFORMS, key="augment.val"))
+    turn, images = metadata["exif_orientation"], []
     for row in range(len(files)):
         picture = decode.open_picture(files.read(row), "pillow", exif_orientation=turn)
         images.append(transforms(picture, random.Random(0)).pixels())
     batch = np.stack(images)
-    if not stated["inside"]:
-        mean, std = (np.array(stated[name], np.float32) for name in ("mean", "std"))
-        batch = np.moveaxis((batch / np.float32(stated["highest"]) - mean) / std, -1, 1)
+    if not metadata["inside"]:
+        mean, std = (np.array(metadata[name], np.float32) for name in ("mean", "std"))
+        batch = np.moveaxis((batch / np.float32(metadata["highest"]) - mean) / std, -1, 1)
     return torch.from_numpy(np.ascontiguousarray(batch))
 
 
@@ -70,15 +70,15 @@ def test_export_formats(trained, tmp_path, to, inside):
     assert [*tmp_path.iterdir()] == [out] and export.logging.root.isEnabledFor(30)  # warnings
     predict, texts = export.open_exported(job, out)
     assert texts["classes"] == list(CLASSES)
-    stated = [{"resize": {"size": 32, "interpolation": "bilinear"}}, {"center_crop": {"size": 32}}]
-    assert texts["preprocessing"]["transforms"] == stated
+    steps = [{"resize": {"size": 32, "interpolation": "bilinear"}}, {"center_crop": {"size": 32}}]
+    assert texts["preprocessing"]["transforms"] == steps
     images = torch.from_numpy(np.stack([files[i]["image"] for i in range(len(files))]))
     with torch.no_grad():
         eager = trained.build(CPU)(job.format.normalize(images))
         assert job.names == ["images"]
         assert eager.argmax(1).unique().numel() > 1
         torch.testing.assert_close(predict(job.input(images)), eager)
-        inputs = as_stated(texts["preprocessing"], files)
+        inputs = preprocess(texts["preprocessing"], files)
         difference = (inputs.float() - job.input(images)).abs().mean()
         assert difference < (1 if inside else 0.02)  # one of 255 levels
         assert torch.equal(predict(inputs).argmax(1), eager.argmax(1))

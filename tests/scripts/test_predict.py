@@ -228,7 +228,7 @@ def written_as(form: str, found: list[Result], names: Sequence[str]) -> str:
 
 
 def test_output_table_of_classes():
-    """It shows readable names."""
+    """The table shows readable names."""
     dog = {"class": "dog", "index": 0, "probability": 0.25, "name": "dog"}
     fish = {"class": "n01443537", "index": 1, "probability": 0.75, "name": "goldfish"}
     found = [Result("a.jpg", {"predictions": [fish, dog]})]

@@ -293,10 +293,10 @@ FORMATS: dict[str, Format] = {
         BOTH | {NOT_UTF8: jpeg(0)},
     ),
 }
-LEFT_OUT = "ignored files or folders: hidden or system (2), .heic (1), such as "
+SKIPPED = "ignored files or folders: hidden or system (2), .heic (1), such as "
 NOTES = {
-    "folders": LEFT_OUT,
-    "tar": LEFT_OUT,
+    "folders": SKIPPED,
+    "tar": SKIPPED,
     "numeric labels": "The test split became the validation split.",
     "parquet without names": " data.val_fraction=0.2\n",
     "1 and 01": " data.val_fraction=0.2\n",
@@ -417,7 +417,7 @@ def test_layouts_report_errors(tmp_path, files, message):
 
 
 def test_prepare_rejects_destinations(tmp_path, capsys):
-    """In or around the source, with other files, with a different size, and other images."""
+    """Folders in or around the source, with other files, a different size, or other images."""
     source = write(tmp_path / "source", FOLDERS)
     to = write(tmp_path / "to", {"train/mine.jpg": b"mine"})
 
@@ -442,7 +442,7 @@ def test_prepare_rejects_destinations(tmp_path, capsys):
 
 
 def test_prepare_links_or_copies_files(tmp_path, monkeypatch):
-    """On a different file system, they are copied."""
+    """Files are copied to a different file system."""
     source = write(tmp_path / "source", EXPECTED)
 
     def links(to):
@@ -509,7 +509,7 @@ def test_prepare_continues_after_full_disk(tmp_path, capsys):
     ],
 )
 def test_reencoded_image(kind, mode, size):
-    """It is resized and encoded as by Pillow."""
+    """The image is resized and encoded as by Pillow."""
     exif = Image.Exif()
     exif[0x0112], exif[0x010F] = 6, "maker"  # orientation, viewers rotate by 90 degrees
     data = encoded(drawn(mode).resize(size), kind, exif=exif, icc_profile=b"profile" * 20)

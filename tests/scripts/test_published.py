@@ -32,7 +32,7 @@ def test_published_torchvision():
 
 
 def test_published_every_torchvision_file():
-    """Each has a resize and a center crop that a list of transforms can express."""
+    """Each file has a resize and a center crop that a list of transforms can express."""
     from torchvision import models as vision
 
     for name in vision.list_models(module=vision):
@@ -49,13 +49,13 @@ def test_published_size_keeps_crop_ratio(tmp_path):
     assert config.augment.val == [{"resize": {"size": 128}}, {"center_crop": {"size": 112}}]
 
 
-def of_timm(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> Any:
+def timm_values(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     """Return the keys for a model whose preprocessing is defined by a replacement for timm."""
     common = {"input_size": (3, 224, 224), "test_input_size": None, "label_names": None}
     common |= {"crop_pct": 0.9, "test_crop_pct": None, "crop_mode": "center"}
     common |= {"interpolation": "bicubic", "mean": (0.5, 0.5, 0.5), "std": (0.4, 0.5, 0.6)}
     timm = SimpleNamespace(__spec__="found")
-    timm.create_model = lambda name: SimpleNamespace(pretrained_cfg=common | stated)
+    timm.create_model = lambda name: SimpleNamespace(pretrained_cfg=common | changes)
     timm.models = SimpleNamespace(PretrainedCfg=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "timm", timm)
     return published_metadata("timm/resnet50", Path("x")).config
@@ -69,14 +69,14 @@ def test_published_former_timm_name():
 
 def test_published_timm(monkeypatch):
     """timm rounds the short side down; 224 / 0.9 is 248.9."""
-    values = of_timm(monkeypatch)
+    values = timm_values(monkeypatch)
     assert values["data.mean"] == [0.5] * 3
     resize = {"size": 248, "interpolation": "bicubic"}
     assert values["augment.val"] == [{"resize": resize}, {"center_crop": {"size": 224}}]
-    values = of_timm(monkeypatch, test_input_size=(3, 288, 288), test_crop_pct=1.0)
+    values = timm_values(monkeypatch, test_input_size=(3, 288, 288), test_crop_pct=1.0)
     assert values["data.image_size"] == 224
     resize = {"size": 288, "interpolation": "bicubic"}
     assert values["augment.val"] == [{"resize": resize}, {"center_crop": {"size": 288}}]
     for wrong in ({"crop_mode": "squash"}, {"interpolation": "nearest"}):
         with pytest.raises(UserError, match=r"^augment\.val: resize: interpolation"):
-            build_image_transforms(of_timm(monkeypatch, **wrong)["augment.val"], "augment.val")
+            build_image_transforms(timm_values(monkeypatch, **wrong)["augment.val"], "augment.val")

@@ -224,7 +224,7 @@ def test_report_best_by_of_each_run(folder, tmp_path):
 
 
 def test_report_groups_seeds_and_folds(folder, tmp_path):
-    """The row has their mean. Equal weights count once, and an unfinished run has its own row."""
+    """A row has its runs' mean. Equal weights count once; an unfinished run has its own row."""
     for seed, top1 in enumerate([(50.0, 40.0), (10.0, 60.0), (30.0, 64.0)]):
         copied(folder, tmp_path / f"seed{seed}", top1, train__seed=seed, data__val_fold=[seed, 5])
     shutil.copytree(tmp_path / "seed2", tmp_path / "twin")
@@ -244,7 +244,7 @@ def test_report_groups_seeds_and_folds(folder, tmp_path):
 
 
 def test_report_separates_non_repetitions(folder, tmp_path):
-    """They have a different number of folds, or a key changed on the way."""
+    """The runs have a different number of folds, or a key changed on the way."""
     for name, fold in {"1": "1/3", "2": "2/3", "fifth": "1/5", "changed": "3/3"}.items():
         copied(folder, tmp_path / name, data__val_fold=fold)
     change_summary(tmp_path / "changed", history=["accepted at step 9: optim.lr=1"])
@@ -252,7 +252,7 @@ def test_report_separates_non_repetitions(folder, tmp_path):
 
 
 def test_report_custom_values(folder, tmp_path):
-    """They have the unit in summary.json; a lower value may be better, and 0 has no chart."""
+    """Values have the unit in summary.json; lower ones may be better, and 0 has no chart."""
     for number in (2, 1):
         to = copied(folder, tmp_path / f"{number}", train__best_by="-mae", optim__lr=number)
         validated = enumerate(read_rows(folder, "val"))

@@ -10,7 +10,7 @@ from tests.helpers.processes import Started, run_command, wait_for
 from tests.helpers.results import logged_steps, rows
 from tests.helpers.small_run import command
 
-pytestmark = pytest.mark.usefixtures("own_logging")
+pytestmark = pytest.mark.usefixtures("restored_logging")
 # Starts one task, as on a single node.
 SRUN = """#!/bin/bash
 echo "$@" >>"$STARTED"
@@ -31,9 +31,9 @@ def test_sbatch_requeues_preempted_job(image_root, tmp_path):
         (tools / name).chmod(0o755)
     folder = tmp_path / "run"
     words = command(image_root, folder, "loader.workers=0", "train.epochs=40")[2:]
-    of_slurm = {"JOB_ID": 4711, "CPUS_PER_TASK": 12, "JOB_NUM_NODES": 1}
-    of_slurm |= {"JOB_NODELIST": "localhost", "GPUS_ON_NODE": 2}
-    variables = {f"SLURM_{name}": str(value) for name, value in of_slurm.items()}
+    slurm = {"JOB_ID": 4711, "CPUS_PER_TASK": 12, "JOB_NUM_NODES": 1}
+    slurm |= {"JOB_NODELIST": "localhost", "GPUS_ON_NODE": 2}
+    variables = {f"SLURM_{name}": str(value) for name, value in slurm.items()}
     variables |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": sys.executable}
     variables |= {name: str(tmp_path / name.lower()) for name in ("STARTED", "REQUEUED")}
     job = ["bash", "scripts/train.sbatch", *words]

@@ -104,7 +104,7 @@ def test_open_trained_sample_fields(folder, tmp_path, monkeypatch):
 
 
 def test_best_checkpoint_in_other_libraries(folder):
-    """It has the weights where timm expects them, and only once."""
+    """The file has the weights where timm expects them, and only once."""
     path, state = checkpoint.find_checkpoint(folder), open_trained(folder).weights
     assert same(dict(torch.load(path)["state_dict"]), state)
     assert same(dict(pytest.importorskip("timm").models.load_state_dict(str(path))), state)
@@ -123,7 +123,7 @@ def test_open_trained_class_names(tmp_path, weights):
 
 
 def test_trained_build_skips_rewritten_layers(folder):
-    """A GPU run in bf16 trains with them; exported files have none."""
+    """A GPU run in bf16 trains with rewritten layers; exported files have none."""
     found = open_trained(folder, ["train.precision=bf16"])
     found.stored["model_input"]["rewrites_layers"] = True
     plain = models.build("resnet_tiny", num_classes=3, image_size=32)

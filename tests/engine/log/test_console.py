@@ -23,7 +23,7 @@ from pipeline.feed.step_times import StepTimes
 from tests.engine.log.test_tracker import train_row as logged_row
 from tests.engine.log.test_tracker import val_row
 from tests.engine.plans import ALONE, WAITED, schedule
-from tests.helpers.batches import without_waiting
+from tests.helpers.batches import forbid_sync
 
 TOP1 = Metrics.of(Config())
 
@@ -86,7 +86,7 @@ def test_meter_reads_interval_one_step_late():
 def test_meter_add_does_not_synchronize():
     with join_world("cuda") as world:
         meter, loss = Meter(world, StepClock(cuda=True)), torch.ones((), device="cuda")
-        with without_waiting():
+        with forbid_sync():
             for _ in range(3):
                 meter.add({"loss": loss})
 

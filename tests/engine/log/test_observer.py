@@ -21,9 +21,9 @@ CALLS: list[tuple[Any, ...]] = []
 
 
 class Recorder(Observer):
-    def __init__(self, log: ObservedRun, *, fails: str = "", refuses: str = "") -> None:
+    def __init__(self, log: ObservedRun, *, fails: str = "", rejects: str = "") -> None:
         super().__init__(log)
-        self.fails, self.refuses = fails, refuses
+        self.fails, self.rejects = fails, rejects
         Recorder.newest = weakref.ref(self)
         self.called("made")
 
@@ -31,7 +31,7 @@ class Recorder(Observer):
         CALLS.append((event, *content))
         if event == self.fails:
             raise ModuleNotFoundError(f"no {event}", name="box")
-        if event == self.refuses:
+        if event == self.rejects:
             raise UserError("log.observers: not on a Sunday")
 
     def begin_step(self, batch: Batch) -> None:
@@ -76,7 +76,7 @@ def test_observer_calls_and_results(image_root, tmp_path):
 
 @pytest.mark.parametrize("event", ["made", "begin", "end", "logged", "validated", "finish"])
 def test_observer_failure_is_one_warning(event, image_root, tmp_path, caplog):
-    """It is not called again; other observers continue."""
+    """A failing observer is not called again; other observers continue."""
     assert observed(image_root, tmp_path, f"{{fails: {event}}}")["status"] == "finished"
     assert CALLS[-1][0] == event
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
@@ -85,12 +85,12 @@ def test_observer_failure_is_one_warning(event, image_root, tmp_path, caplog):
 
 
 def test_observer_user_error_ends_run_only_at_creation(image_root, tmp_path, caplog):
-    """In a method, it is a warning, because only rank 0 would end, and other ranks would wait."""
+    """In a method, a UserError is a warning: only rank 0 would end, and other ranks would wait."""
     with pytest.raises(UserError, match=r"^log.observers: not on a Sunday$"):
-        observed(image_root, tmp_path / "run", "{refuses: made}")
+        observed(image_root, tmp_path / "run", "{rejects: made}")
     assert CALLS == [("made",)]
     assert (tmp_path / "run").exists()
-    assert observed(image_root, tmp_path / "later", "{refuses: end}")["status"] == "finished"
+    assert observed(image_root, tmp_path / "later", "{rejects: end}")["status"] == "finished"
     (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert warning.getMessage().endswith("not on a Sunday; training continues without it")
     assert not warning.exc_info

@@ -82,8 +82,8 @@ def test_gpu_monitor_throttling(mask, reduced, throttled, monkeypatch):
 
 
 def test_gpu_monitor_skips_unsupported_metrics(monkeypatch):
-    refused = dict.fromkeys(["nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperature"], OSError("no"))
-    install(nvml_with(**refused), monkeypatch)
+    failing = dict.fromkeys(["nvmlDeviceGetPowerUsage", "nvmlDeviceGetTemperature"], OSError("no"))
+    install(nvml_with(**failing), monkeypatch)
     found = {"gpu/utilization": 90, "gpu/sm_clock_mhz": 1980, "gpu/throttled_fraction": 0.0}
     assert GpuMonitor(CUDA).sample() == found
 

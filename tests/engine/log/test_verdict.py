@@ -46,7 +46,7 @@ def ranks_of(*changes: dict[str, Any]) -> list[StepTimes]:
 
 
 # Times per rank, and parts of the verdict's sentence.
-SAYS: list[tuple[list[StepTimes], Any, str]] = [
+CASES: list[tuple[list[StepTimes], Any, str]] = [
     (
         [RUNS_WELL._replace(**HOT)],
         GPU,
@@ -86,15 +86,15 @@ SAYS: list[tuple[list[StepTimes], Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "feed", "says"), SAYS)
-def test_judge_sentences(ranks, feed, says):
+@pytest.mark.parametrize(("ranks", "feed", "sentence"), CASES)
+def test_judge_sentences(ranks, feed, sentence):
     for order in (ranks, ranks[::-1]):
         text = verdict_of(order, 0.0, feed, feed.no_graph)[0]
-        assert all(part in text for part in says.split(" ... ")), text
+        assert all(part in text for part in sentence.split(" ... ")), text
 
 
 def test_verdict_of_requires_20_seconds(image_root):
-    """It needs 20 s on each rank."""
+    """A verdict needs 20 s on each rank."""
     short, long = (RUNS_WELL._replace(seconds=seconds) for seconds in (19.9, 20.0))
     with opened(image_root, workers=0) as feed:
         assert verdict_of([StepTimes()], 20.0, feed, "") == []

@@ -47,7 +47,7 @@ def test_tuner_selects_faster_mode(step_rate, rates, mode, tried):
 
 
 def test_tuner_keeps_mode_of_resumed_run():
-    """Even if the mode fails now, because training then reports the reason."""
+    """The mode stays even if it fails now, because training then reports the reason."""
     assert Rated({"hybrid": 0.0}, 1000).choose() == "hybrid"
 
 

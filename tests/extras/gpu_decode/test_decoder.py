@@ -129,7 +129,7 @@ def grey_batch(level: int, side: int = 512) -> tuple[Any, ...]:
 
 @pytest.mark.gpu
 def test_gpu_decoder_waits_for_kernels_before_write(monkeypatch):
-    """They write when called, not when the stream reaches the call."""
+    """The engines write when called, not when the stream reaches the call."""
     from extras.gpu_decode import crop_kernel
 
     gpu_decoder, crop = GpuDecoder(torch.device("cuda", 0), 2), crop_kernel.crop_resize
@@ -177,7 +177,7 @@ def cropped(rows: np.ndarray, images: list[np.ndarray], device: torch.device) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
 def test_crop_kernel_equals_cpu_path(entries):
-    """They differ by at most one level if both get the same pixels."""
+    """Results differ by at most one level if both get the same pixels."""
     chain, count = transform(entries), 12
     # Use only the levels 0 and 255, where a bicubic filter overshoots most.
     images = [*np.random.default_rng(0).choice(np.uint8([0, 255]), (count // 2, 90, 130, 3))]

@@ -72,12 +72,12 @@ def _crop(files: np.ndarray, row: np.ndarray, size: int) -> np.ndarray:
     return (cropped.mirrored() if row[g.MIRRORED] else cropped).pixels()
 
 
-def with_engines(split: Path, mode: str, share: float) -> FolderDataset:
+def with_engines(split: Path, mode: str, fraction: float) -> FolderDataset:
     """Return a dataset whose stage sends the given fraction of images to the engines."""
     dataset = crops(split)
     stage = dataset.stage = JpegEngineStage(dataset)
     stage.set_decode_mode(mode)
-    stage.shared.array[gpu_decode.SHARE] = share
+    stage.shared.array[gpu_decode.SHARE] = fraction
     return dataset
 
 
@@ -87,9 +87,9 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_decode, "GpuDecoder", PillowEngines)
 
 
-def test_engine_stage_workers_decode_unsupported(changeable, monkeypatch):
+def test_engine_stage_workers_decode_unsupported(train_copy, monkeypatch):
     """Workers decode other formats, large files and rotated images; engines get the rest."""
-    plain = crops(changeable)
+    plain = crops(train_copy)
     plain.exif_orientation = True
     paths = [Path(plain.name(index)) for index in range(8)]
     image = Image.open(paths[0]).convert("RGB")
@@ -100,7 +100,7 @@ def test_engine_stage_workers_decode_unsupported(changeable, monkeypatch):
     assert JpegEngineStage(plain).room == max(MIN_ROOM, int(ROOM * plain.mean_bytes()))
     monkeypatch.setattr(gpu_decode, "MIN_ROOM", 1 << 14)  # too small for all rows
     monkeypatch.setattr(gpu_decode, "ROOM", 0)
-    dataset = with_engines(changeable, "hybrid", 0.5)
+    dataset = with_engines(train_copy, "hybrid", 0.5)
     dataset.exif_orientation = True
     samples = np.array([(0, index) for index in range(8)])
     with open_loader(dataset, workers=1) as loader:
@@ -111,7 +111,7 @@ def test_engine_stage_workers_decode_unsupported(changeable, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sent", "demand", "share"),
+    ("sent", "demand", "fraction"),
     [
         (0, math.inf, 0.75),
         (0, 2000.0, 0.5),
@@ -121,7 +121,7 @@ def test_engine_stage_workers_decode_unsupported(changeable, monkeypatch):
         (3e-3, math.inf, gpu_decode.MAX_SHARE),
     ],
 )
-def test_engine_stage_takes_smallest_fraction(image_root, sent, demand, share):
+def test_engine_stage_takes_smallest_fraction(image_root, sent, demand, fraction):
     """Two workers decode 1,000 images/s, the engines 3,000; a worker takes `sent` per file."""
     stage = JpegEngineStage(crops(image_root / "train"))
     shared = stage.shared.array
@@ -129,7 +129,7 @@ def test_engine_stage_takes_smallest_fraction(image_root, sent, demand, share):
     assert shared[gpu_decode.SHARE] == gpu_decode.FIRST_SHARE  # rates are unknown
     stage.engine_seconds = 1 / 3000
     stage.seconds.array[:] = sent, 2e-3
-    for mode, expected in (("hybrid", share), ("gpu", 1), ("cpu", 0), ("hybrid", share)):
+    for mode, expected in (("hybrid", fraction), ("gpu", 1), ("cpu", 0), ("hybrid", fraction)):
         stage.set_decode_mode(mode, workers=2, demand=demand)
         assert shared[gpu_decode.SHARE] == pytest.approx(expected)
 
@@ -238,7 +238,7 @@ def test_engines_not_used_for_machines_and_keys(monkeypatch, caplog):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["cpu", "gpu"])
 def test_engine_stage_with_drawn_operations(image_root, mode):
-    """They are applied to the same levels as in images without operations."""
+    """The operations are applied to the levels of the same images without operations."""
     drawn = pytest.importorskip("extras.rand_augment.on_gpu")
     crop = "{random_resized_crop: {size: 48}}, horizontal_flip"
     rand = rf"[{crop}, {{extras.rand_augment\:RandAugment: {{magnitude: 17}}}}]"
@@ -284,7 +284,7 @@ def test_auto_workers_hybrid_uses_two_workers(image_root, tmp_path, monkeypatch,
     assert "decoder=hybrid, workers=2" in capfd.readouterr().out
 
 
-@pytest.mark.usefixtures("pillow", "toy_runs", "own_logging")
+@pytest.mark.usefixtures("pillow", "toy_runs", "restored_logging")
 def test_auto_workers_skips_failing_engines(image_root, tmp_path, monkeypatch, caplog):
     """The weights equal those of the CPU mode, which loader.workers=auto selects."""
     auto = "loader.workers=auto", "augment=imagenet"

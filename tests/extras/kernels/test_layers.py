@@ -99,7 +99,7 @@ POOLINGS |= dict(return_indices=True, ceil_mode=True)
 NORMS: dict[str, Any] = dict(track_running_stats=False, affine=False, momentum=None)
 WITHOUT_BIAS = nn.BatchNorm2d(6)
 WITHOUT_BIAS.bias = None  # like the option `bias`, which torch 2.11 lacks
-OTHERS = [
+UNSUPPORTED = [
     *(stem(**{name: value}) for name, value in STEMS.items()),
     *(pooling(**{name: value}) for name, value in POOLINGS.items()),
     *(nn.BatchNorm2d(6, **{name: value}) for name, value in NORMS.items()),
@@ -109,7 +109,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("layer", OTHERS, ids=str)
+@pytest.mark.parametrize("layer", UNSUPPORTED, ids=str)
 def test_rewrite_keeps_other_layers(layer):
     assert type(exchanged(layer)) is type(layer)
 
@@ -242,7 +242,7 @@ def test_max_pool_gradient_layouts(layout):
 def train_two_steps(
     model: nn.Module, images: Tensor, *, compiled: bool = True
 ) -> tuple[list[float], Tensor]:
-    """Return losses around an SGD step, and the first gradients; in bf16 unless in float64."""
+    """Return losses before and after an SGD step, and first gradients; in bf16 unless float64."""
 
     def objective(images: Tensor) -> Tensor:
         return F.cross_entropy(model(images), torch.arange(len(images), device="cuda") % 10)

@@ -35,7 +35,7 @@ from extras.rand_augment.on_gpu import (
 from pipeline.data.augment import Compose, HorizontalFlip
 from pipeline.data.dataset import FakeDataset, FolderDataset
 from pipeline.data.field import Field
-from tests.helpers.batches import without_waiting
+from tests.helpers.batches import forbid_sync
 from tests.pipeline.loaders import CPU, SIZE, assert_equal, crops, opened, training
 
 ALL = ("identity", *MATRICES, *NAMES)
@@ -188,7 +188,7 @@ class Deep(FolderDataset):
 
 @pytest.mark.usefixtures("pillow")
 def test_on_gpu_keeps_operations_in_workers(image_root):
-    """If the transforms end differently, or the dataset creates other images than FolderDataset."""
+    """Operations stay unless the transforms end in them and the images are FolderDataset's."""
     flip, rand = HorizontalFlip(p=1), RandAugment()
     for kind, transforms, drawn in (
         (FolderDataset, [flip, rand], True),
@@ -236,7 +236,7 @@ def test_apply_operations_does_not_synchronize():
     operations = rows_of(drawn, 32)
     images = torch.zeros(len(drawn), 3, 32, 32, dtype=torch.uint8, device="cuda")
     levels_of(images, operations)
-    with without_waiting(deterministic=True):  # allows all of the kernels
+    with forbid_sync(deterministic=True):  # allows all of the kernels
         levels_of(images, operations)
 
 

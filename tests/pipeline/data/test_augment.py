@@ -49,7 +49,7 @@ def test_random_resized_crop_fallback_equals_torchvision(size):
 
 @pytest.mark.parametrize("padding_mode", ["constant", "reflect"])
 def test_crop_padding_equals_torchvision(padding_mode):
-    """Including padding wider than the image, and files that are not decoded yet."""
+    """The padding may be wider than the image, and files may not be decoded yet."""
     from torchvision.transforms.v2 import functional
 
     data = encoded(PHOTO.resize((20, 15)))
@@ -102,7 +102,7 @@ def test_v2_transform_equals_torchvision(image_root, name):
 
 
 def test_v2_transform_keeps_global_generator():
-    """Including in a worker, which gets the transform without torchvision's."""
+    """Draws are the same in a worker, which gets the transform without torchvision's."""
     transform = one("v2.RandomErasing", p=1)
     before = torch.get_rng_state()
     first = made(transform, PHOTO, seed=1)
@@ -128,7 +128,7 @@ def moved(entries: list[Any], seed: int, source: Any = IMAGE) -> Picture:
     return chain(Picture(source), random.Random(seed))
 
 
-def own_pixels(picture: Picture) -> float:
+def matching_fraction(picture: Picture) -> float:
     """Return the fraction of image pixels that, moved as points, match their value in the mask."""
     points = np.floor(transform_target(np.argwhere(MASK)[:, ::-1] + 0.5, picture)).astype(int)
     inside = ((points >= 0) & (points < picture.size)).all(1)
@@ -144,7 +144,7 @@ def test_transform_target_moves_mask_exactly(entries):
     for seed in range(8):
         picture = moved(entries, seed)
         assert (picture.pixels()[..., 0] == transform_target(MASK, picture) * 100).all()
-        assert own_pixels(picture) == 1
+        assert matching_fraction(picture) == 1
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_transform_target_with_resized_images(entries):
         assert np.median(abs(colours - mask)) < 5, seed
         assert (abs(colours - mask) > 50).mean() < 0.05, seed
         assert (abs(colours - mask[::-1]) > 50).mean() > 0.2  # the test can tell the difference
-        assert own_pixels(picture) > 0.97, seed
+        assert matching_fraction(picture) > 0.97, seed
 
 
 def test_transform_target_rejects_rotation():

@@ -44,23 +44,23 @@ def test_folder_dataset_in_torch_data_loader(image_root):
     assert len(seen) == 3 * 18  # no two are the same
 
 
-def test_fingerprint_depends_on_sizes(changeable):
-    """It does not depend on mtimes, nor on the storage (test_listing.py)."""
-    before = crops(changeable).fingerprint()
-    path = Path(crops(changeable).name(7))
+def test_fingerprint_depends_on_sizes(train_copy):
+    """The fingerprint does not depend on mtimes or on the storage (test_listing.py)."""
+    before = crops(train_copy).fingerprint()
+    path = Path(crops(train_copy).name(7))
     good = path.read_bytes()
     for changed in (good + b"0", good[:-1], b""):
         path.write_bytes(changed)
-        assert crops(changeable).fingerprint() != before
+        assert crops(train_copy).fingerprint() != before
     path.unlink()
-    assert crops(changeable).fingerprint() != before
+    assert crops(train_copy).fingerprint() != before
     path.write_bytes(good)
     os.utime(path, (10**9, 10**9))
-    assert crops(changeable).fingerprint() == before
+    assert crops(train_copy).fingerprint() == before
 
 
 def test_fingerprint_equals_earlier_versions(tmp_path):
-    """Otherwise, no checkpoint could be resumed. A subset of the rows is also tested."""
+    """Otherwise, checkpoints could not be resumed. The test also uses a subset of the rows."""
     for name in ("a/1.jpg", "a/2.jpg", "b/3.jpg", "b/é.jpg"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(name.encode() * 2000)

@@ -74,7 +74,7 @@ def test_region_decoder_memory_safety(tmp_path):
     command = [compiler, "-g", "-shared", "-fPIC", *checks, "-o", str(code), str(region.SOURCE)]
     run_command(command).check_returncode()
     program = (
-        "import sys; from pathlib import Path; from pipeline import region; "
+        "import sys; from pathlib import Path; from pipeline.data import region; "
         "region.compile_library = lambda folder: Path(sys.argv[1]); "
         "from tests.reliability.odd_images import load_mutated; "
         "load_mutated(range(200_000, 300_000))"

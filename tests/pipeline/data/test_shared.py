@@ -13,7 +13,7 @@ from conf.errors import UserError
 from pipeline.data.shared import SharedArray, SharedObject
 from pipeline.feed.pinned import pinned_memory
 from tests.helpers.limits import file_size_limit, soft_limit
-from tests.helpers.processes import HANGS_SECONDS, needs_linux, wait_for
+from tests.helpers.processes import HANG_SECONDS, needs_linux, wait_for
 
 
 def descriptors() -> int:
@@ -31,7 +31,7 @@ def test_shared_array_in_child_process(start_method, memfd, monkeypatch):
     # target that every start method can pickle
     process = context.Process(target=exec, args=(code, {"shared": shared}))
     process.start()
-    process.join(HANGS_SECONDS)
+    process.join(HANG_SECONDS)
     process.kill()
     assert process.exitcode == 0
     assert shared.array.tolist() == [[0, 1, 2, 3], [40, 50, 60, 70], [8, 9, 10, 11]]
@@ -135,7 +135,7 @@ assert value["names"] == ["a", "b"] and not value["array"].any()
     variables = {"shared": shared, "total": int(images.sum())}
     process = context.Process(target=exec, args=(code, variables))
     process.start()
-    process.join(HANGS_SECONDS)
+    process.join(HANG_SECONDS)
     process.kill()
     assert process.exitcode == 0
     assert shared.value["array"].any() and mapped[4000] == 4000

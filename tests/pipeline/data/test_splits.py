@@ -23,11 +23,11 @@ def splits(root: object, **keys: object) -> tuple[Index, Index]:
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.25, 0.99])
-def test_val_fraction_per_class(changeable, fraction):
-    train, val = splits(changeable, val_fraction=fraction)
+def test_val_fraction_per_class(train_copy, fraction):
+    train, val = splits(train_copy, val_fraction=fraction)
     count = min(max(round(12 * fraction), 1), 11)
     assert Counter(val.labels.array.tolist()) == dict.fromkeys(range(3), count)
-    assert sorted(samples(train) + samples(val)) == samples(load_index(changeable, key="data.root"))
+    assert sorted(samples(train) + samples(val)) == samples(load_index(train_copy, key="data.root"))
     assert (samples(train), samples(val)) == (sorted(samples(train)), sorted(samples(val)))
     names = sorted(f"cat/{i}é.jpg".encode() for i in range(500))  # resumed runs need the same
     index = Index.of_files(ImageFolder("/none"), {"cat": names})
@@ -39,23 +39,23 @@ def test_val_fraction_per_class(changeable, fraction):
 
 
 @pytest.mark.parametrize("folds", [2, 5, 12])
-def test_val_fold_partitions_images(changeable, folds):
+def test_val_fold_partitions_images(train_copy, folds):
     held_out = []
     for fold in range(1, folds + 1):
-        train, val = splits(changeable, val_fold=f"{fold}/{folds}")
+        train, val = splits(train_copy, val_fold=f"{fold}/{folds}")
         counts = Counter(val.labels.array.tolist())
         assert set(counts) == {0, 1, 2}
         assert max(counts.values()) - 12 / folds < 1
         assert len(train) + len(val) == 36
         assert not set(samples(train)) & set(samples(val))
         held_out += samples(val)
-    assert sorted(held_out) == samples(load_index(changeable, key="data.root"))
-    first = splits(changeable, val_fraction=1 / folds)[1]
-    assert first.digest == splits(changeable, val_fold=f"1/{folds}")[1].digest
+    assert sorted(held_out) == samples(load_index(train_copy, key="data.root"))
+    first = splits(train_copy, val_fraction=1 / folds)[1]
+    assert first.digest == splits(train_copy, val_fold=f"1/{folds}")[1].digest
 
 
-def test_val_fraction_equal_in_every_storage(changeable, image_root, tmp_path):
-    found = [splits(changeable, val_fraction=0.25)]
+def test_val_fraction_equal_in_every_storage(train_copy, image_root, tmp_path):
+    found = [splits(train_copy, val_fraction=0.25)]
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     (tmp_path / "a" / "train").symlink_to(image_root / "train")
@@ -65,7 +65,7 @@ def test_val_fraction_equal_in_every_storage(changeable, image_root, tmp_path):
     for root in ("a", "b", "images.tar", "train"):
         found.append(splits(tmp_path / root, val_fraction=0.25))
     assert len({(train.digest, val.digest) for train, val in found}) == 1
-    words = [*SMALL, f"data.root={changeable}", "data.val_fraction=0.25"]
+    words = [*SMALL, f"data.root={train_copy}", "data.val_fraction=0.25"]
     one = build_datasets(from_overrides([*words, "train.seed=1"]))
     other = build_val(from_overrides([*words, "train.seed=2"]))
     assert one.val.fingerprint() == other.val.fingerprint() != one.train.fingerprint()
@@ -98,8 +98,8 @@ def test_other_classes_shows_names_that_look_alike(changeable, tmp_path):
 
 
 @pytest.mark.parametrize("train", ["../train", "train"])
-def test_load_splits_rejects_shared_images(changeable, tmp_path, train):
-    image = next(changeable.glob("*/*"))
+def test_load_splits_rejects_shared_images(train_copy, tmp_path, train):
+    image = next(train_copy.glob("*/*"))
     (tmp_path / "link").symlink_to(image.parent)
     (tmp_path.parent / "train.csv").write_text(f"{tmp_path}/link/{image.name},a\n")
     (tmp_path / "3.jpg").touch()

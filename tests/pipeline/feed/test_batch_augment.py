@@ -20,7 +20,7 @@ from pipeline.feed.batch_augment import (
 from tests.helpers.batches import batch_of
 from tests.helpers.results import same
 
-COUNT, SIDE = 64, 32
+COUNT, SIZE = 64, 32
 
 
 def one(name: str, **parameters: Any) -> Any:
@@ -29,7 +29,7 @@ def one(name: str, **parameters: Any) -> Any:
 
 def batch() -> tuple[Tensor, Tensor]:
     """Return samples i with color i + 1 and class i; a value identifies a pixel's source."""
-    images = torch.arange(1.0, COUNT + 1)[:, None, None, None].expand(COUNT, 3, SIDE, SIDE).clone()
+    images = torch.arange(1.0, COUNT + 1)[:, None, None, None].expand(COUNT, 3, SIZE, SIZE).clone()
     return images, torch.eye(COUNT)
 
 
@@ -100,7 +100,7 @@ def test_cutmix_box_area_is_weight():
 
 
 def test_random_erasing_clears_box():
-    """The border does not clip it."""
+    """The border does not clip a box, wherever it is."""
     erasing = one("random_erasing", p=0.25, scale=[0.1, 0.2], ratio=[0.5, 2.0])
     erased = []
     for step in range(20):

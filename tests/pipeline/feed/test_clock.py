@@ -68,8 +68,8 @@ def test_step_clock_splits_gap_into_wait_and_late(gpu):
     run(clock, gpu, copied=30, begin=40, end=100)
     times = clock.step_times()
     assert (times.steps, times.seconds, times.step_ms, times.copy_ms) == (1, 0.1, 60, 30)
-    shares = times.data_wait_fraction, times.late_fraction, times.compute_fraction
-    assert shares == pytest.approx((0.3, 0.1, 0.6))
+    fractions = times.data_wait_fraction, times.late_fraction, times.compute_fraction
+    assert fractions == pytest.approx((0.3, 0.1, 0.6))
     assert times.copy_fraction == pytest.approx(0.3)
 
 
@@ -107,7 +107,7 @@ def test_step_clock_on_cpu(clock, monkeypatch):
 
 
 def test_mean_of_step_times():
-    """Weighted by their seconds, which are summed."""
+    """Rows are weighted by their seconds, which are summed."""
     rows = [
         StepTimes(steps=10, seconds=1.0, images_per_second=100.0),
         StepTimes(steps=30, seconds=3.0, images_per_second=200.0),

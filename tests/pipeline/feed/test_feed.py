@@ -65,7 +65,7 @@ def test_choose_decode_modes():
 
 
 def test_for_validation_uses_all_workers(image_root):
-    """It starts and ends no process. tests/extras/gpu_decode tests the modes of a stage."""
+    """Validation starts and ends no process. tests/extras/gpu_decode tests the modes of a stage."""
     with opened(image_root, workers=2) as feed:
         pool = feed.pool
         pool.activate(1)

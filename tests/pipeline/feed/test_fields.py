@@ -23,7 +23,7 @@ from pipeline.feed.loader import LoaderError
 from tests.engine.plans import ALONE
 from tests.pipeline.loaders import loaded
 
-SIDE = 12
+SIZE = 12
 Fields = dict[str, Field]
 
 
@@ -55,15 +55,15 @@ class Noise(Dataset):
 
 
 EVERYTHING = {
-    "image": image_field(SIDE),
-    "view": image_field(SIDE),
-    "frames": Field(np.uint8, (2, SIDE, SIDE, 3), image=True),
-    "mask": Field(np.uint8, (SIDE, SIDE)),
+    "image": image_field(SIZE),
+    "view": image_field(SIZE),
+    "frames": Field(np.uint8, (2, SIZE, SIZE, 3), image=True),
+    "mask": Field(np.uint8, (SIZE, SIZE)),
     "number": Field(np.float32),
     "labels": Field(np.float32, (5,)),
     "place": Field(np.int32, (2,)),
 }
-DEEP = {"image": Field(np.uint16, (SIDE, SIDE, 5), image=True), "depth": Field(np.uint16)}
+DEEP = {"image": Field(np.uint16, (SIZE, SIZE, 5), image=True), "depth": Field(np.uint16)}
 
 
 def only(*names: str) -> Fields:
@@ -73,7 +73,7 @@ def only(*names: str) -> Fields:
 @contextmanager
 def opened(fields: Fields, *overrides: str, **changed: Any) -> Iterator[Feed]:
     """Open a feed of 20 and 11 samples in batches of 8."""
-    fixed = ["data=fake", f"data.image_size={SIDE}", "data.mean=[0.5]", "data.std=[0.25]"]
+    fixed = ["data=fake", f"data.image_size={SIZE}", "data.mean=[0.5]", "data.std=[0.25]"]
     config = from_overrides([*fixed, "loader.batch_size=8", "loader.workers=0", *overrides])
     splits = Noise(20, fields, changed), Noise(11, fields), ("a", "b")
     with pytest.MonkeyPatch.context() as patch:
@@ -102,11 +102,11 @@ def check(batch: Batch, dataset: Dataset, samples: np.ndarray) -> None:
 
 @pytest.mark.parametrize("fields", [EVERYTHING, DEEP], ids=["everything", "deep"])
 def test_feed_fields_equal_loaded(fields):
-    """Including a short last batch."""
+    """The last batch is short."""
     with opened(fields, "loader.workers=2") as feed:
-        for share, stop in ((feed.train, 6), (feed.val, feed.num_val_batches)):
-            for batch in share.batches(0, stop):
-                check(batch, share.loader.dataset, share.loader.samples(batch.step))
+        for split, stop in ((feed.train, 6), (feed.val, feed.num_val_batches)):
+            for batch in split.batches(0, stop):
+                check(batch, split.loader.dataset, split.loader.samples(batch.step))
         assert (batch.step, (batch.samples[:, 1] >= 0).sum()) == (1, 3)
 
 
@@ -173,7 +173,7 @@ def test_mix_all_images_and_numbers(names, entry):
             images, found = pictures(before), pictures(after)
             for number in range(4):
                 rng = np.random.Generator(np.random.PCG64([0, before.step, 0, 1]))
-                drawn = torch.from_numpy(transform.draw(rng, 8, SIDE)).float()
+                drawn = torch.from_numpy(transform.draw(rng, 8, SIZE)).float()
                 arguments = images[:, number] + 0, numbers + 0, drawn, PARTNERS
                 expected, target = transform(*arguments)
                 assert torch.equal(found[:, number], expected)
@@ -202,5 +202,5 @@ def test_open_feed_rejects_unmixable_fields(fields, reason):
 def test_device_slot_reuses_float_memory():
     """New memory could belong to a batch that the step still reads."""
     slot = DeviceSlot(ImageFormat(torch.device("meta"), [0.5], [0.5]))
-    levels = torch.zeros(2, SIDE, SIDE, 3)
+    levels = torch.zeros(2, SIZE, SIZE, 3)
     assert slot.normalize("image", levels) is slot.normalize("image", levels)

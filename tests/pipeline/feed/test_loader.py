@@ -42,13 +42,13 @@ def check(batch: Batch, dataset: FolderDataset, samples: np.ndarray) -> None:
     assert (batch.samples[len(samples) :] == EMPTY_ROW).all()
 
 
-def begun(loader: Loader) -> list[Task]:
+def pending(loader: Loader) -> list[Task]:
     """Return the tasks of all batches that have not been taken."""
     return [task for tasks in loader._queue for task in tasks]
 
 
 def test_forkserver_preloads_torch_in_any_folder(tmp_path):
-    """Python 3.11 does not tell it the location of the program's modules.
+    """Python 3.11 does not tell the forkserver where the program's modules are.
 
     A process that is not a worker ends on SIGTERM.
     """
@@ -83,7 +83,7 @@ def test_forkserver_start_failure_is_one_line(tmp_path):
     [(0, "fork"), (2, "forkserver"), pytest.param(2, "spawn", marks=pytest.mark.slow)],
 )
 def test_loader_batches_equal_for_any_workers(image_root, workers, start_method, monkeypatch):
-    """Even if the number changes; no process is left."""
+    """Batches are equal even while the number changes. No process is left."""
     monkeypatch.setattr("pipeline.feed.loader.MAX_BYTES", 0)  # treat these samples as large
     dataset = crops(image_root / "train")
     numbers = [3, 1, 4, 2, 0, 1] if workers else []  # after each batch; at least one works
@@ -118,7 +118,7 @@ def test_loader_iteration_waits_for_previous_tasks(image_root):
         dataset.stop_at(*loader.samples(1)[5])
         next(loader.batches(0, 100))
         wait_for("a worker stops in slot 1", dataset.stopped)
-        tasks = begun(loader)
+        tasks = pending(loader)
         Timer(0.3, dataset.go_on).start()  # an iteration that does not wait continues earlier
         batch = next(loader.batches(5, 6))  # reuses slot 1
         wait_for("the late worker finishes", lambda: loader.pool.done(tasks))
@@ -170,8 +170,8 @@ def test_worker_reads_ahead(image_root, monkeypatch):
         assert np.array_equal(image, plain[index]["image"])
 
 
-def test_read_ahead_reads_once(changeable, monkeypatch):
-    dataset, read, places = crops(changeable), ImageFolder.read, []
+def test_read_ahead_reads_once(train_copy, monkeypatch):
+    dataset, read, places = crops(train_copy), ImageFolder.read, []
     contents = [dataset.read(index) for index in range(2)]
     Path(dataset.name(2)).unlink()
     monkeypatch.setattr(ImageFolder, "read", lambda *place: places.append(place) or read(*place))
@@ -192,16 +192,16 @@ def test_loader_reuses_slot_after_copy(image_root, workers, in_use):
         places = set()
         for batch in loader.batches(0, 20):
             # The loader has waited once for the event of every slot that was filled again.
-            begun_again = min(batch.step + 5 - in_use, 20) - 5
+            refilled = min(batch.step + 5 - in_use, 20) - 5
             assert [each.query.call_count for each in events] == [
-                int(step < begun_again) for step in range(len(events))
+                int(step < refilled) for step in range(len(events))
             ]
             places.add(tuple(rows.data_ptr() for rows in batch.fields.values()))
             unread.append(batch)
             if len(unread) == in_use + 1:
                 # Workers are as far ahead as possible; without workers, nothing runs ahead.
                 wait_for(
-                    "all tasks are done", lambda: not workers or loader.pool.done(begun(loader))
+                    "all tasks are done", lambda: not workers or loader.pool.done(pending(loader))
                 )
                 check(unread[0], dataset, loader.samples(unread[0].step))
                 events.append(Mock(spec=["query"]))  # the copy has ended
@@ -212,7 +212,7 @@ def test_loader_reuses_slot_after_copy(image_root, workers, in_use):
 @pytest.mark.parametrize("start_method", START_METHODS)
 @pytest.mark.parametrize("killed", [True, False])
 def test_pool_names_dead_or_hanging_worker(image_root, start_method, killed):
-    """As on a network file system that does not respond. No worker is left."""
+    """A hanging worker is like a network file system that does not respond. No worker is left."""
     dataset = crops(image_root / "train", Stuck)
     with open_loader(dataset, workers=1, start_method=start_method) as loader:
         sample, (pid,) = loader.samples(1)[5], loader.pool.pids
@@ -281,7 +281,7 @@ pool.wait([blocked])
 
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_pool_workers_survive_signals_and_end_with_parent(image_root, start_method):
-    """After SIGKILL to the training process, they end even during a read that never returns."""
+    """After SIGKILL to the training process, workers end even during a read that never returns."""
     needs_linux()
     command = [sys.executable, "-c", PROGRAM, image_root / "train", start_method]
     with Started(command, stdout=PIPE) as process:
@@ -293,9 +293,9 @@ def test_pool_workers_survive_signals_and_end_with_parent(image_root, start_meth
         wait_for("the workers end", lambda: not any(is_running(pid) for pid in family))
 
 
-def test_loader_class_of_unreadable_files(changeable):
+def test_loader_class_of_unreadable_files(train_copy):
     """An image from a different class would have a different label."""
-    dataset = crops(changeable)
+    dataset = crops(train_copy)
     for index in range(12, 24):
         path = Path(dataset.name(index))
         path.write_bytes(path.read_bytes()[:-500])
@@ -308,9 +308,9 @@ def test_loader_class_of_unreadable_files(changeable):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loader_skips_and_counts_unreadable_files(changeable, caplog, workers):
+def test_loader_skips_and_counts_unreadable_files(train_copy, caplog, workers):
     """Each file counts once; more than the limit is an error."""
-    dataset = crops(changeable)
+    dataset = crops(train_copy)
     bad = {20, 21, 35}  # two neighbors, and the last one of its class and of all
     for index in bad:
         Path(dataset.name(index)).write_bytes(b"<html>404</html>")

@@ -22,7 +22,7 @@ from pipeline.feed.batch import Batch, DeviceSlot, ImageFormat, channels_first
 from pipeline.feed.clock import StepClock
 from pipeline.feed.loader import slots_needed
 from pipeline.feed.prefetcher import InlineExecutor, Prefetcher
-from tests.helpers.batches import without_waiting
+from tests.helpers.batches import forbid_sync
 from tests.pipeline.loaders import SIZE, open_loader, same
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -318,7 +318,7 @@ def test_prefetcher_does_not_synchronize():
         total = torch.zeros((), device="cuda")
         for batch in prefetcher.batches(0, 3):  # a kernel's first use may load it
             total += used(batch)
-        with without_waiting():
+        with forbid_sync():
             for batch in prefetcher.batches(3, 60):
                 total += used(batch)
         assert total.isfinite().item()

@@ -28,9 +28,9 @@ def test_train_sampler_ranks_equal_one_rank(world_size, kind):
     alone = TrainSampler(**options)
     ranks = [TrainSampler(rank=r, world_size=world_size, **options) for r in range(world_size)]
     for step in range(30):
-        shares = [rank.samples(step) for rank in ranks]
-        assert {share.shape for share in shares} == {(8 // world_size, 2)}
-        np.testing.assert_array_equal(np.concatenate(shares), alone.samples(step))
+        shards = [rank.samples(step) for rank in ranks]
+        assert {shard.shape for shard in shards} == {(8 // world_size, 2)}
+        np.testing.assert_array_equal(np.concatenate(shards), alone.samples(step))
 
 
 def test_train_sampler_balanced_classes():
@@ -38,8 +38,8 @@ def test_train_sampler_balanced_classes():
     labels = np.repeat([0, 1, 3], [890, 100, 10])  # no image of class 2
     drawn = rows(TrainSampler(num_samples=1000, batch_size=50, seed=1, labels=labels), range(80))
     assert len(set(drawn)) == len(drawn)
-    shares = np.bincount(labels[np.array(drawn)[:, 1]]) / len(drawn)
-    np.testing.assert_allclose(shares, [1 / 3, 1 / 3, 0, 1 / 3], atol=0.04)
+    fractions = np.bincount(labels[np.array(drawn)[:, 1]]) / len(drawn)
+    np.testing.assert_allclose(fractions, [1 / 3, 1 / 3, 0, 1 / 3], atol=0.04)
 
 
 def test_train_sampler_late_step_is_exact():
@@ -52,16 +52,16 @@ def test_train_sampler_late_step_is_exact():
 
 @pytest.mark.parametrize("num_samples", [1, 5, 16, 17])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("share", [1, 7])
-def test_val_batches_every_image_once(num_samples, world_size, share):
-    size = share * world_size
+@pytest.mark.parametrize("shard_size", [1, 7])
+def test_val_batches_every_image_once(num_samples, world_size, shard_size):
+    size = shard_size * world_size
     seen = []
     for rank in range(world_size):
         batches = val_batches(
             num_samples=num_samples, batch_size=size, rank=rank, world_size=world_size
         )
         sizes = [*map(len, batches)]
-        assert [*sizes[:-1], share] == [share] * -(-num_samples // size)
-        assert sizes[-1] <= share
+        assert [*sizes[:-1], shard_size] == [shard_size] * -(-num_samples // size)
+        assert sizes[-1] <= shard_size
         seen += batches
     assert sorted(np.concatenate(seen).tolist()) == [[0, index] for index in range(num_samples)]

@@ -55,7 +55,7 @@ def digests(overrides: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def of_recipe(recipe: str, root: Path) -> dict[str, list[str]]:
+def recipe_digests(recipe: str, root: Path) -> dict[str, list[str]]:
     """Return the digests for the drawn images."""
     typed = [f"recipe={recipe}", f"data.root={root}", *SMALL]
     found = digests(typed)
@@ -65,10 +65,10 @@ def of_recipe(recipe: str, root: Path) -> dict[str, list[str]]:
     return found
 
 
-def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def current_answers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return this code's answers for each recipe."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         files = draw(root)
         recipes = group_names("recipe")
-        return [{"recipe": name, "files": files, **of_recipe(name, root)} for name in recipes]
+        return [{"recipe": name, "files": files, **recipe_digests(name, root)} for name in recipes]

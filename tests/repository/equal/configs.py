@@ -45,7 +45,7 @@ def expanded(lines: list[dict[str, Any]], recipe: str) -> dict[str, Values | Non
     return found
 
 
-def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def current_answers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the stored lines with this code's answers."""
     recipes = sorted(group_names("recipe"), key=lambda name: name != DEFAULT_RECIPE)
     bare = {recipe: compose(recipe, []) or {} for recipe in recipes}
@@ -53,14 +53,14 @@ def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = [usual]
     found += [{"recipe": r, "differs": difference(usual, bare[r])} for r in recipes]
     for typed in dict.fromkeys(json.dumps(line["typed"]) for line in lines if "typed" in line):
-        alike = {}
+        groups = {}
         for recipe in recipes:
             values = compose(recipe, json.loads(typed))
             differs = values and difference(bare[recipe], values)
-            alike.setdefault(json.dumps(differs), []).append(recipe)
+            groups.setdefault(json.dumps(differs), []).append(recipe)
         found += [
             {"typed": json.loads(typed), "recipes": names, "differs": json.loads(differs)}
-            for differs, names in alike.items()
+            for differs, names in groups.items()
         ]
     return found
 

@@ -17,9 +17,9 @@ from tests.repository.equal import batches, configs, verdicts
 
 Lines = list[dict[str, Any]]
 KINDS: dict[str, Callable[[Lines], Lines]] = {
-    "batches": batches.answered,
-    "configs": configs.answered,
-    "verdicts": verdicts.answered,
+    "batches": batches.current_answers,
+    "configs": configs.current_answers,
+    "verdicts": verdicts.current_answers,
 }
 
 

@@ -27,18 +27,18 @@ def test_batches_equal_stored(recipe, drawn):
     root, files = drawn
     (line,) = (line for line in stored("batches") if line["recipe"] == recipe)
     assert files == line["files"], "different JPEG files were drawn; check the version of Pillow"
-    assert {"recipe": recipe, "files": files, **batches.of_recipe(recipe, root)} == line
+    assert {"recipe": recipe, "files": files, **batches.recipe_digests(recipe, root)} == line
 
 
 @pytest.mark.parametrize(
-    "share", [0, *(pytest.param(share, marks=pytest.mark.slow) for share in range(1, 10))]
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))]
 )
 @pytest.mark.parametrize(("number", "recipe"), [*enumerate(group_names("recipe"))])
-def test_configs_equal_stored(number, recipe, share):
+def test_configs_equal_stored(number, recipe, part):
     """Test a tenth of the lists of overrides, a different one for each recipe."""
     expected = configs.expanded(CONFIGS, recipe)
     assert len(expected) == 59
-    for typed in [*expected][(number + share) % 10 :: 10]:
+    for typed in [*expected][(number + part) % 10 :: 10]:
         assert configs.compose(recipe, json.loads(typed)) == expected[typed], typed
 
 

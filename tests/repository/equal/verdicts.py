@@ -44,7 +44,7 @@ def cause_of(ranks: list[dict[str, Any]]) -> str:
     return verdict.cause_of(run, row, feed, first["graph_refused"] or "")
 
 
-def answered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def current_answers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the stored lines with this code's answers.
 
     The first line has values of a typical rank, every later line the values that differ on

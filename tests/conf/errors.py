@@ -10,7 +10,7 @@ from conf.schema import Config
 DATA = "data.root=/nowhere"  # composing does not read the directory
 
 
-def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def error_message(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Return the error message for `arguments`, without the program's name."""
     with pytest.raises(SystemExit) as stop:
         cli.parse(arguments, script="train.py", purpose="")
@@ -21,7 +21,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return err.partition(": ")[2].rstrip("\n")
 
 
-def offered(overrides: list[str]) -> Config:
+def compose_or_skip(overrides: list[str]) -> Config:
     """Compose a config; skip the test if this copy of the program lacks something that it names."""
     try:
         return from_overrides(overrides)
