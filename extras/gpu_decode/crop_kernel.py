@@ -1,6 +1,6 @@
-"""One kernel turns decoded images of any size into a batch: crop, resize, mirror, normalise.
+"""Crop, resize, mirror and normalize decoded images of any size into a batch, in one kernel.
 
-Data flow, step 5 for `loader.decoder=gpu` and `hybrid`; imported on a GPU, with Triton.
+Step 5 of the data flow for `loader.decoder=gpu` and `hybrid`; needs a GPU and Triton.
 """
 
 import triton
@@ -13,19 +13,19 @@ TILE = 16
 
 
 def crop_resize(geometry: Tensor, out: Tensor, affine: Tensor, *, bicubic: bool) -> None:
-    """Launch the kernel on the current stream, for the rows that are bicubic, or for the others.
+    """Launch the kernel on the current stream for the bicubic or the bilinear rows.
 
-    Agrees with `decode.resize` to one level of 255: both use the same filters. For bilinear, this
-    kernel rounds once, `decode.resize` after each direction.
+    Matches `decode.resize` to one level of 255, because both use the same filters. For bilinear,
+    this kernel rounds once, `decode.resize` after each direction.
 
     Args:
-        geometry: float64 [B, COLUMNS] on the device, ADDRESS and PITCH filled in.
-        out: float [B, 3, S, S], channels_last or contiguous; or uint8, which gets the levels.
+        geometry: float64 [B, COLUMNS] on the device, with ADDRESS and PITCH filled in.
+        out: float [B, 3, S, S], channels_last or contiguous; or uint8, which receives the levels.
         affine: float32 [2, 3] on the device; a level x becomes affine[0] * x + affine[1].
     """
     batch, _, size, _ = out.shape
     tiles = triton.cdiv(size, TILE)
-    # Without fused multiply-add, normalising gives the bits of the CPU's multiply and add.
+    # Without fused multiply-add, normalized values are bitwise identical to the CPU's.
     numbers = size, *out.stride(), COLUMNS, TILE, bicubic
     _crop_resize[(batch, tiles, tiles)](
         geometry, out, affine, *numbers, num_warps=4, enable_fp_fusion=False
@@ -35,7 +35,7 @@ def crop_resize(geometry: Tensor, out: Tensor, affine: Tensor, *, bicubic: bool)
 @triton.jit
 def _weights(places, last, centre, width, bicubic: tl.constexpr):  # type: ignore[no-untyped-def]
     distance = tl.abs(places + 0.5 - centre) / width
-    if bicubic:  # the kernel of Keys (1981) with a = -0.5, as in Pillow
+    if bicubic:  # the kernel of Keys (1981) with a = -0.5, which Pillow uses
         near = (1.5 * distance - 2.5) * distance * distance + 1.0
         far = ((2.5 - 0.5 * distance) * distance - 4.0) * distance + 2.0
         weights = tl.where(distance < 1.0, near, tl.where(distance < 2.0, far, 0.0))
@@ -59,7 +59,7 @@ def _load(address, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _level(values):  # type: ignore[no-untyped-def]
-    """Round to whole levels, like the bytes of the CPU path."""
+    """Round to integer levels, the same as the CPU path's uint8 levels."""
     return tl.minimum(tl.maximum(tl.floor(values + 0.5), 0.0), 255.0)
 
 
@@ -70,10 +70,10 @@ def _normal(level, affine):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _taps(row, target, bicubic: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the source pixels of target pixels, int32 [block], from CLIP_LEFT or CLIP_TOP of a row.
+    """Find the source pixels of target pixels, int32 [block]; `row` is its CLIP_LEFT or CLIP_TOP.
 
-    torch's antialiased filters: a triangle of half-width max(scale, 1) around the source point, or
-    a cubic of twice that half-width, cut at the clip, with a sum of 1.
+    The filters are torch's antialiased ones: a triangle of half-width max(scale, 1) around the
+    source point, or a cubic of twice that half-width, clipped and normalized to a sum of 1.
     """
     clip_first = tl.load(row).to(tl.int32)
     clip_last = tl.load(row + 2).to(tl.int32)
@@ -86,7 +86,7 @@ def _taps(row, target, bicubic: tl.constexpr):  # type: ignore[no-untyped-def]
     centre = start + scale * (target.to(tl.float32) + 0.5)
     first = tl.maximum((centre - reach + 0.5).to(tl.int32), clip_first)
     last = tl.minimum((centre + reach + 0.5).to(tl.int32), clip_last)
-    count = tl.ceil(2 * reach).to(tl.int32)  # pixels whose centre lies inside the filter
+    count = tl.ceil(2 * reach).to(tl.int32)  # pixels whose center lies inside the filter
     return first, last, centre, width, count
 
 
@@ -105,7 +105,7 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     bicubic: tl.constexpr,
 ):
     image = tl.program_id(0)
-    row = geometry + image * columns  # columns as in geometry.py
+    row = geometry + image * columns  # geometry.py lists the columns
     if (tl.load(row + 15) > 0.5) != bicubic:
         return
     mirrored = tl.load(row + 12) > 0.5
@@ -133,7 +133,7 @@ def _crop_resize(  # type: ignore[no-untyped-def]
         weight_y = weights[:, None]
         line = (source + place_y.to(tl.int64) * pitch)[:, None]
         if bicubic:
-            # Weights below 0 overshoot at edges: like the CPU, cut that off after each direction.
+            # Negative weights overshoot at edges; clip after each direction, like the CPU.
             red_x = nothing
             green_x = nothing
             blue_x = nothing

@@ -70,5 +70,5 @@ def test_each_parameter_is_in_one_block_and_the_head_is_the_last(name):
 
 def test_a_factor_that_is_not_one():
     config = OptimConfig("extras.layer_decay:sgd", {"layer_decay": 1.5})
-    with pytest.raises(UserError, match=r"layer_decay=1.5: give a factor > 0"):
+    with pytest.raises(UserError, match=r"layer_decay=1.5: expected a number > 0"):
         build_optimizer(nn.Linear(2, 2), config)

@@ -313,7 +313,7 @@ def test_file_of_another_project(found, image_root, tmp_path):
     assert other.values == found.values and other.classes == CLASSES
     name = f"{tmp_path.name},weights.pth{image_root}/val".replace("/", ",")  # one for each test set
     assert (other.trained.stored, evaluate.name_of(other.trained)) == ({}, name)
-    with pytest.raises(UserError, match=r"has 3 classes, the model has 5; give .*--classes FILE"):
+    with pytest.raises(UserError, match=r"has 3 classes, the model has 5; use .*--classes FILE"):
         outputs_of(replace(other.trained, num_classes=5), found.datasets)
     numbers = replace(found.datasets, classes=("01", "02", "10"))
     assert outputs_of(other.trained, numbers) == (numbers.classes, [0, 1, 2])

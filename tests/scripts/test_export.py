@@ -19,7 +19,7 @@ from pipeline.data.augment import TRANSFORMS, Compose, build_by_name
 from pipeline.data.field import Field
 from scripts import export
 from scripts.export import CPU, Job
-from scripts.lib.published import published_metadata
+from scripts.lib.published import library_metadata
 from scripts.lib.trained import Trained, build_val, open_trained
 from tests.conftest import CLASSES
 from tests.helpers.second_input import with_age
@@ -152,7 +152,7 @@ def test_a_folder_for_timm(name, trained, tmp_path):
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # all follow the umask
     card = (out / "README.md").read_text()
     assert " % top-1 of 15 images\n" in card and "`python train.py recipe=" in card
-    metadata = published_metadata(f"timm/local-dir:{out}", Path("pretrained"))
+    metadata = library_metadata(f"timm/local-dir:{out}", Path("pretrained"))
     assert metadata.classes == CLASSES
     assert metadata.config["data.mean"] == list(config.data.mean)
     assert metadata.config["augment.val"] == [

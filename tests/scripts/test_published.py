@@ -11,22 +11,22 @@ import torch
 import models
 from conf.errors import UserError
 from pipeline.data.build import build_image_transforms
-from scripts.lib.published import UNKNOWN, published_metadata
+from scripts.lib.published import UNKNOWN, library_metadata
 from scripts.lib.trained import open_trained
 
 
 def test_torchvision():
     """tests/extras/test_finetune.py has files with other values."""
     path = Path("/somewhere/resnet50-0676ba61.pth")
-    found = published_metadata("resnet50", path)
+    found = library_metadata("resnet50", path)
     assert found.classes[:2] == ("tench", "goldfish")
     means = {"data.mean": [0.485, 0.456, 0.406], "data.std": [0.229, 0.224, 0.225]}
     transforms = [{"resize": {"size": 256}}, {"center_crop": {"size": 224}}]
     sizes = dict.fromkeys(("data.image_size", "data.val_size"), 224)
     assert found.config == {**sizes, **means, "augment.val": transforms}
     assert (
-        published_metadata("vit_s16", path)
-        is published_metadata("resnet50", Path("checkpoint.pth"))
+        library_metadata("vit_s16", path)
+        is library_metadata("resnet50", Path("checkpoint.pth"))
         is UNKNOWN
     )
 
@@ -38,7 +38,7 @@ def test_every_file_of_torchvision():
     for name in vision.list_models(module=vision):
         paths = [Path(entry.url) for entry in vision.get_model_weights(name)]
         for path in (paths[0], paths[-1], Path("pretrained")):
-            assert published_metadata(name, path).config
+            assert library_metadata(name, path).config
 
 
 def test_another_size_keeps_the_share_of_the_image(tmp_path):
@@ -58,12 +58,12 @@ def of_timm(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> Any:
     timm.create_model = lambda name: SimpleNamespace(pretrained_cfg=common | stated)
     timm.models = SimpleNamespace(PretrainedCfg=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "timm", timm)
-    return published_metadata("timm/resnet50", Path("x")).config
+    return library_metadata("timm/resnet50", Path("x")).config
 
 
 def test_a_former_name_of_timm():
     pytest.importorskip("timm")
-    values = published_metadata("timm/vit_tiny_patch16_224_in21k", Path("x")).config
+    values = library_metadata("timm/vit_tiny_patch16_224_in21k", Path("x")).config
     assert values["data.mean"] == [0.5] * 3
 
 
