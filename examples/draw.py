@@ -162,7 +162,7 @@ def draw_discs(root: Path) -> None:
 
 
 def draw_ages(root: Path) -> None:
-    """Draw a dark or a bright image, and an age. The class depends on both; all classes are equally frequent."""
+    """Draw a dark or bright image and an age. The class depends on both; all are as frequent."""
 
     def draw_one(rng: Rng) -> tuple[Image.Image, list[str]]:
         label = int(rng.integers(4))

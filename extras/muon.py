@@ -42,9 +42,9 @@ def muon(
     optimizer = sgd(model, config)
     for group in optimizer.param_groups:
         group["params"] = [weight for weight in group["params"] if weight not in hidden]
-    group: dict[str, Any] = {"params": list(hidden), "lr_scale": rate / config.lr}
-    group |= {"momentum": 0.0, "nesterov": False, "weight_decay": config.weight_decay}
-    optimizer.add_param_group(group)
+    added: dict[str, Any] = {"params": list(hidden), "lr_scale": rate / config.lr}
+    added |= {"momentum": 0.0, "nesterov": False, "weight_decay": config.weight_decay}
+    optimizer.add_param_group(added)
     for weight in hidden:
         optimizer.state[weight] = {"average": torch.zeros_like(weight)}
 

@@ -2,8 +2,8 @@
 
     python train.py data.root=s3://bucket/imagenet
 
-A split is train.tar, train-*.tar or train/*.tar. fsspec reads each image in any order with a range
-request. train.tar.json (`prepare.py --format tar`) lists train.tar; otherwise all headers are read.
+A split is train.tar, train-*.tar or train/*.tar. fsspec reads images in any order by range request.
+train.tar.json (`prepare.py --format tar`) lists train.tar; otherwise all headers are read once.
 """
 
 import errno

@@ -336,7 +336,7 @@ CHECKS = {
 }
 
 
-def check(case: Case) -> Iterator[tuple[str, Row]]:
+def run_checks(case: Case) -> Iterator[tuple[str, Row]]:
     """Run all checks; yield each row with its check's name.
 
     An error that training would raise is a failure; a check that crashes is only a warning.
@@ -356,7 +356,7 @@ def main(case: Case) -> int:
     counts = Counter[str]()
     width = max(map(len, CHECKS)) + 2
     margin = " " * (width + 6)
-    for name, row in check(case):
+    for name, row in run_checks(case):
         counts[row.status] += 1
         print(f"{row.status:<6}{name:<{width}}{row.result}")
         if row.fix:

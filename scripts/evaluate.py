@@ -139,7 +139,7 @@ def evaluate_checkpoint(
     if real is not None:
         labels = read_real(real, datasets.val, names)
     size = datasets.val.fields[IMAGE].device_shape[-1]
-    trained.check(datasets.val.fields)
+    trained.check_fields(datasets.val.fields)
     model = trained.build(device)
     kept = None
     if indices != list(range(trained.num_classes)):
@@ -413,7 +413,7 @@ def name_of(trained: Trained) -> str:
 
 
 def are_trained_on(data: DataConfig, run: DataConfig) -> bool:
-    """Whether data.val has training images of a run: all, or not those that the run held out."""
+    """Whether data.val are training images of a run: all of them, or not the part it held out."""
     training_split = replace(run, val=run.train, val_fraction=0.0, val_fold=None)
     whole_root = replace(training_split, val=".")
     other_part = (resolved_path(run.root or ""), held_out(data))

@@ -400,7 +400,7 @@ def export(job: Job, out: Path) -> None:
 
 
 def output_path(options: argparse.Namespace, trained: Trained) -> Path:
-    """Return --out, or a path in the current directory. Raises UserError if it must be kept."""
+    """Return --out, or a path in the current directory. Raises UserError for a file to keep."""
     name = trained.name.removesuffix(trained.path.suffix)
     if options.preprocessing:
         name += "-preprocessing"
@@ -424,7 +424,7 @@ def export_model(options: argparse.Namespace) -> int:
     if options.to == "hub" and not name.startswith("timm/"):
         raise UserError("--to hub", f"needs a model timm/NAME, not {name}", "choose safetensors")
     size = build_image_transforms(trained.config.augment.val, "augment.val").image_size
-    trained.check(trained.fields_at(size))
+    trained.check_fields(trained.fields_at(size))
     if options.preprocessing and trained.image_dtype != np.uint8:
         wrong = f"needs uint8 images, but the model was trained on {trained.image_dtype}"
         raise UserError("--preprocessing", wrong, "omit it")

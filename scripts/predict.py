@@ -171,7 +171,7 @@ class Predictor:
         self.transform = build_image_transforms(config.augment.val, "augment.val")
         size = self.transform.image_size
         if size != trained.image_size:
-            trained.check(trained.fields_at(size))
+            trained.check_fields(trained.fields_at(size))
         self.dataset = dataset_class(data.source)(
             Files(),
             self.transform,

@@ -208,7 +208,7 @@ def read_each(paths: Iterable[Path], read: Callable, damaged: list[str]) -> list
             intact.append(read(path))
         except Exception as error:  # damaged files raise many types
             reason = " ".join(describe(error).split())
-            damaged.append(f"{path}: skipped, because it is damaged: {reason}")
+            damaged.append(f"{path}: damaged, skipped: {reason}")
     return intact
 
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 FILE, GEOMETRY = "file", "geometry"  # fields of a sample that the engines decode
 CPU, HYBRID, GPU = MODES = ("cpu", "hybrid", "gpu")  # `auto` selects one of the first two
-# File bytes per row, as a multiple of the mean. The rows of a task pool their bytes, because 0.8 %
+# Multiple of the mean file size for each row. The rows of a task pool their bytes, because 0.8 %
 # of ImageNet's files exceed four times the mean, and a worker takes 5 ms to decode each of those.
 ROOM, MIN_ROOM = 1.5, 1 << 15
 INITIAL_FRACTION = 0.6  # fraction of a hybrid batch for the engines until the rates are known

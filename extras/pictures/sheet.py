@@ -31,7 +31,7 @@ def rgb(pixels: np.ndarray) -> np.ndarray:
 
 
 def sheet(images: Sequence[np.ndarray], captions: Sequence[str]) -> Image.Image:
-    """Draw images [..., S, S, C] (see `rgb`) in rows of four, each with a caption of 3 lines."""
+    """Draw images [..., S, S, C] (see `rgb`) in rows of four, with captions of up to 3 lines."""
     rows = math.ceil(len(images) / COLUMNS)
     size = (MARGIN + COLUMNS * WIDTH, MARGIN + rows * HEIGHT)
     drawn = Image.new("RGB", size, "white")

@@ -90,10 +90,10 @@ class Trained:
         """Return whether a model on a device should use the channels_last memory format."""
         return models.use_channels_last(self.config.model.channels_last, model, device.type)
 
-    def check(self, fields: Mapping[str, Field]) -> int:
-        """Return the FLOPs of one sample. Raises UserError if the model rejects its fields."""
+    def check_fields(self, fields: Mapping[str, Field]) -> None:
+        """Raise UserError if the model rejects a sample with these fields."""
         with torch.device("meta"):
-            return count_flops(self._model(), fields, train.forward, key="data.val_size")
+            count_flops(self._model(), fields, train.forward, key="data.val_size")
 
     @torch.no_grad()
     def inputs(self, network: nn.Module, size: int) -> dict[str, Field]:

@@ -24,11 +24,8 @@ def test_torchvision():
     transforms = [{"resize": {"size": 256}}, {"center_crop": {"size": 224}}]
     sizes = dict.fromkeys(("data.image_size", "data.val_size"), 224)
     assert found.config == {**sizes, **means, "augment.val": transforms}
-    assert (
-        library_metadata("vit_s16", path)
-        is library_metadata("resnet50", Path("checkpoint.pth"))
-        is UNKNOWN
-    )
+    assert library_metadata("vit_s16", path) is UNKNOWN
+    assert library_metadata("resnet50", Path("checkpoint.pth")) is UNKNOWN
 
 
 def test_every_file_of_torchvision():

@@ -174,10 +174,7 @@ def test_evaluations_of_evaluate(folder, tmp_path, monkeypatch):
     assert "top1_real 25.00 %" in page.text and "top1_real 25.00 % ±" not in page.text
     assert f"{path.parent} (32 px, 3 outputs): top1 {found['top1']:.2f} % ± " in page.text
     assert f" of {found['images']} images" in page.text and "evaluation/other" not in page.text
-    assert (
-        "evaluation/damaged/evaluation.json: skipped, because it is damaged: JSONDecode"
-        in page.text
-    )
+    assert "evaluation/damaged/evaluation.json: damaged, skipped: JSONDecode" in page.text
     os.utime(path, (0, 0))  # as if the checkpoint were written again
     assert "top1_real" not in page_of(folder).text
 
@@ -196,10 +193,8 @@ def test_runs_are_compared(folder, tmp_path):
     cells = page.root.iterfind(".//table[@class='runs']/tbody/tr[1]/td")
     assert [cell.attrib["data-head"] for cell in cells] == names  # a narrow page has no head row
     epochs = results.column(folder, "val", "epoch")
-    assert page.curves("top1") == {
-        "optim.lr=0.7": (epochs, [20, 30]),
-        "optim.lr=0.3": (epochs, [10, 9]),
-    }
+    curves = {"optim.lr=0.7": (epochs, [20, 30]), "optim.lr=0.3": (epochs, [10, 9])}
+    assert page.curves("top1") == curves
     assert page.conditions["model.name"] == "resnet_tiny" and "optim.lr" not in page.conditions
     assert "Do not compare" not in page.text
     other = copied(folder, tmp_path / "other", data__val="test")  # the same images
@@ -316,12 +311,10 @@ def test_damaged_runs_are_named_and_left_out(folder, tmp_path, capsys):
     page = page_of(tmp_path)
     printed = capsys.readouterr().out
     for name in damaged:
-        line = f"{tmp_path / name}: skipped, because it is damaged: "
+        line = f"{tmp_path / name}: damaged, skipped: "
         assert line in page.text and line in printed
     assert dict(page.table("facts"))["best top1"].startswith("30.00 %")  # of the good one
-    with pytest.raises(
-        UserError, match=r"/config: skipped, because it is damaged: .*; choose a different run"
-    ):
+    with pytest.raises(UserError, match=r"/config: damaged, skipped: .*; choose a different run"):
         page_of(tmp_path / "config")
     with pytest.raises(UserError, match=r"goo: no metrics.jsonl in it or below; .* mean .*od"):
         page_of(tmp_path / "goo")
@@ -354,9 +347,8 @@ def test_long_and_many_curves(folder, tmp_path):
     for number in range(12):
         copied(folder, tmp_path / f"many/{number}", (0.0, number + 1), optim__lr=number)
     traces = page_of(tmp_path / "many").figure("top1")["data"]
-    assert [trace["name"] for trace in traces] == [
-        f"optim.lr={number}" for number in range(11, -1, -1)
-    ]
+    names = [f"optim.lr={number}" for number in range(11, -1, -1)]
+    assert [trace["name"] for trace in traces] == names
     assert [trace.get("visible") for trace in traces] == 10 * [None] + 2 * ["legendonly"]
 
 

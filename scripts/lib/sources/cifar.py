@@ -58,7 +58,7 @@ def read_version(meta: str, tree: Tree) -> list[Sample]:
     folder, name = os.path.split(meta)
     prefix, val_file, train_files = VERSIONS[name]
     splits = dict.fromkeys(train_files, "train") | {val_file: "val"}
-    samples: list[Sample] = []
+    samples = []
     path = meta
     try:
         classes = unpickle(tree[meta])[f"{prefix}label_names"]

@@ -167,7 +167,7 @@ def add_skipped(paths: Iterable[str], skipped: LeftOut) -> None:
 
 
 def is_container(path: str) -> bool:
-    """Whether a tar file may have images to use; ImageNet's boxes, kits and test images are not."""
+    """Whether to read a file as a tar file; ImageNet's boxes, kits and test images are ignored."""
     name = os.path.basename(path)
     if name.startswith("ILSVRC2012_"):
         return name in (TRAIN_TAR, VAL_TAR)

@@ -213,7 +213,7 @@ def test_datasets_that_leave_nothing_to_the_engines(caplog, dataset, reason):
     if isinstance(dataset, FolderDataset):
         assert reason in caplog.text and bool(reason) == bool(caplog.text)
     for mode in ("gpu", "hybrid") if reason else ():
-        with pytest.raises(UserError, match=rf"^loader.decoder={mode}: the GPU's .*: {reason}"):
+        with pytest.raises(UserError, match=rf"^loader.decoder={mode}: cannot use .*: {reason}"):
             extended(dataset, f"loader.decoder={mode}")
 
 
@@ -231,7 +231,7 @@ def test_machines_and_keys_that_exclude_the_engines(monkeypatch, caplog):
     monkeypatch.setattr(gpu_decode, "engines_error", lambda device: "nvJPEG is not installed")
     assert extended(dataset) is plain
     assert caplog.text.endswith("engines are not used: nvJPEG is not installed\n")
-    with pytest.raises(UserError, match=r"^loader.decoder=gpu: .* nvJPEG is not installed; use au"):
+    with pytest.raises(UserError, match=r"^loader.decoder=gpu: .* nvJPEG is not installed; set au"):
         extended(dataset, "loader.decoder=gpu")
 
 
