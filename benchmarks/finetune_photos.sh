@@ -88,7 +88,7 @@ bicubic = "bicubic" in str(trained.config.augment.val)
 interpolation = v2.InterpolationMode.BICUBIC if bicubic else v2.InterpolationMode.BILINEAR
 crop = v2.RandomResizedCrop(224, scale=(0.35, 1), interpolation=interpolation)
 augment = v2.Compose([crop, v2.RandomHorizontalFlip(), v2.PILToTensor()])
-centre = v2.Compose([v2.Resize(256, interpolation), v2.CenterCrop(224), v2.PILToTensor()])
+center = v2.Compose([v2.Resize(256, interpolation), v2.CenterCrop(224), v2.PILToTensor()])
 photos = ImageFolder(f"{data}/train")
 
 
@@ -139,7 +139,7 @@ for pixels, labels in DataLoader(Crops(), batch_sampler=batches, num_workers=4, 
     schedule.step()
 model.eval()
 hits = 0
-val = ImageFolder(f"{data}/val", centre)
+val = ImageFolder(f"{data}/val", center)
 with torch.inference_mode():
     for pixels, labels in DataLoader(val, 256, num_workers=4):
         hits += (outputs(pixels).argmax(1).cpu() == labels).sum().item()

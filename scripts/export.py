@@ -142,7 +142,7 @@ class Job:
 
     @property
     def pixels(self) -> tuple[int, ...]:
-        """The shape of an image before normalisation, (..., S, S, C)."""
+        """The shape of an image before normalization, (..., S, S, C)."""
         return self.fields[IMAGE].shape
 
     @property

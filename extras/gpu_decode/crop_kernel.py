@@ -33,8 +33,8 @@ def crop_resize(geometry: Tensor, out: Tensor, affine: Tensor, *, bicubic: bool)
 
 
 @triton.jit
-def _weights(places, last, centre, width, bicubic: tl.constexpr):  # type: ignore[no-untyped-def]
-    distance = tl.abs(places + 0.5 - centre) / width
+def _weights(places, last, center, width, bicubic: tl.constexpr):  # type: ignore[no-untyped-def]
+    distance = tl.abs(places + 0.5 - center) / width
     if bicubic:  # the kernel of Keys (1981) with a = -0.5, which Pillow uses
         near = (1.5 * distance - 2.5) * distance * distance + 1.0
         far = ((2.5 - 0.5 * distance) * distance - 4.0) * distance + 2.0
@@ -83,11 +83,11 @@ def _taps(row, target, bicubic: tl.constexpr):  # type: ignore[no-untyped-def]
     reach = width
     if bicubic:
         reach = 2 * width
-    centre = start + scale * (target.to(tl.float32) + 0.5)
-    first = tl.maximum((centre - reach + 0.5).to(tl.int32), clip_first)
-    last = tl.minimum((centre + reach + 0.5).to(tl.int32), clip_last)
+    center = start + scale * (target.to(tl.float32) + 0.5)
+    first = tl.maximum((center - reach + 0.5).to(tl.int32), clip_first)
+    last = tl.minimum((center + reach + 0.5).to(tl.int32), clip_last)
     count = tl.ceil(2 * reach).to(tl.int32)  # pixels whose center lies inside the filter
-    return first, last, centre, width, count
+    return first, last, center, width, count
 
 
 @triton.jit
@@ -114,8 +114,8 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     y = tl.program_id(1) * block + tl.arange(0, block)
     x = tl.program_id(2) * block + tl.arange(0, block)
     from_x = tl.where(mirrored, size - 1 - x, x)
-    first_x, last_x, centre_x, width_x, taps_x = _taps(row + 4, from_x, bicubic)
-    first_y, last_y, centre_y, width_y, taps_y = _taps(row + 5, y, bicubic)
+    first_x, last_x, center_x, width_x, taps_x = _taps(row + 4, from_x, bicubic)
+    first_y, last_y, center_y, width_y, taps_y = _taps(row + 5, y, bicubic)
 
     nothing = tl.zeros([block, block], tl.float32)
     red = nothing
@@ -124,11 +124,11 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     total_x = tl.zeros([block], tl.float32)
     total_y = tl.zeros([block], tl.float32)
     for i in range(taps_x):
-        total_x += _weights(first_x + i, last_x, centre_x, width_x, bicubic)
+        total_x += _weights(first_x + i, last_x, center_x, width_x, bicubic)
     norm_x = 1.0 / total_x[None, :]
     for j in range(taps_y):
         place_y = first_y + j
-        weights = _weights(place_y, last_y, centre_y, width_y, bicubic)
+        weights = _weights(place_y, last_y, center_y, width_y, bicubic)
         total_y += weights
         weight_y = weights[:, None]
         line = (source + place_y.to(tl.int64) * pitch)[:, None]
@@ -139,7 +139,7 @@ def _crop_resize(  # type: ignore[no-untyped-def]
             blue_x = nothing
             for i in range(taps_x):
                 place_x = first_x + i
-                weight_x = _weights(place_x, last_x, centre_x, width_x, bicubic)[None, :]
+                weight_x = _weights(place_x, last_x, center_x, width_x, bicubic)[None, :]
                 good = (weight_y != 0.0) & (weight_x != 0.0)
                 pixel = line + place_x[None, :] * 3
                 red_x, green_x, blue_x = _add(red_x, green_x, blue_x, weight_x, pixel, good)
@@ -149,7 +149,7 @@ def _crop_resize(  # type: ignore[no-untyped-def]
         else:
             for i in range(taps_x):
                 place_x = first_x + i
-                weight_x = _weights(place_x, last_x, centre_x, width_x, bicubic)
+                weight_x = _weights(place_x, last_x, center_x, width_x, bicubic)
                 weight = weight_y * weight_x[None, :]
                 pixel = line + place_x[None, :] * 3
                 red, green, blue = _add(red, green, blue, weight, pixel, weight > 0.0)

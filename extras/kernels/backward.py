@@ -81,9 +81,9 @@ def _norm_gradients(  # type: ignore[no-untyped-def]
         x = tl.load(total + place, here, 0.0)
         grad = tl.load(grad_normed + place, here, 0.0).to(tl.float32)
         passed = tl.load(grad_total + place, here, 0.0)
-        centre = tl.load(mean + row, row < count, 0.0)
+        center = tl.load(mean + row, row < count, 0.0)
         spread = tl.load(inverse + row, row < count, 0.0)
-        normal = tl.where(here, (x - centre) * spread, 0.0)
+        normal = tl.where(here, (x - center) * spread, 0.0)
         weight_sum += grad * normal
         bias_sum += grad
         grad *= scale

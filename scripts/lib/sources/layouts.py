@@ -145,14 +145,14 @@ def list_tars(source: str, tree: Tree, tars: list[str], skipped: LeftOut) -> lis
     samples = cifar_samples(source, tree)
     if samples:
         return samples
-    unlabelled = [sample.name for sample in records if not sample.label]
-    if len(unlabelled) == len(records):
+    unlabeled = [sample.name for sample in records if not sample.label]
+    if len(unlabeled) == len(records):
         if len(splits) > 1 and "" in splits.values():
             raise UserError(source, "no tar file name contains train or val", "rename them")
         return read_folder(source, tree, splits, skipped)
-    if unlabelled:
-        label = f"{os.path.splitext(unlabelled[0])[0]}.cls"
-        raise UserError(source, f"{unlabelled[0]} has no label", f"add {label} to the shard")
+    if unlabeled:
+        label = f"{os.path.splitext(unlabeled[0])[0]}.cls"
+        raise UserError(source, f"{unlabeled[0]} has no label", f"add {label} to the shard")
     add_skipped(tree, skipped)
     return with_record_names(records)
 
