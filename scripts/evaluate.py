@@ -27,9 +27,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     text = "average the outputs for each image and its mirror image; not for coordinates"
     add("--flip", action="store_true", help=text)
-    add("--all-outputs", action="store_true", help="outputs of classes without images also compete")
+    add("--all-outputs", action="store_true", help="also use the outputs of classes without images")
     add("--real", type=Path, metavar="FILE", help="ReaL labels: a list per image, by file name")
-    add("--against", type=Path, metavar="DIR", help="a second model's output: McNemar's test")
+    add("--against", type=Path, metavar="DIR", help="a second model's --out, for McNemar's test")
     add(*OUT, type=Path, metavar="DIR", help="output directory")
     return parse_paths(parser, words)
 

@@ -32,7 +32,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, "--to FORMAT [options] [key=value ...]")
     add = parser.add_argument
     add("--to", choices=FORMATS, required=True, help="output format; required")
-    add(*OUT, type=Path, metavar="FILE", help="output file (./ and the checkpoint's name)")
+    add(*OUT, type=Path, metavar="FILE", help="output file (./<checkpoint>.<format>)")
     add("--preprocessing", action="store_true", help="normalize inside the graph; uint8 input")
     options = parse_paths(parser, words)
     to = options.to
@@ -316,7 +316,7 @@ def save(job: Job, model: nn.Module, path: Path) -> None:
 
 
 def open_exported(job: Job, path: Path) -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    """Load an exported file independently of this project; return the model and parsed metadata."""
+    """Load an exported file like other programs do; return the model and the parsed metadata."""
     predict: Callable[..., Tensor]
     if job.to == "onnx":
         import onnxruntime

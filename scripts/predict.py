@@ -31,8 +31,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line: the options, `checkpoint`, `paths` and `overrides`."""
     parser = Parser(__doc__, "PATH... [options] [key=value ...]")
     add = parser.add_argument
-    default = "table" if sys.stdout.isatty() else "jsonl"
-    add("--format", choices=FORMATS, default=default, help="default: table on a terminal, or jsonl")
+    form = "table" if sys.stdout.isatty() else "jsonl"
+    add("--format", choices=FORMATS, default=form, help="output (table on a terminal, else jsonl)")
     add("--top", type=int, default=5, metavar="K", help="classes per image, at most all (5)")
     add("--features", action="store_true", help="add the last layer's input")
     options = parse_paths(parser, words, several=True)

@@ -57,7 +57,7 @@ def engines(dataset: Any, config: Config, device: torch.device) -> DeviceStage:
         raise UserError("loader.decoder=hybrid", wrong, fix)
     if decoder not in ("auto", GPU, HYBRID):
         return dataset.stage
-    reason = engines_error(device) or _pixels_reason(dataset)
+    reason = engines_error(device) or _why_pixels_needed(dataset)
     if decoder == "auto" and config.train.deterministic:
         reason = "train.deterministic=true excludes them"
     if not reason:
@@ -70,7 +70,7 @@ def engines(dataset: Any, config: Config, device: torch.device) -> DeviceStage:
     return dataset.stage
 
 
-def _pixels_reason(dataset: Any) -> str:
+def _why_pixels_needed(dataset: Any) -> str:
     """Return why the dataset needs pixels for all images; "" if the engines can decode some."""
     if not calls_stage(dataset):
         return "the dataset creates the images itself"

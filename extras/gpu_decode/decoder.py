@@ -163,7 +163,7 @@ class GpuDecoder:
             table[files_here, ADDRESS] = address
             source = files.data_ptr() + table[files_here, OFFSET].astype(np.uint64)
             lengths = table[files_here, LENGTH].astype(np.uint64)
-            # Wait: the engines decode one batch at a time, and kernels have then read this buffer.
+            # The engines decode one batch at a time, and a kernel may still read this buffer.
             self._done.synchronize()
             targets = self._targets[: len(address)]
             targets[:, 0] = address
