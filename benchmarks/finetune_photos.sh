@@ -1,20 +1,20 @@
 #!/bin/bash
-# Fine-tunes at 224 px with recipe=finetune and with a plain loop, as in docs/accuracy.md.
-# Seven jobs share a GPU. Each prints a line when it ends: top-1 after the last epoch, and the seconds.
-# Hardware: one H200 with 16 cores, after nvidia-cuda-mps-control -d. Time: 44 to 204 s for a job.
-# Needs: .venv is active, with torchvision and timm. First, make the images: benchmarks/finetune_photos.sh images DATA.
-# Then give DATA/sets, whose folders have train and val; a folder with the weights, such as lite0.safetensors and woof.pt,
-# which state their model; a new folder for the logs; and jobs SET,WEIGHTS,METHOD,SEED, where METHOD is `recipe` or a learning
-# rate of the plain loop:
+# Fine-tune at 224 px with recipe=finetune and with a plain loop for docs/accuracy.md.
+# Seven jobs share a GPU. Each prints a line at its end: top-1 after the last epoch, and the seconds.
+# Hardware: one H200 with 16 cores, after nvidia-cuda-mps-control -d. Time: 44 to 204 s per job.
+# Needs: an active .venv with torchvision and timm. First create the images: benchmarks/finetune_photos.sh images DATA.
+# Then pass DATA/sets, whose folders have train and val; a folder with the weights, such as lite0.safetensors and woof.pt,
+# which contain their model name; a new folder for the logs; and jobs SET,WEIGHTS,METHOD,SEED, where METHOD is `recipe` or a
+# learning rate for the plain loop:
 #   benchmarks/finetune_photos.sh data/sets weights logs flowers,lite0,{recipe,0.001,0.003,0.01,0.03,0.1},0
-# lite0.safetensors is made of the lite0.pth of benchmarks/finetune.sh: python scripts/export.py lite0.pth --to safetensors
+# Create lite0.safetensors from the lite0.pth of benchmarks/finetune.sh: python scripts/export.py lite0.pth --to safetensors
 # model.name=timm/tf_efficientnet_lite0. woof.pt is the best.pt of
 #   python train.py recipe=imagenet_rn50 data.root=data/imagewoof2-320 data.image_size=192 loader.batch_size=128 optim.lr=0.05 \
 #       schedule=cosine schedule.warmup_epochs=2 train.epochs=40 train.seed=1
-# Then seeds 1 and 2 of the recipe and of the best learning rate. The flowers of lite0 were decoded in each epoch.
+# Then run seeds 1 and 2 of the recipe and of the best learning rate. The flowers for lite0 were decoded in every epoch.
 #
-# The plain loop: as many epochs, images per batch and pixels as the recipe; its crops (35-100 % of the area) and flips; SGD with
-# momentum 0.9, cosine to 0 without warm-up, weight decay 1e-4, no smoothing; a head that starts at zero; bf16.
+# The plain loop has the recipe's number of epochs, batch size, image size, crops (35-100 % of the area) and flips; SGD with
+# momentum 0.9, cosine to 0 without warmup, weight decay 1e-4, no smoothing; a zero-initialized head; bf16.
 set -eu
 script=$(realpath "${BASH_SOURCE[0]}")
 
@@ -26,14 +26,14 @@ if [ "${1-}" = images ]; then
     git clone https://github.com/thunderInfy/imagenette "$data/imagenette"
     git clone https://github.com/cyizhuo/CIFAR-10-dataset "$data/cifar10"
 
-    # The two parts of the flowers are exchanged: 272 training, 1,088 validation images.
+    # Swap the two splits of the flowers: 272 training, 1,088 validation images.
     mkdir "$data/parts"
     ln -s "$data/17flowers/17flowers_traintest/test" "$data/parts/train"
     ln -s "$data/17flowers/17flowers_traintest/train" "$data/parts/val"
     python scripts/prepare.py "$data/parts" --to "$data/sets/flowers" --side 256
 
-    # The first images of each class, by their numbers where they have some.
-    choose() {  # a folder of classes, number of images, new folder
+    # Copy the first images of each class, in the order of their numbers if they have any.
+    choose() {  # folder with classes, number of images, new folder
         for class in "$1"/*; do
             chosen=$3/$(basename "$class")
             mkdir -p "$chosen"
@@ -51,7 +51,7 @@ if [ "${1-}" = images ]; then
     exit
 fi
 
-if [ "${1-}" = job ]; then  # in one of the processes that xargs starts
+if [ "${1-}" = job ]; then  # in a process that xargs started
     cd "$(dirname "$script")/.."
     IFS=, read -r set name method seed <<< "$5"
     data=$2/$set logs=$4
@@ -88,7 +88,7 @@ bicubic = "bicubic" in str(trained.config.augment.val)
 interpolation = v2.InterpolationMode.BICUBIC if bicubic else v2.InterpolationMode.BILINEAR
 crop = v2.RandomResizedCrop(224, scale=(0.35, 1), interpolation=interpolation)
 augment = v2.Compose([crop, v2.RandomHorizontalFlip(), v2.PILToTensor()])
-centre = v2.Compose([v2.Resize(256, interpolation), v2.CenterCrop(224), v2.PILToTensor()])
+center = v2.Compose([v2.Resize(256, interpolation), v2.CenterCrop(224), v2.PILToTensor()])
 photos = ImageFolder(f"{data}/train")
 
 
@@ -139,7 +139,7 @@ for pixels, labels in DataLoader(Crops(), batch_sampler=batches, num_workers=4, 
     schedule.step()
 model.eval()
 hits = 0
-val = ImageFolder(f"{data}/val", centre)
+val = ImageFolder(f"{data}/val", center)
 with torch.inference_mode():
     for pixels, labels in DataLoader(val, 256, num_workers=4):
         hits += (outputs(pixels).argmax(1).cpu() == labels).sum().item()

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Trains on Imagewoof, as in docs/photos.md.
-# Hardware: one H200 with 16 cores, torch 2.11. Time: 29 to 1,053 s for a run.
-# Needs: .venv is active. Argument: a folder for the images, by default data.
+# Train on Imagewoof for docs/photos.md.
+# Hardware: one H200 with 16 cores, torch 2.11. Time: 29 to 1,053 s per run.
+# Needs: an active .venv. Argument: folder for the images (data).
 set -eu
 cd "$(dirname "$0")/.."
 data=${1:-data}

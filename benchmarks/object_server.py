@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Serve a folder as S3 and HTTP do, with a delay of each request, for measurements.
+"""Serve a folder over S3 and HTTP with a delay for each request, for benchmarks.
 
     python3 benchmarks/object_server.py FOLDER [--port 9000] [--delay 0.03] [--processes 4]
 
 FOLDER/bucket/key is s3://bucket/key with AWS_ENDPOINT_URL=http://127.0.0.1:9000, and
-http://127.0.0.1:9000/bucket/key. It knows HEAD, GET with a range and If-Match, and lists of keys;
-it checks no signature. GET /requests returns the number of reads of objects so far. Only the
-standard library is needed.
+http://127.0.0.1:9000/bucket/key. Supports HEAD, GET with a range and If-Match, and key listings,
+and does not check signatures. GET /requests returns the number of object reads so far. Needs only
+the standard library.
 """
 
 import argparse
@@ -126,11 +126,11 @@ if __name__ == "__main__":
     parser.add_argument("--delay", type=float, default=0.03, help="seconds before each answer")
     parser.add_argument("--processes", type=int, default=4)
     given = parser.parse_args()
-    counters = RawArray("q", given.processes)  # one for each process, as += is two steps
+    counters = RawArray("q", given.processes)  # one per process, because += is not atomic
     for position in range(given.processes):
         Process(target=serve, args=(given, counters, position), daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # which ends the other processes
-    print(f"serves {given.folder} at http://127.0.0.1:{given.port}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # also ends the other processes
+    print(f"serving {given.folder} at http://127.0.0.1:{given.port}", flush=True)
     try:
         asyncio.run(asyncio.sleep(1e9))
     except KeyboardInterrupt:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Measure loading from object storage: this program, webdataset, mosaicml-streaming and litdata.
+"""Benchmark loading from object storage: this program, webdataset, mosaicml-streaming and litdata.
 
-Hardware: 16 cores; for the last command, one H200 with them. Time: that of two epochs for each.
-Needs: .venv is active, with s3fs; for the peers webdataset, mosaicml-streaming and litdata. A
-machine without a network installs the wheels of these packages and of what they depend on.
+Hardware: 16 cores; the last command also needs one H200. Time: two epochs for each loader.
+Needs: an active .venv with s3fs; for the peers webdataset, mosaicml-streaming and litdata. A
+machine without a network needs the wheels of these packages and their dependencies.
 
     B=benchmarks/object_storage.py
     python3 $B pack IMAGES BUCKETS --shards 64
@@ -14,8 +14,8 @@ machine without a network installs the wheels of these packages and of what they
     python3 $B streaming IMAGES BUCKETS --workers 15 --cache /nvme/streaming
     python3 $B litdata IMAGES BUCKETS --workers 15 --cache /nvme/litdata
 
-IMAGES has train/<class>/ and val/<class>/. Each prints images/s, and requests for an image,
-in two epochs of crops of --size pixels without a model. The share of a step, on a GPU:
+IMAGES has train/<class>/ and val/<class>/. Each command prints images/s and requests per image in
+two epochs, with crops of --size pixels and no model. For the fraction of a step on a GPU, run:
 
     export AWS_ENDPOINT_URL=http://127.0.0.1:9000 AWS_ACCESS_KEY_ID=a AWS_SECRET_ACCESS_KEY=b
     python train.py data.root=s3://images/tars train.epochs=2 train.validate_every_epochs=2
@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def shuffled_files(folder):
     files = sorted(folder.glob("*/*"))
-    random.Random(0).shuffle(files)  # webdataset and streaming shuffle within a buffer only
+    random.Random(0).shuffle(files)  # webdataset and streaming only shuffle within a buffer
     return files
 
 
@@ -69,7 +69,7 @@ def write_tar(path, files):
 
     with tarfile.open(path, "w", dereference=True) as tar:  # no hard links
         for file in files:
-            tar.add(file, f"{file.parent.name}/{file.stem}.jpg")  # which webdataset asks for
+            tar.add(file, f"{file.parent.name}/{file.stem}.jpg")  # webdataset needs this suffix
     list_members(path)
 
 
@@ -93,7 +93,7 @@ def write_litdata(files, size, folder):
 
 
 def this(options):
-    """Yield the number of images of each batch, of this program."""
+    """Yield the number of images in each batch of this program."""
     from conf.compose import from_overrides
     from engine.distributed import join_world
     from pipeline.data.build import build_datasets
@@ -112,7 +112,7 @@ def this(options):
 
 
 def decode(data, size):
-    """Decode, crop and flip as this program does, to compare the loaders, or with torchvision."""
+    """Decode, crop and flip like this program, to compare only the loaders; or with torchvision."""
     if given.torchvision:
         from PIL import Image
 
@@ -172,7 +172,7 @@ def streaming(options):
             return decode(super().__getitem__(index)["image"], options.size), 0
 
     remote, local = "s3://images/mds", options.cache or "/tmp/streaming"
-    # Otherwise, it creates a client now, and the workers, which are forks, share its connection.
+    # Otherwise it would create a client here, and the forked workers would share its connection.
     Path(local).mkdir(parents=True)
     urllib.request.urlretrieve(f"{SERVER}/images/mds/index.json", f"{local}/index.json")
     dataset = Images(remote=remote, local=local, shuffle=True, batch_size=options.batch)
@@ -183,7 +183,7 @@ def litdata(options):
     from litdata import StreamingDataset
     from litdata.streaming.downloader import _OBSTORE_CLIENT_OPTIONS as OPTIONS
 
-    OPTIONS["allow_http"] = True  # which storage_options do not reach; the workers are forks
+    OPTIONS["allow_http"] = True  # not settable in storage_options; forked workers inherit it
 
     class Images(StreamingDataset):
         def __getitem__(self, index):
@@ -201,7 +201,7 @@ LOADERS = {"this": this, "webdataset": webdataset, "streaming": streaming, "litd
 
 
 def measure(options):
-    """Print images/s and requests for an image of two epochs; the start is not counted."""
+    """Print images/s and requests per image for each epoch, excluding the startup."""
     count = sum(1 for _ in (options.images / "train").glob("*/*"))
     began = time.perf_counter()
     sizes = LOADERS[options.what](options)
@@ -233,11 +233,11 @@ if __name__ == "__main__":
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--cache", default="")
-    parser.add_argument("--formats", default="tars,mds,litdata", help="what pack writes")
-    parser.add_argument("--torchvision", action="store_true", help="decode as the peers do")
+    parser.add_argument("--formats", default="tars,mds,litdata", help="formats that pack writes")
+    parser.add_argument("--torchvision", action="store_true", help="decode like the peers")
     given = parser.parse_args()
     if given.what == "pack":
         pack(given)
     else:
         measure(given)
-    os._exit(0)  # the loaders do not end by themselves
+    os._exit(0)  # the loaders would not exit

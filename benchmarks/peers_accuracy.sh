@@ -1,7 +1,7 @@
 #!/bin/sh
-# Trains ResNet-18 on Tiny ImageNet with this program, pytorch/examples and timm, as in docs/accuracy.md.
+# Train ResNet-18 on Tiny ImageNet with this program, pytorch/examples and timm for docs/accuracy.md.
 # Hardware: one H200 with 16 cores, torch 2.11. Time: not recorded.
-# Needs: .venv is active; benchmarks/tiny_imagenet.sh has prepared the images. Argument: their folder, by default data.
+# Needs: an active .venv; run benchmarks/tiny_imagenet.sh first to prepare the images. Argument: their folder (data).
 set -eu
 cd "$(dirname "$0")/.."
 data=$(realpath "${1:-data}")

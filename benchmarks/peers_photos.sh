@@ -1,18 +1,18 @@
 #!/bin/bash
-# Trains ResNet-50 on photos of 192 px with this program, timm and pytorch/examples, as in docs/photos.md.
-# Each job gets a GPU and 16 cores, and prints a line when it ends: top-1 after the last epoch, seconds of the whole process,
-# images/s of training in the median epoch (this program: from metrics.jsonl; the others: their own average of each epoch).
-# Hardware: two H200, each with 16 cores; torch 2.11. Time: 2 to 5 minutes for a run.
-# Needs: .venv is active, with torchvision and pyyaml; in PEERS, `git clone` of huggingface/pytorch-image-models
+# Train ResNet-50 on photos of 192 px with this program, timm and pytorch/examples for docs/photos.md.
+# Each job uses a GPU and 16 cores, and prints a line at its end: top-1 after the last epoch, seconds of the whole process,
+# training images/s in the median epoch (this program: from metrics.jsonl; the others: their average for each epoch).
+# Hardware: two H200, each with 16 cores; torch 2.11. Time: 2 to 5 minutes per run.
+# Needs: an active .venv with torchvision and pyyaml; in PEERS, `git clone` of huggingface/pytorch-image-models
 # as timm (aa4b5850) and of pytorch/examples as examples (77f55b9). Arguments: the images (train and val), PEERS, a new
-# folder for the logs, and jobs such as this,1 timm,1 examples,1 (default: seeds 1 to 3 of each).
+# folder for the logs, and jobs such as this,1 timm,1 examples,1 (default: seeds 1 to 3 for each).
 #
-# Equal: crops of 8-100 % of the area, bilinear, flips; validation on 192 px of a short side of 219 px after each epoch; SGD with
-# momentum 0.9, learning rate 0.1 * batch / 256, cosine to 0 without warm-up, weight decay 1e-4 on all parameters, no smoothing;
-# outputs for the classes of the images alone; the usual initialisation (timm's zero of the last norm of a block is switched off).
-# Not equal: bf16 here and in timm, TF32 in main.py; this program lowers the rate at each step, the others after each epoch;
-# main.py trains on the last, smaller batch, too. main.py gets no --seed, which would make cuDNN deterministic and slow: its
-# runs are random ones.
+# The same: crops of 8-100 % of the area, bilinear, flips; validation on 192 px of a short side of 219 px after each epoch; SGD
+# with momentum 0.9, learning rate 0.1 * batch / 256, cosine to 0 without warmup, weight decay 1e-4 on all parameters, no
+# smoothing; outputs only for the images' classes; the usual initialization (timm's zero init of each block's last norm is off).
+# Different: bf16 here and in timm, TF32 in main.py; this program decays the rate at each step, the others after each epoch;
+# main.py also trains on the last, smaller batch. main.py runs without --seed, which would make cuDNN deterministic and slow, so
+# its runs are not reproducible.
 set -eu
 script=$(realpath "${BASH_SOURCE[0]}")
 
@@ -35,11 +35,11 @@ train_examples() {
     sed "s/RandomResizedCrop(224)/RandomResizedCrop(192)/; s/Resize(256)/Resize(219)/; s/CenterCrop(224)/CenterCrop(192)/
         s/StepLR(optimizer, .*/torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)/
         s/__dict__\[args.arch\]()/__dict__[args.arch](num_classes=$classes)/" "$peers/examples/imagenet/main.py" > "$out/main.py"
-    cd "$out"  # for its checkpoints
+    cd "$out"  # main.py writes its checkpoints here
     exec python3 main.py -a resnet50 -b 128 -j 16 --lr 0.05 --epochs 40 --gpu 0 "$data"
 }
 
-if [ "${1-}" = job ]; then  # in one of the processes that xargs starts
+if [ "${1-}" = job ]; then  # in a process that xargs started
     data=$2 peers=$3 program=${5%,*} seed=${5#*,} out=$4/$5
     classes=$(find "$data/train" -mindepth 1 -maxdepth 1 | wc -l)
     mkdir -p "$out"
@@ -60,7 +60,7 @@ from statistics import harmonic_mean, median
 
 program, seed, seconds, status, log, out = sys.argv[1:]
 text = Path(log).read_text(errors="replace")
-epochs = defaultdict(list)  # images/s, the last value of an epoch being the mean
+epochs = defaultdict(list)  # images/s; an epoch's last value is its mean
 top1 = []
 if program == "this":
     for line in open(f"{out}/metrics.jsonl") if Path(out, "metrics.jsonl").exists() else ():
@@ -94,5 +94,5 @@ shift 3
 mkdir -p "$logs"
 logs=$(realpath "$logs")
 gpus=$(python3 -c 'import torch; print(max(1, torch.cuda.device_count()))')
-[ $# -gt 0 ] || set -- examples,1 examples,2 examples,3 timm,1 timm,2 timm,3 this,1 this,2 this,3  # the slow ones first
+[ $# -gt 0 ] || set -- examples,1 examples,2 examples,3 timm,1 timm,2 timm,3 this,1 this,2 this,3  # the slowest first
 printf '%s\n' "$@" | xargs -P "$gpus" -n 1 --process-slot-var=SLOT bash "$script" job "$data" "$peers" "$logs"

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Compare loader.workers=auto with fixed numbers of workers, on slow storage.
+"""Compare loader.workers=auto with fixed numbers of workers on slow storage.
 
 Hardware: one GPU with 2, 4 and 16 cores. Time: 2 minutes per delay with 2 or 4 cores, 5 with 16.
-Needs: .venv is active, and class folders with real JPEGs. Each read is delayed by --delays ms.
+Needs: an active .venv, and class folders with real JPEGs. Delays each read by --delays ms.
 
     taskset -c 0-3 python3 benchmarks/slow_storage.py data.root=/imagenet loader.decoder=region
 
-Batches are loaded without a model, so `auto` expects a step that is faster than the workers. The
-numbers take turns in each round. A row has the median images/s of the rounds, and its fraction of
-the best fixed number. Accepts train.py's key=value overrides.
+Loads batches without a model, so `auto` expects a step that is faster than the workers. Each round
+measures all numbers in turn. A row has the median images/s over the rounds, and its ratio to the
+best fixed number. Accepts train.py's key=value overrides.
 """
 
 import argparse
@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pipeline.data.index import Index, Storage, find_split
 
-NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of workers, up to twice the cores
-SETTLE_SECONDS = 1.0  # after a change of the number
-START_SECONDS = 5.0  # of workers that `auto` adds, and until they read ahead
+NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # workers, up to twice the cores
+SETTLE_SECONDS = 1.0  # wait after changing the number of workers
+START_SECONDS = 5.0  # wait until workers added by `auto` have started and prefetch
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SlowStorage(Storage):
 
 
 def slow(place: str, seconds: float) -> Callable[[str], Index] | None:
-    """Find a split, as data.storage does, whose reads are delayed."""
+    """Find a split like data.storage does, and delay its reads."""
     load = find_split(place)
     return load and partial(load_slow, load, seconds)
 
@@ -55,7 +55,7 @@ def load_slow(load: Callable[[str], Index], seconds: float, key: str) -> Index:
 
 
 class NoStep:
-    """A training step that is faster than any workers."""
+    """A training step that is faster than the workers."""
 
     steps_before_capture = 0
 
@@ -72,7 +72,7 @@ def opened(words: list[str], workers: str | int) -> Iterator[tuple[Any, Iterator
     from pipeline.data.build import build_datasets
     from pipeline.feed import feed
 
-    feed.is_measured = lambda config, _: config.loader.workers == "auto"  # also on a CPU
+    feed.is_measured = lambda config, _: config.loader.workers == "auto"  # including CPUs
     config = from_overrides([*words, f"loader.workers={workers}"])
     with join_world(config.train.device) as world:
         datasets = build_datasets(config, world.device)
@@ -80,13 +80,13 @@ def opened(words: list[str], workers: str | int) -> Iterator[tuple[Any, Iterator
             if workers == "auto":
                 Tuner(opened_feed, world).start(NoStep(), 0)
             source = opened_feed.train
-            if world.device.type == "cpu":  # which would normalize the images in this process
+            if world.device.type == "cpu":  # would normalize the images in this process
                 source = source.loader
             yield opened_feed, (len(batch.samples) for batch in source.batches(0, sys.maxsize))
 
 
 def measure(sizes: Iterator[int], seconds: float, settle: float = SETTLE_SECONDS) -> float:
-    """Return images/s, from the end of one batch to the end of another."""
+    """Return images/s between the ends of two batches."""
     began = time.perf_counter()
     while time.perf_counter() - began < settle:
         next(sizes)
@@ -98,7 +98,7 @@ def measure(sizes: Iterator[int], seconds: float, settle: float = SETTLE_SECONDS
 
 
 def compare(words: list[str], options: argparse.Namespace, cores: int) -> None:
-    """Print the rates of `auto` and of fixed numbers for one delay."""
+    """Print the rates of `auto` and fixed numbers of workers for one delay."""
     numbers = [number for number in NUMBERS if number <= 2 * cores]
     rates: dict[Any, list[float]] = {name: [] for name in ("auto", *numbers)}
     for turn in range(1, options.rounds + 1):
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu loads into host memory (cuda)")
     parser.add_argument("--delays", type=float, nargs="+", default=[0, 5, 20, 50], help="ms")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each number (2)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds per number (2)")
     options = parser.parse_args()
     from pipeline.feed import machine
 

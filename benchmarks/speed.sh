@@ -1,10 +1,10 @@
 #!/bin/sh
-# Measures the speeds of docs/benchmarks.md: images/s in the rows of the console.
-# Hardware: one GPU with at least 16 cores; the last commands two GPUs. Time: not recorded.
-# Needs: .venv is active. Argument: a folder with ImageNet, or real JPEGs of its size.
+# Measure the speeds in docs/benchmarks.md, which are the images/s that the console prints.
+# Hardware: one GPU with at least 16 cores; two GPUs for the last commands. Time: not recorded.
+# Needs: an active .venv. Argument: a folder with ImageNet, or with real JPEGs of its size.
 set -eu
 cd "$(dirname "$0")/.."
-data=${1:?give the folder with the images}
+data=${1:?pass the folder with the images}
 
 for cores in 0-15 0-7 0-3 0-1; do
     for name in resnet50 resnet18; do

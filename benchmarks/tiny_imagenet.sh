@@ -1,7 +1,7 @@
 #!/bin/sh
-# Repeats the table of Tiny ImageNet in docs/accuracy.md.
-# Hardware: one H200 or H100 with 16 cores, torch 2.11. Time: 8 minutes for a run of tiny_imagenet_best; longer for 150 epochs.
-# Needs: .venv is active. Argument: a folder for the images, by default data.
+# Reproduce the table for Tiny ImageNet in docs/accuracy.md.
+# Hardware: one H200 or H100 with 16 cores, torch 2.11. Time: 8 minutes per run of tiny_imagenet_best; longer for 150 epochs.
+# Needs: an active .venv. Argument: folder for the images (data).
 set -eu
 cd "$(dirname "$0")/.."
 data=${1:-data}
@@ -15,7 +15,7 @@ done
 python train.py recipe=tiny_imagenet_best data.root="$data/tiny" optim.name=extras.muon:muon \
     optim.args="{rate: 0.02, fixed_norm: true}" run.name=tiny-muon
 
-# In 150 of OpenMixup's 400 epochs, with nothing, mixup and cutmix: bilinear crops, as there, then bicubic ones.
+# 150 of OpenMixup's 400 epochs, without mixing, with mixup and with cutmix; first OpenMixup's bilinear crops, then bicubic ones.
 python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150
 python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 'augment.batch=[{mixup: {alpha: 1}}]'
 python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 'augment.batch=[cutmix]'

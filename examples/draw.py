@@ -1,4 +1,4 @@
-"""Draw the images of an example into data/: `python examples/draw.py clips`."""
+"""Draw the images for an example into data/: `python examples/draw.py clips`."""
 
 import argparse
 import sqlite3
@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-ANY_COLOUR = (120, 256)  # of what is drawn on a dark ground
+ANY_COLOR = (120, 256)  # level range for objects on a dark background
 Rng = np.random.Generator
 
 
 def class_folders(root: Path, names: list[str]) -> Iterator[tuple[str, int, Path]]:
-    """Make train/<class>/ and val/<class>/; yield the split, the label and the folder of each."""
+    """Create train/<class>/ and val/<class>/; yield each one's split, label and folder."""
     for split in ("train", "val"):
         for label, name in enumerate(names):
             folder = root / split / name
@@ -23,7 +23,7 @@ def class_folders(root: Path, names: list[str]) -> Iterator[tuple[str, int, Path
 
 
 def draw_patterns(root: Path) -> None:
-    """Grey checks, columns and rows of any contrast; 151 images to train with."""
+    """Draw gray checks, columns and rows with random contrast; 151 training images."""
     rng = np.random.default_rng(0)
     for split, label, folder in class_folders(root, ["checks", "columns", "rows"]):
         images = {"train": 50, "val": 20}[split]
@@ -36,7 +36,7 @@ def draw_patterns(root: Path) -> None:
 
 
 def pattern(label: int, rng: Rng) -> np.ndarray:
-    """Return grey levels, float [32, 32]: waves along x, along y, or their product."""
+    """Return gray levels, float [32, 32]: waves along x, along y, or their product."""
     y, x = np.mgrid[:32, :32] / 32
     columns = np.sin(2 * np.pi * (rng.uniform(3, 6) * x + rng.random()))
     rows = np.sin(2 * np.pi * (rng.uniform(3, 6) * y + rng.random()))
@@ -48,24 +48,24 @@ def pattern(label: int, rng: Rng) -> np.ndarray:
 
 
 def draw_grades(root: Path) -> None:
-    """Discs of five sizes, which overlap a little."""
+    """Draw discs of five sizes whose ranges overlap slightly."""
     rng = np.random.default_rng(0)
     for split, grade, folder in class_folders(root, [f"grade{grade}" for grade in range(5)]):
         for number in range({"train": 50, "val": 20}[split]):
             pixels = rng.integers(0, 80, (32, 32, 3))
-            centre = rng.uniform(12, 20, (2, 1, 1))
-            distance = np.hypot(*(np.mgrid[:32, :32] - centre))
-            colour = rng.integers(120, 256, 3)
+            center = rng.uniform(12, 20, (2, 1, 1))
+            distance = np.hypot(*(np.mgrid[:32, :32] - center))
+            color = rng.integers(120, 256, 3)
             radius = 3 + 2 * grade + rng.normal(0, 0.5)
-            pixels[distance < radius] = colour
+            pixels[distance < radius] = color
             Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
 
 
-MOVES = {"down": (1, 0), "left": (0, -1), "right": (0, 1), "up": (-1, 0)}  # y and x in a frame
+MOVES = {"down": (1, 0), "left": (0, -1), "right": (0, 1), "up": (-1, 0)}  # y and x per frame
 
 
 def draw_clips(root: Path) -> None:
-    """Folders of 8 to 11 frames in which a square moves; one frame does not tell the class."""
+    """Draw folders of 8 to 11 frames with a moving square; one frame does not show the class."""
     rng = np.random.default_rng(0)
     for split, _, folder in class_folders(root, list(MOVES)):
         for clip in range({"train": 40, "val": 15}[split]):
@@ -75,20 +75,20 @@ def draw_clips(root: Path) -> None:
 def draw_clip(folder: Path, move: tuple[int, int], rng: Rng) -> None:
     folder.mkdir()
     top, left = rng.integers(0, 32, 2)
-    colour = rng.integers(120, 196, 3)
+    color = rng.integers(120, 196, 3)
     ground = rng.integers(0, 60, (32, 32, 3))
     for frame in range(rng.integers(8, 12)):
         pixels = ground.copy()
-        rows = (top + np.arange(8)) % 32  # the square enters again at the other side
+        rows = (top + np.arange(8)) % 32  # the square re-enters on the opposite side
         columns = (left + np.arange(8)) % 32
-        pixels[np.ix_(rows, columns)] += colour
+        pixels[np.ix_(rows, columns)] += color
         Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{frame:02d}.png")
         top += 3 * move[0]
         left += 3 * move[1]
 
 
 def draw_channels(root: Path) -> None:
-    """Five channels; in one of the last two, a square is 100 of 65535 levels higher."""
+    """Draw five channels; in one of the last two, a square is 100 of 65535 levels higher."""
     rng = np.random.default_rng(0)
     for split, label, folder in class_folders(root, ["infrared", "thermal"]):
         for number in range({"train": 60, "val": 30}[split]):
@@ -100,7 +100,7 @@ def draw_channels(root: Path) -> None:
 
 
 def draw_rows(root: Path) -> None:
-    """The patterns as rows in any order."""
+    """Store the patterns as rows in random order."""
     datasets = import_module("datasets")
     draw_patterns(root / "files")
     for split in ("train", "val"):
@@ -118,7 +118,7 @@ def draw_rows(root: Path) -> None:
 def draw_table(
     root: Path, header: str, draw: Callable[[Rng], tuple[Image.Image, list[str]]]
 ) -> None:
-    """Images with numbers: train.csv and val.csv. `draw` returns an image and its row."""
+    """Write images, and their numbers to train.csv and val.csv. `draw` returns image and row."""
     rng = np.random.default_rng(0)
     for split, images in (("train", 240), ("val", 60)):
         (root / split).mkdir(parents=True)
@@ -131,7 +131,7 @@ def draw_table(
 
 
 def draw_shapes(root: Path) -> None:
-    """None to three shapes on an image; its labels say which ones."""
+    """Draw up to three shapes on an image; the labels are the shapes."""
 
     def draw_one(rng: Rng) -> tuple[Image.Image, list[str]]:
         image = Image.fromarray(rng.integers(0, 80, (32, 32, 3), np.uint8))
@@ -139,30 +139,30 @@ def draw_shapes(root: Path) -> None:
         labels = rng.integers(0, 2, 3).tolist()
         for shape in np.flatnonzero(labels).tolist():
             x, y = rng.integers(0, 20, 2).tolist()
-            colour = tuple(rng.integers(*ANY_COLOUR, 3).tolist())
+            color = tuple(rng.integers(*ANY_COLOR, 3).tolist())
             function = (draw.ellipse, draw.line, draw.rectangle)[shape]
-            function((x, y, x + 11, y + 11), colour, width=2)
+            function((x, y, x + 11, y + 11), color, width=2)
         return image, [str(label) for label in labels]
 
     draw_table(root, "path,circle,line,square", draw_one)
 
 
 def draw_discs(root: Path) -> None:
-    """A disc on an image, whose number is the radius divided by 16."""
+    """Draw a disc on an image; the number is its radius divided by 16."""
 
     def draw_one(rng: Rng) -> tuple[Image.Image, list[str]]:
         image = Image.fromarray(rng.integers(0, 80, (32, 32, 3), np.uint8))
         radius = rng.uniform(3, 12)
         x, y = rng.uniform(12, 20, 2)
         box = (x - radius, y - radius, x + radius, y + radius)
-        ImageDraw.Draw(image).ellipse(box, tuple(rng.integers(*ANY_COLOUR, 3).tolist()))
+        ImageDraw.Draw(image).ellipse(box, tuple(rng.integers(*ANY_COLOR, 3).tolist()))
         return image, [f"{radius / 16:.4f}"]
 
     draw_table(root, "path,radius", draw_one)
 
 
 def draw_ages(root: Path) -> None:
-    """A dark or a bright image and an age. The class depends on both, with equal frequencies."""
+    """Draw a dark or bright image and an age. The class depends on both; all are as frequent."""
 
     def draw_one(rng: Rng) -> tuple[Image.Image, list[str]]:
         label = int(rng.integers(4))
@@ -175,20 +175,20 @@ def draw_ages(root: Path) -> None:
 
 
 def draw_points(root: Path) -> None:
-    """A red, a green and a blue point on an image, with their places in pixels."""
+    """Draw a red, a green and a blue point on an image; the numbers are their pixel positions."""
 
     def draw_one(rng: Rng) -> tuple[Image.Image, list[str]]:
         image = Image.fromarray(rng.integers(0, 120, (32, 32, 3), np.uint8))
         points = rng.uniform(4, 28, (3, 2))
-        for (x, y), colour in zip(points, ("red", "lime", "blue"), strict=True):
-            ImageDraw.Draw(image).ellipse((x - 3, y - 3, x + 2, y + 2), colour)
+        for (x, y), color in zip(points, ("red", "lime", "blue"), strict=True):
+            ImageDraw.Draw(image).ellipse((x - 3, y - 3, x + 2, y + 2), color)
         return image, [f"{value:.2f}" for value in points.flat]
 
     draw_table(root, "path,x1,y1,x2,y2,x3,y3", draw_one)
 
 
 def draw_masks(root: Path) -> None:
-    """A disc and a square on an image; masks have 1 and 2 in their pixels."""
+    """Draw a disc and a square on an image; the masks are 1 and 2 in their pixels."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 240), ("val", 60)):
         images = root / split / "images"
@@ -200,9 +200,9 @@ def draw_masks(root: Path) -> None:
             mask = Image.new("L", image.size)
             for label in (1, 2):
                 x, y = rng.integers(0, 20, 2).tolist()
-                colour = tuple(rng.integers(*ANY_COLOUR, 3).tolist())
+                color = tuple(rng.integers(*ANY_COLOR, 3).tolist())
                 box = (x, y, x + 11, y + 11)
-                for canvas, fill in ((image, colour), (mask, label)):
+                for canvas, fill in ((image, color), (mask, label)):
                     draw = ImageDraw.Draw(canvas)
                     if label == 1:
                         draw.ellipse(box, fill)
@@ -213,10 +213,10 @@ def draw_masks(root: Path) -> None:
 
 
 def draw_database(root: Path) -> None:
-    """The images of `make demo` in SQLite, a database for each split."""
+    """Store the images of `make demo` in one SQLite database per split."""
     demo = root.parent / "demo"
     if not demo.is_dir():
-        raise SystemExit(f"{demo} is missing: run `make demo` first")
+        raise SystemExit(f"{demo} not found; run `make demo` first")
     root.mkdir()
     for split in ("train", "val"):
         files = (demo / split).glob("*/*.jpg")
@@ -246,6 +246,6 @@ if __name__ == "__main__":
     name = parser.parse_args().name
     folder = Path("data", name)
     if folder.exists():
-        print(f"{folder} exists: nothing is drawn")
+        print(f"{folder} already exists; nothing was drawn")
     else:
         DRAWN[name](folder)

@@ -1,4 +1,4 @@
-"""A ResNet-18 for photos of 96 to 256 px and few images: see conf/recipe/imagewoof.yaml."""
+"""Define a ResNet-18 for small datasets of 96 to 256 px photos; see conf/recipe/imagewoof.yaml."""
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,11 @@ def resnet18(
     widths: tuple[int, ...] = (64, 128, 256, 512),
     depths: tuple[int, ...] = (2, 2, 2, 2),
 ) -> nn.Sequential:
-    """Build it: float [B, C, S, S] -> [B, num_classes].
+    """Build the model: float [B, C, S, S] -> [B, num_classes].
 
-    The stem is one convolution, and keeps the resolution of images of up to 192 px. No convolution
-    has a stride after it: the resolution is halved by `MaxBlurPool` before each stage but the
-    first. The activation is SiLU.
+    The stem is one convolution, which keeps the resolution of images up to 192 px. The other
+    convolutions have no stride; instead, `MaxBlurPool` halves the resolution before every stage
+    except the first. The activation is SiLU.
     """
     width_in = widths[0]
     layers = stem(in_channels, width_in, stride=1 if image_size <= 192 else 2)
@@ -37,9 +37,9 @@ def resnet18(
 
 
 class MaxBlurPool(nn.Module):
-    """The maximum of 3x3 pixels, blurred by [1 2 1] x [1 2 1] / 16, at every second pixel.
+    """Apply 3x3 max pooling, blur with [1 2 1] x [1 2 1] / 16, and keep every second pixel.
 
-    As arXiv 1904.11486, with zeros around the maxima.
+    Source: arXiv 1904.11486. The maxima are padded with zeros.
     """
 
     kernel: Tensor

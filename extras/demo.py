@@ -1,4 +1,4 @@
-"""`data=demo`: images that the program draws itself, so that a first run needs no download.
+"""Draw the dataset of `data=demo`, so that a first run needs no download.
 
     python train.py recipe=demo
 
@@ -28,15 +28,15 @@ from pipeline.data.build import Options, Splits, folder
 
 Plane = NDArray[np.floating[Any]]  # float32 [H, W]
 
-COUNTS = {"train": 2000, "val": 500}  # images of each split
+COUNTS = {"train": 2000, "val": 500}  # images per split
 MARKER = "demo.json"
-# version: of the drawings, raised with any change that alters a pixel
+# Increment the version with every change that alters a pixel.
 MARKED = {"version": 1, "seed": 0, "train_images": COUNTS["train"], "val_images": COUNTS["val"]}
 
 logger = logging.getLogger(__name__)
 
 
-# A texture maps (u, v), rotated coordinates whose unit is about one period, to values in [0, 1].
+# A texture maps (u, v), rotated coordinates with a unit of about one period, to values in [0, 1].
 def stripes(u: Plane, v: Plane, rng: Generator) -> Plane:
     return _edge(_triangle(u) - rng.uniform(0.35, 0.65))
 
@@ -46,7 +46,7 @@ def checks(u: Plane, v: Plane, rng: Generator) -> Plane:
 
 
 def dots(u: Plane, v: Plane, rng: Generator) -> Plane:
-    u = u + rng.uniform(0, 0.5) * (np.floor(v) % 2)  # from a square lattice to a staggered one
+    u = u + rng.uniform(0, 0.5) * (np.floor(v) % 2)  # square to staggered lattice
     return _edge(rng.uniform(0.25, 0.4) - np.hypot(_fraction(u) - 0.5, _fraction(v) - 0.5))
 
 
@@ -60,7 +60,7 @@ def bricks(u: Plane, v: Plane, rng: Generator) -> Plane:
     v = 1.4 * v
     u = 0.7 * u + 0.5 * (np.floor(v) % 2)
     joint = np.minimum(_triangle(u), 0.5 * _triangle(v)) - rng.uniform(0.06, 0.12)
-    brightness = _table(rng)[_cell(u), _cell(v)]  # of each brick
+    brightness = _table(rng)[_cell(u), _cell(v)]  # per brick
     return _edge(joint) * (0.7 + 0.3 * brightness)
 
 
@@ -70,7 +70,7 @@ def waves(u: Plane, v: Plane, rng: Generator) -> Plane:
 
 
 def cells(u: Plane, v: Plane, rng: Generator) -> Plane:
-    # One seed in each unit square: the nearest seed is at most one square away.
+    # Each unit square has one seed, so the nearest seed is at most one square away.
     seed_u = _table(rng)
     seed_v = _table(rng)
     i = _cell(u)
@@ -108,16 +108,16 @@ def _threads(x: Plane, wide: float, narrow: float) -> Plane:
 
 
 def _fraction(x: Plane) -> Plane:
-    return x - np.floor(x)  # several times as fast as x % 1
+    return x - np.floor(x)  # several times faster than x % 1
 
 
 def _triangle(x: Plane) -> Plane:
-    """Rise from 0 at each integer to 1 half-way to the next, and fall again."""
+    """Rise from 0 at each integer to 1 halfway to the next one, and fall again."""
     return 1 - np.abs(2 * _fraction(x) - 1)
 
 
 def _edge(x: Plane) -> Plane:
-    """Step from 0 to 1 where x changes its sign, softened against aliasing."""
+    """Step from 0 to 1 where x changes sign, smoothed to avoid aliasing."""
     return np.clip(0.5 + 8 * x, 0, 1)
 
 
@@ -126,12 +126,12 @@ def _cell(x: Plane) -> NDArray[np.intp]:
 
 
 def _table(rng: Generator) -> Plane:
-    """Make a random value for each unit square; the plane repeats after 32."""
+    """Draw a random value for each unit square; the plane repeats after 32 squares."""
     return rng.random((32, 32), np.float32)
 
 
 def _noise(u: Plane, v: Plane, rng: Generator) -> Plane:
-    """Interpolate random values at the integer points smoothly (value noise)."""
+    """Smoothly interpolate random values at integer points (value noise)."""
     table = _table(rng)
     i = _cell(u)
     j = _cell(v)
@@ -145,7 +145,7 @@ def _noise(u: Plane, v: Plane, rng: Generator) -> Plane:
 
 
 def _between(a: Plane, b: Plane, x: Plane) -> Plane:
-    """Go smoothly from a, where x is 0, to b, where x is 1."""
+    """Interpolate smoothly from a at x = 0 to b at x = 1."""
     weight = (3 - 2 * x) * x * x
     return a * (1 - weight) + b * weight
 
@@ -155,9 +155,9 @@ CLASSES = {texture.__name__: texture for texture in _TEXTURES}
 
 
 def draw_image(label: str, rng: Generator) -> Image.Image:
-    """Draw an RGB image of class `label` with random size, angle, scale, colours and noise."""
+    """Draw an RGB image of class `label` with random size, angle, scale, colors and noise."""
     width, height = rng.integers(128, 321, 2).tolist()
-    short = min(width, height)  # has length 1 in these coordinates
+    short = min(width, height)  # length 1 in these coordinates
     x = np.linspace(-0.5, 0.5, width, dtype=np.float32)[None, :] * (width / short)
     y = np.linspace(-0.5, 0.5, height, dtype=np.float32)[:, None] * (height / short)
     periods = rng.uniform(4, 9)
@@ -167,14 +167,14 @@ def draw_image(label: str, rng: Generator) -> Image.Image:
     value = CLASSES[label](u, v, rng)
     drift, _ = _rotate(x, y, rng)
     light, _ = _rotate(x, y, rng)
-    # A ground colour, and two similar hues of another brightness
+    # Draw a background color, and two similar hues with a different brightness.
     dark, bright = rng.permutation([rng.uniform(0.05, 0.4), rng.uniform(0.6, 1)])
     hue = rng.random()
     ground_hue = rng.random()
     far_hue = hue + rng.uniform(-0.2, 0.2)
-    ground = _colour(ground_hue, dark, rng)
-    near = _colour(hue, bright, rng)
-    far = _colour(far_hue, bright, rng)
+    ground = _color(ground_hue, dark, rng)
+    near = _color(hue, bright, rng)
+    far = _color(far_hue, bright, rng)
     figure = near - ground + (far - near) * np.clip(drift + 0.5, 0, 1)
     pixels = ground + value * figure  # float32 [3, H, W]
     pixels *= 1 + rng.uniform(0, 0.6) * light
@@ -183,10 +183,10 @@ def draw_image(label: str, rng: Generator) -> Image.Image:
     return Image.fromarray(levels.transpose(1, 2, 0).copy())
 
 
-def _colour(hue: float, value: float, rng: Generator) -> Plane:
-    """Draw the saturation; return the colour, float32 [3, 1, 1]."""
-    colour = colorsys.hsv_to_rgb(hue, rng.uniform(0.1, 0.9), value)
-    return np.array(colour, np.float32)[:, None, None]
+def _color(hue: float, value: float, rng: Generator) -> Plane:
+    """Return a color with a random saturation, float32 [3, 1, 1]."""
+    color = colorsys.hsv_to_rgb(hue, rng.uniform(0.1, 0.9), value)
+    return np.array(color, np.float32)[:, None, None]
 
 
 def _rotate(x: Plane, y: Plane, rng: Generator) -> tuple[Plane, Plane]:
@@ -197,27 +197,27 @@ def _rotate(x: Plane, y: Plane, rng: Generator) -> tuple[Plane, Plane]:
 
 
 def demo(data: DataConfig, train: Compose, val: Compose, options: Options) -> Splits:
-    """Draw the images unless they are there. Raises UserError if data.root holds other files."""
+    """Draw the images unless they exist. Raises UserError if data.root contains other files."""
     draw_dataset(Path(data.root or ""))
     return folder(data, train, val, options)
 
 
 def is_drawn(root: Path) -> bool:
-    """Return whether `root` holds the demo dataset. Raises UserError if it holds anything else."""
+    """Return whether `root` has the demo dataset. Raises UserError if it has other files."""
     if not root.exists() or not any(root.iterdir()):
         return False
     marker = root / MARKER
     if marker.is_file() and marker.read_text("utf-8") == json.dumps(MARKED):
         return True
-    cure = "to train on your own images write data=folder, or pass another data.root"
-    raise UserError(f"data.root={root}", "holds files that the demo did not draw", cure)
+    fix = "set data=folder to train on your own images, or set a different data.root"
+    raise UserError(f"data.root={root}", "contains files that the demo did not draw", fix)
 
 
 def draw_dataset(root: Path) -> None:
-    """Draw the demo dataset into `root` unless it is there already.
+    """Draw the demo dataset into `root` unless it already exists.
 
-    `root` appears complete or not at all, by a rename. Several processes, such as the ranks, may
-    draw it at once: the bytes are the same, and the first one is kept.
+    Renames a complete draft to `root`, which is therefore never incomplete. Several processes, such
+    as the ranks, may draw it at once; the bytes are identical, and the first draft is kept.
     """
     if is_drawn(root):
         return
@@ -225,14 +225,14 @@ def draw_dataset(root: Path) -> None:
     root.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}.demo-") as temporary:
         draft = Path(temporary) / "images"
-        # On two cores: 6.3 s with 2 threads, 9.3 s with 1, 10.2 s with 4, 10.8 s with 2 processes.
+        # On two cores, 2 threads take 6.3 s, 1 thread 9.3 s, 4 threads 10.2 s, 2 processes 10.8 s.
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(partial(_draw_class, draft), itertools.product(COUNTS, CLASSES)))
         (draft / MARKER).write_text(json.dumps(MARKED))
         try:
             draft.rename(root)
         except OSError:
-            if not is_drawn(root):  # by another process meanwhile
+            if not is_drawn(root):  # a different process may have drawn it
                 raise
 
 

@@ -20,12 +20,7 @@ from engine import checkpoint
 from engine.distributed import World
 from engine.schedule import suited_batch
 from pipeline.data.build import build_datasets
-from scripts.lib.published import (
-    exported_metadata,
-    published_metadata,
-    stored_name,
-    torchvision_files,
-)
+from scripts.lib import published
 
 # Fine-tuning length: 500 steps of 512 images, BiT's (arXiv 1912.11370) for fewer than 20,000
 # images; but no image is seen more than MAX_EPOCHS times.
@@ -47,8 +42,7 @@ def prepare(config: Config, world: World) -> Config:
 def complete(config: Config, images: int, ranks: int = 1) -> Config:
     """Return the config with the decided values, which take precedence over its recipe, and notes.
 
-    The batch size is a multiple of the ranks. Raises UserError if the weights are missing or
-    unreadable.
+    The batch size is a multiple of the ranks. Raises UserError for missing or unreadable weights.
     """
     if config.model.weights is None:
         raise UserError(
@@ -124,10 +118,10 @@ def _preprocessing(config: Config, typed: set[str]) -> KeyValues:
     if checkpoint.is_ours(content):
         image_size = content["model_input"]["image_size"]
         return {**content["config"], "data.image_size": image_size}
-    exported = exported_metadata(path)
+    exported = published.exported_metadata(path)
     if exported is not None:
         return exported.config
-    return _published(config, typed, path, stored_name(content))
+    return _published(config, typed, path, published.stored_name(content))
 
 
 def _published(config: Config, typed: set[str], path: Path, stored: str | None) -> KeyValues:
@@ -136,8 +130,8 @@ def _published(config: Config, typed: set[str], path: Path, stored: str | None) 
     if typed.isdisjoint(MODEL_KEYS):
         if stored is not None:  # timm's files store the name without the prefix
             name = stored if stored in models.available() else f"timm/{stored}"
-        name, _ = torchvision_files().get(path.name, (name, None))
-    return {"model.name": name, **published_metadata(name, path).config}
+        name, _ = published.torchvision_files().get(path.name, (name, None))
+    return {"model.name": name, **published.library_metadata(name, path).config}
 
 
 def _val_transforms(preprocessing: KeyValues) -> list[Any]:

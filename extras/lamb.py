@@ -1,6 +1,6 @@
-"""LAMB (arXiv 1904.00962) with timm's numbers, for a step that is part of a CUDA graph.
+"""LAMB (arXiv 1904.00962), numerically equal to timm's, for a step inside a CUDA graph.
 
-torch has no LAMB. timm's counts the steps on the host: a CUDA graph would repeat the first number.
+torch has no LAMB. timm's counts steps on the host, and a CUDA graph would replay the first count.
 """
 
 from typing import Any
@@ -16,20 +16,20 @@ Betas = tuple[float, float]
 
 
 def lamb(model: nn.Module, config: OptimConfig) -> "Lamb":
-    """Create the optimiser that conf/optim/lamb.yaml names."""
+    """Create the optimizer named in conf/optim/lamb.yaml."""
     betas = config.betas[0], config.betas[1]
     return Lamb(decay_groups(model, config), lr=config.lr, betas=betas, eps=config.eps)
 
 
 class Lamb(torch.optim.Optimizer):
-    """AdamW whose update of each tensor is scaled to the norm of the tensor.
+    """AdamW that scales each tensor's update to the tensor's norm.
 
-    Like timm's Lamb with its default options, except that optim.clip_norm clips the gradients.
+    Same as timm's Lamb with its default options, except that optim.clip_norm clips the gradients.
     Groups without weight decay (norms and biases) are not scaled.
     """
 
     def __init__(self, groups: Groups, *, lr: float, betas: Betas, eps: float) -> None:
-        # With `capturable`, load_state_dict moves the numbers of steps to the device.
+        # With `capturable`, load_state_dict moves the step counts to the device.
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "capturable": True})
 
     @torch.no_grad()
@@ -51,7 +51,7 @@ class Lamb(torch.optim.Optimizer):
             torch._foreach_add_(params, updates)
 
     def _adam(self, params: list[Tensor], *, betas: Betas, eps: float) -> tuple[Tensor, ...]:
-        """Update the moments; return the steps of Adam for a learning rate of -1."""
+        """Update the moments; return Adam's updates for a learning rate of -1."""
         for p in params:
             if not self.state[p]:
                 self.state[p] = {
@@ -68,7 +68,7 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_lerp_(means, grads, 1 - betas[0])
         torch._foreach_mul_(squares, betas[1])
         torch._foreach_addcmul_(squares, grads, grads, 1 - betas[1])
-        # In float32, 1 - 0.999 would have an error of 6e-5.
+        # In float32, 1 - 0.999 would have a relative error of up to 6e-5.
         step = steps[0].to(longest_float(steps[0].device))
         dtype = params[0].dtype
         first = (1 - betas[0] ** step).to(dtype)

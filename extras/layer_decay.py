@@ -1,4 +1,4 @@
-r"""Layer-wise learning rates for fine-tuning, as in BEiT (arXiv 2106.08254) and timm.
+r"""Layer-wise learning rate decay for fine-tuning, from BEiT (arXiv 2106.08254) and timm.
 
 The n-th block before the head has the learning rate optim.lr * layer_decay ** n.
 
@@ -22,12 +22,12 @@ from engine import optim
 def with_layer_decay(
     name: str, model: nn.Module, config: OptimConfig, *, layer_decay: float = 0.75, **args: Any
 ) -> Optimizer:
-    """Create an optimiser of the core with a learning rate for each block: lr * `lr_scale`.
+    """Create the optimizer `name` with a learning rate of lr * `lr_scale` for each block.
 
-    Raises UserError if the factor is not in (0, 1].
+    Raises UserError if `layer_decay` is not in (0, 1].
     """
     if not 0 < layer_decay <= 1:
-        raise UserError(f"optim.args: layer_decay={layer_decay}", "give a factor > 0 and <= 1")
+        raise UserError(f"optim.args: layer_decay={layer_decay}", "expected a number > 0 and <= 1")
     optimizer = optim.build_optimizer(model, replace(config, name=name, args=args))
     groups = optimizer.param_groups
     optimizer.param_groups = []
@@ -45,11 +45,11 @@ sgd, adamw = partial(with_layer_decay, "sgd"), partial(with_layer_decay, "adamw"
 
 
 def blocks(model: nn.Module) -> list[list[str]]:
-    """Return the names of the parameters of each block, from the input to the head.
+    """Return the parameter names of each block, from the input to the head.
 
-    Most of timm's models state them (`group_matcher`). For others, they follow from module names:
-    up to the first part (after `blocks`) that ends in a digit, and the next one if it does, too.
-    What has no weights of linear or convolution layers belongs to the block before it.
+    Most timm models define them (`group_matcher`). Otherwise they follow from module names: up to
+    the first part (after `blocks`) that ends in a digit, and the next part if it also does. Modules
+    without weights of linear or convolution layers belong to the previous block.
     """
     matcher: Any = getattr(model, "group_matcher", None)
     if matcher is not None:
@@ -58,7 +58,7 @@ def blocks(model: nn.Module) -> list[list[str]]:
         return list(group_parameters(model, matcher(coarse=False)).values())
     parameters = dict(model.named_parameters())
     found: list[list[str]] = []
-    has_weight = False  # whether a block has begun with the weight of a layer
+    has_weight = False  # whether a layer's weight was found
     for _, group in groupby(parameters, _module_of):
         names = list(group)
         begins = any(name.endswith("weight") and parameters[name].ndim >= 2 for name in names)
@@ -71,12 +71,12 @@ def blocks(model: nn.Module) -> list[list[str]]:
 
 
 def _module_of(parameter: str) -> str:
-    """Return the module of a block to which a parameter may belong, by its name."""
+    """Return the name of the block module to which a parameter may belong."""
     parts = parameter.split(".")[:-1] or [parameter]
     numbered = next((i for i, part in enumerate(parts) if part[-1].isdigit()), 0)
     if "blocks" in parts[numbered:]:
         numbered = parts.index("blocks") + 1
-    # Not the last part: `blocks.0.norm1` is a layer of a block.
+    # Exclude the last part, because `blocks.0.norm1` is a layer in a block.
     if numbered + 2 < len(parts) and parts[numbered + 1][-1].isdigit():
         numbered += 1
     return ".".join(parts[: numbered + 1])

@@ -1,11 +1,11 @@
-"""Values of a validation that are not means over its images: functions of all its rows.
+"""Validation metrics that depend on all rows instead of being means over images.
 
-By default, conf/config.yaml names them: log.values=[extras.metrics:METRICS]. Then train.best_by
-takes macro_precision, macro_f1, -ece and, of two classes, auc; scripts/evaluate.py prints them.
+conf/config.yaml enables them by default: log.values=[extras.metrics:METRICS]. train.best_by then
+accepts macro_precision, macro_f1, -ece and, for two classes, auc; scripts/evaluate.py prints them.
 
-All are in percent. In `label` and `prediction`, int64 [N], a class is its number; a prediction
-below 0, as for logits that are NaN, is wrong and counts for no class. Means over classes are over
-those of a label or a prediction, as in scikit-learn; 0 / 0 is 0.
+All are in percent. `label` and `prediction`, int64 [N], contain class indices; a prediction below
+0, caused by NaN logits, is wrong and counts for no class. Like scikit-learn, means over classes
+include the classes that occur as a label or a prediction; 0 / 0 is 0.
 """
 
 from functools import partial
@@ -15,20 +15,20 @@ import numpy.typing as npt
 
 from engine.metrics import Metric
 
-BINS = 15  # of the expected calibration error, as in arXiv 1706.04599
-Column = npt.ArrayLike  # also a tensor on the CPU
+BINS = 15  # bins of the expected calibration error, from arXiv 1706.04599
+Column = npt.ArrayLike  # or a tensor on the CPU
 Counts = npt.NDArray[np.int64]  # [classes]
 
 
 def macro_recall(label: Column, prediction: Column) -> float:
-    """Return the mean over classes with images of their top-1, also called balanced accuracy."""
+    """Return the mean top-1 over classes with images, which is the balanced accuracy."""
     hits, images, _ = _by_class(label, prediction)
     present = images > 0
     return _mean_ratio(hits[present], images[present])
 
 
 def macro_precision(label: Column, prediction: Column) -> float:
-    """Return the mean over classes of the share of correct ones among the class's predictions."""
+    """Return the mean over classes of the fraction of the class's predictions that are correct."""
     hits, _, predictions = _by_class(label, prediction)
     return _mean_ratio(hits, predictions)
 
@@ -40,17 +40,17 @@ def macro_f1(label: Column, prediction: Column) -> float:
 
 
 def roc_auc(label: Column, score: Column) -> float:
-    """Return the area under the ROC curve of two classes; NaN if only one of them has images.
+    """Return the area under the ROC curve for two classes; NaN if only one class has images.
 
-    It is the share of pairs of an image of class 1 and one of class 0 in which the former has the
-    higher `score`, float [N] (Mann and Whitney 1947). Equal scores count half; NaN is wrong.
+    It is the fraction of pairs of a class 1 and a class 0 image in which the former has the higher
+    `score`, float [N] (Mann and Whitney 1947). Equal scores count half; NaN is wrong.
     """
     positive = np.asarray(label) == 1
     scores = np.asarray(score)
     worst = np.where(positive, -np.inf, np.inf)
     scores = np.where(np.isnan(scores), worst, scores)
     _, position, count = np.unique(scores, return_inverse=True, return_counts=True)
-    rank = (count.cumsum() - (count - 1) / 2)[position]  # from 1; equal scores get their mean
+    rank = (count.cumsum() - (count - 1) / 2)[position]  # starts at 1; equal scores get their mean
     ones = int(positive.sum())
     pairs = ones * (len(positive) - ones)
     if pairs == 0:
@@ -60,9 +60,9 @@ def roc_auc(label: Column, score: Column) -> float:
 
 
 def calibration_error(top1: Column, confidence: Column) -> float:
-    """Return the expected calibration error (Naeini 2015; arXiv 1706.04599) of float [N] each."""
+    """Return the expected calibration error (Naeini 2015; arXiv 1706.04599). Both are float [N]."""
     confidences = np.asarray(confidence, np.float64)
-    confidences = np.where(confidences == 0, np.nan, confidences)  # an image without a prediction
+    confidences = np.where(confidences == 0, np.nan, confidences)  # no prediction
     edges = np.linspace(0, 1, BINS + 1)
     bins = np.digitize(confidences, edges[1:-1], right=True)
     images = np.bincount(bins, minlength=BINS)
@@ -74,7 +74,7 @@ def calibration_error(top1: Column, confidence: Column) -> float:
 
 
 def _by_class(label: Column, prediction: Column) -> tuple[Counts, Counts, Counts]:
-    """Return hits, images and predictions of each class that has any of them, int64 [classes]."""
+    """Count hits, images and predictions per class that has any of them, int64 [classes]."""
     labels = np.asarray(label)
     predictions = np.asarray(prediction)
     valid = predictions[predictions >= 0]
@@ -87,7 +87,7 @@ def _by_class(label: Column, prediction: Column) -> tuple[Counts, Counts, Counts
 
 
 def _mean_ratio(part: Counts, whole: Counts) -> float:
-    ratios = part / np.maximum(whole, 1)  # `part` is 0 where `whole` is
+    ratios = part / np.maximum(whole, 1)  # `part` is 0 where `whole` is 0
     return float(100 * ratios.mean())
 
 

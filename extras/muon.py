@@ -1,9 +1,9 @@
-"""Muon (https://kellerjordan.github.io/posts/muon/): the updates of hidden layers are orthogonal.
+"""Muon (https://kellerjordan.github.io/posts/muon/), which orthogonalizes updates of hidden layers.
 
     python train.py optim.name=extras.muon:muon 'optim.args={rate: 0.02}'
 
-It trains the weights of linear and convolution layers, except those of the first and the last layer
-and of depthwise convolutions. SGD with the keys of `optim` trains the other parameters.
+Muon trains the weights of linear and convolution layers, except the first layer, the last layer
+and depthwise convolutions. SGD with the keys of `optim` trains all other parameters.
 """
 
 from collections import defaultdict
@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from conf.schema import OptimConfig
 from engine.optim import linear_weights, sgd, trainable_parameters
 
-RMS = 0.2  # root mean square of an update for a learning rate of 1, as Adam's (arXiv 2502.16982)
-COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the Newton-Schulz iteration, from the source
+RMS = 0.2  # root mean square of an update at a learning rate of 1, like Adam's (arXiv 2502.16982)
+COEFFICIENTS = (3.4445, -4.775, 2.0315)  # for the Newton-Schulz iteration, from the source
 
 
 def muon(
@@ -29,22 +29,22 @@ def muon(
     beta: float = 0.95,
     fixed_norm: bool = False,
 ) -> Optimizer:
-    """Create the optimiser.
+    """Create the optimizer.
 
     Args:
-        rate: peak learning rate of the hidden layers; `optim.lr` is that of SGD.
-        beta: decay of the average of the gradients.
-        fixed_norm: keep the root mean square of each hidden weight at 0.2, as airbench does
-            (github.com/KellerJordan/cifar10-airbench). Then `rate` is the relative change in a
-            step. It needs a norm after each hidden layer, which makes their scale irrelevant.
+        rate: peak learning rate for the hidden layers; `optim.lr` is SGD's.
+        beta: decay of the gradients' moving average.
+        fixed_norm: keep the root mean square of each hidden weight at 0.2, like airbench
+            (github.com/KellerJordan/cifar10-airbench). `rate` is then the relative change per step.
+            Requires a norm after each hidden layer, so that the weights' scale does not matter.
     """
     hidden = hidden_weights(model)
     optimizer = sgd(model, config)
     for group in optimizer.param_groups:
         group["params"] = [weight for weight in group["params"] if weight not in hidden]
-    own: dict[str, Any] = {"params": list(hidden), "lr_scale": rate / config.lr}
-    own |= {"momentum": 0.0, "nesterov": False, "weight_decay": config.weight_decay}
-    optimizer.add_param_group(own)
+    added: dict[str, Any] = {"params": list(hidden), "lr_scale": rate / config.lr}
+    added |= {"momentum": 0.0, "nesterov": False, "weight_decay": config.weight_decay}
+    optimizer.add_param_group(added)
     for weight in hidden:
         optimizer.state[weight] = {"average": torch.zeros_like(weight)}
 
@@ -66,13 +66,13 @@ def muon(
     optimizer.register_step_pre_hook(before_step)
     if fixed_norm:
         optimizer.register_step_post_hook(after_step)
-    # So torch.amp.GradScaler skips the whole step if a gradient is not finite.
+    # Make torch.amp.GradScaler skip the whole step if a gradient is not finite.
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     return optimizer
 
 
 def hidden_weights(model: nn.Module) -> dict[Tensor, None]:
-    """Return the trained weights between the first and the last layer, without depthwise ones."""
+    """Return the trained weights between the first and the last layer, except depthwise ones."""
     layers = linear_weights(model)
     matrices = [weight for weight in model.parameters() if weight in layers]
     weights = set(trainable_parameters(model))
@@ -80,10 +80,10 @@ def hidden_weights(model: nn.Module) -> dict[Tensor, None]:
 
 
 def replace_gradients(pairs: Sequence[tuple[Tensor, Tensor]], beta: float) -> None:
-    """Update the averages; make the gradients the updates of the weights for a learning rate of 1.
+    """Update the averages, and replace gradients by weight updates for a learning rate of 1.
 
-    The pairs of gradient and average have the same shape [N, ...], and are stacked: a GPU then
-    takes as many kernels for all of them as for one.
+    The gradients and averages have the same shape [N, ...]. They are stacked, so that a GPU needs
+    only as many kernels as for a single pair.
     """
     for gradient, average in pairs:
         average.lerp_(gradient, 1 - beta)
@@ -96,13 +96,13 @@ def replace_gradients(pairs: Sequence[tuple[Tensor, Tensor]], beta: float) -> No
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Bring the singular values of matrices [B, N, M] to 0.7 to 1.2, in five iterations."""
+    """Bring the singular values of matrices [B, N, M] to between 0.7 and 1.2 in five iterations."""
     if matrices.shape[1] > matrices.shape[2]:
         return orthogonal(matrices.mT).mT
     a, b, c = COEFFICIENTS
     x = matrices.float()
     if matrices.is_cuda:
-        x = x.bfloat16()  # a CPU took nearly 50 times as long in bf16
+        x = x.bfloat16()  # nearly 50 times slower than fp32 on a CPU
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT

@@ -1,9 +1,9 @@
-"""Sweeps: `python train.py -m optim.lr=0.1,0.2` trains once for each value, with Hydra's multirun.
+"""Train once per value with Hydra's multirun: `python train.py -m optim.lr=0.1,0.2`.
 
-A sweeper and a launcher of Hydra decide which jobs run, and where: the basic ones, or installed
-plugins (hydra/sweeper=optuna, hydra/launcher=submitit_slurm). Each job is a child process with
-train.py. Hydra gets the overrides with several values and its own settings, and reads no YAML file
-of this program or of the user: no `_target_` in one can run.
+Hydra's sweeper and launcher decide which jobs run, and where: the basic ones, or installed plugins
+(hydra/sweeper=optuna, hydra/launcher=submitit_slurm). Each job is a child process that runs
+train.py. Hydra receives only the overrides with several values and its own settings. It reads no
+YAML file of this program or the user, so that no `_target_` in one can run.
 """
 
 import argparse
@@ -35,17 +35,17 @@ from conf.overrides import TEXT_KEYS, read_overrides
 from conf.schema import Config
 from conf.start import handle_stops, stop_with_parent
 
-WORST = -1e9  # the score of a job that failed; a sweeper may not take an infinite one
+WORST = -1e9  # score of a failed job; sweepers may reject an infinite one
 
 Overrides = tuple[str, ...]
 
 
 def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:
-    """Run the jobs of a command line, or print them for --cfg job; return the exit status."""
+    """Run a command line's jobs, or print them for --cfg job; return the exit status."""
     if (ROOT / "scripts" / script).exists():
-        raise UserError("-m", "only train.py has sweeps", "start this script once per value")
+        raise UserError("-m", "only train.py supports sweeps", "run this script once per value")
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError("-m: a sweep does not run under torchrun or srun; run it once per value")
+        raise UserError("-m: not supported under torchrun or srun; run train.py once per value")
     sweep = Sweep(words)
     if options.cfg is None:
         check_root(sweep.config(sweep.jobs[0]))
@@ -56,18 +56,18 @@ def main(words: Sequence[str], script: str, options: argparse.Namespace) -> int:
 
 
 class Result(NamedTuple):
-    """How a job has ended."""
+    """The result of a job."""
 
-    value: float | None  # the best one of train.best_by; None if there is none
+    value: float | None  # best value of train.best_by; None if there is none
     score: float  # higher is better
     status: str
 
 
 class Sweep:
-    """The jobs of a command line. Raises UserError for a mistake in a value or a composed job.
+    """The jobs of a command line. Raises UserError for an invalid value or composed job.
 
-    `columns`: key that varies -> its overrides. `jobs`: the overrides of each job; only of the
-    first one if a plugin is the sweeper.
+    `columns`: varying key -> its overrides. `jobs`: the overrides of each job, or only of the first
+    one if the sweeper is a plugin.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -75,19 +75,19 @@ class Sweep:
         settings: list[str] = []
         swept: dict[str, str] = {}
         self.columns: dict[str, list[str]] = {}
-        for key, word in {_key(word): word for word in words}.items():  # the last of equal keys
+        for key, word in {_key(word): word for word in words}.items():  # last of equal keys
             values = _values(word)
             if key.startswith(("hydra.", "hydra/")):
                 settings.append(word)
             elif values:
                 self.columns[key] = [_unescaped(f"{key}={value}") for value in values]
-                swept[key] = f"++{word.lstrip('+')}"  # to Hydra, each key is new
+                swept[key] = f"++{word.lstrip('+')}"  # Hydra does not know the keys
             else:
                 fixed.append(word)
         if "train.best_by" in self.columns:
-            raise UserError("-m", "jobs by other train.best_by cannot be compared", "give one")
+            raise UserError("-m: cannot compare jobs with different train.best_by; set one value")
         self.fixed = tuple(fixed)
-        self.settings = [*settings, *swept.values()]  # of Hydra
+        self.settings = [*settings, *swept.values()]  # arguments for Hydra
         self.has_plugin = any(word.startswith("hydra/sweeper=") for word in settings)
         jobs = itertools.product(*self.columns.values())
         most = 1 if self.has_plugin else None
@@ -95,9 +95,9 @@ class Sweep:
         read_overrides(itertools.chain(*self.columns.values()))
         folders = {self.config(job).run.dir for job in self.jobs}
         if len(folders) < len(self.jobs):
-            cure = "leave out run.dir and run.name, or write each key that varies into run.name, "
-            cure += f"such as 'run.name=NAME-${{{next(iter(self.columns))}}}'"
-            raise UserError("-m", "jobs have the same run directory", cure)
+            fix = "remove run.dir and run.name, or include every varying key in run.name, "
+            fix += f"such as 'run.name=NAME-${{{next(iter(self.columns))}}}'"
+            raise UserError("-m", "jobs have the same run directory", fix)
         name = ",".join(["sweep", *self.columns])[:90]
         digest = hashlib.sha256(" ".join([*self.fixed, *self.settings]).encode()).hexdigest()[:8]
         self.folder = Path(self.config(self.jobs[0]).run.dir).parent / f"{name},{digest}"
@@ -106,36 +106,36 @@ class Sweep:
         return _config(self.fixed, job)
 
     def run_jobs(self) -> int:
-        """Run the jobs, and print a table with the best first; return 0 if all have finished.
+        """Run the jobs and print a table, best first; return 0 if all have finished.
 
-        A job that fails does not stop the sweep: a learning rate that diverges is a result.
+        A failed job does not stop the sweep, because a diverging learning rate is a result.
         """
         total = "" if self.has_plugin else f" of {len(self.jobs):,}"
         run_job = partial(_run_job, os.path.abspath(sys.argv[0]), self.fixed, total)
         quiet = [{"override hydra/job_logging": "disabled"}]
         quiet += [{"override hydra/hydra_logging": "disabled"}]
-        own = {"sweep": {"dir": str(self.folder), "subdir": "."}, "output_subdir": None}
-        ConfigStore.instance().store("sweep", {"defaults": [*quiet, "_self_"], "hydra": own})
-        # A launcher may run `run_job` in another process, which imports this package.
+        output = {"sweep": {"dir": str(self.folder), "subdir": "."}, "output_subdir": None}
+        ConfigStore.instance().store("sweep", {"defaults": [*quiet, "_self_"], "hydra": output})
+        # A launcher may run `run_job` in a different process, which imports this package.
         os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         settings = ["hydra.mode=MULTIRUN", *self.settings]
-        if "hydra/sweeper=optuna" in settings:  # it minimises by default
+        if "hydra/sweeper=optuna" in settings:  # Optuna minimizes by default
             settings.insert(0, "hydra.sweeper.direction=maximize")
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.has_plugin:  # else, the jobs are not known
+        if not self.has_plugin:  # a plugin's jobs are not known in advance
             runs = [os.path.relpath(self.config(job).run.dir, self.folder) for job in self.jobs]
             (self.folder / "runs.txt").write_text("\n".join([*runs, ""]), "utf-8")  # for report.py
         try:
             with initialize_config_module("hydra.conf", version_base="1.3"):
                 hydra: Any = GlobalHydra.instance().hydra
                 hydra.multirun("sweep", run_job, settings)
-        except (HydraException, RuntimeError) as error:  # of Hydra, or of a plugin
-            cure = "docs/config.md names plugins of Hydra, which pip installs"
-            raise UserError("-m", str(error).splitlines()[0], cure) from None
+        except (HydraException, RuntimeError) as error:  # raised by Hydra or a plugin
+            fix = "see docs/config.md for Hydra's plugins, which pip installs"
+            raise UserError("-m", str(error).splitlines()[0], fix) from None
         return 0 if self.has_plugin else self._print_table()
 
     def _print_table(self) -> int:
-        """Print the best value of each job; return 0 if all have finished."""
+        """Print each job's best value; return 0 if all have finished."""
         from engine.metrics import Metrics  # imports torch
 
         metrics = Metrics.of(self.config(self.jobs[0]))
@@ -144,7 +144,7 @@ class Sweep:
         results = {job: _result(self.config(job)) for job in self.jobs}
         best_first = sorted(results, key=lambda job: results[job].score, reverse=True)
         widths = [max(map(len, column)) for column in self.columns.values()]
-        print(f"best {by}{metric.unit.replace(' ', ', ')}, the best job first:")
+        print(f"best {by}{metric.unit.replace(' ', ', ')}, best job first:")
         for job in best_first:
             value = results[job].value
             text = "no result" if value is None else f"{value:9{metric.form}}"
@@ -158,14 +158,14 @@ def _key(override: str) -> str:
 
 
 def _unescaped(override: str) -> str:
-    """Undo Hydra's escapes in a text without quotes, which is taken as it is."""
+    """Undo Hydra's escapes in unquoted text, which this program takes literally."""
     if _key(override) in TEXT_KEYS and not override.endswith(("'", '"')):
         return override.replace("\\", "")
     return override
 
 
 def _values(text: str) -> list[str]:
-    """The values of an override with several; of an interval its start; none for another one."""
+    """Return the values of a sweep override; an interval's start; [] for any other override."""
     try:
         override = OverridesParser.create().parse_override(text)
         if not override.is_sweep_override():
@@ -175,26 +175,26 @@ def _values(text: str) -> list[str]:
             return [str(interval.start)]
         return [*override.sweep_string_iterator()]
     except HydraException:
-        return []  # composing says what is wrong
+        return []  # composing the config raises the error
 
 
 @cache
 def _config(fixed: Overrides, job: Overrides) -> Config:
-    """Return the config of a job; its run's default name has all keys that vary."""
+    """Return a job's config; its run's default name contains all varying keys."""
     return from_overrides([*fixed, *job], varied=[_key(word) for word in job])
 
 
 def _run_job(script: str, fixed: Overrides, total: str, _: Any) -> float:
-    """Run the job of Hydra; return its score. A mistake ends all.
+    """Run Hydra's current job; return its score. An invalid argument stops the sweep.
 
-    The run itself finds out whether it has finished: its images may have changed.
+    train.py itself decides whether the run has finished, because its images may have changed.
     """
     name = f"job {HydraConfig.get().job.num + 1:,}{total}"
     job = tuple(_unescaped(word.lstrip("+")) for word in HydraConfig.get().overrides.task)
-    GlobalHydra.instance().clear()  # composing uses Hydra, too
+    GlobalHydra.instance().clear()  # composing a config also uses Hydra
     config = _config(fixed, job)
     print(f"{name}: {' '.join(job)}", flush=True)
-    run = [f"run.name={config.run.name}", f"run.dir={config.run.dir}"]  # ${now:} has a value
+    run = [f"run.name={config.run.name}", f"run.dir={config.run.dir}"]  # resolve ${now:} once
     status = _run_child([sys.executable, script, *fixed, *job, *run])
     if status == 2:
         print(f"sweep stopped in {name}")
@@ -206,20 +206,20 @@ def _run_job(script: str, fixed: Overrides, total: str, _: Any) -> float:
 
 
 def _run_child(command: Sequence[str]) -> int:
-    """Run a process, and pass on stop signals to it; return its status, 128 + signal after one."""
+    """Run a process and forward stop signals to it; return its status, or 128 + signal."""
 
     def begin() -> None:
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit sends it to all processes
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit signals all processes
         stop_with_parent()
 
-    # In a process group of its own, else the terminal would send it Ctrl-C a second time.
+    # Use a separate process group; otherwise the terminal would send Ctrl-C a second time.
     child = Popen(command, stdin=DEVNULL, process_group=0, preexec_fn=begin)
     with child, handle_stops(lambda number, _: child.send_signal(number)):
         try:
             status = child.wait()
-        finally:  # submitit ends this process before the time limit of Slurm
+        finally:  # submitit ends this process before Slurm's time limit
             child.terminate()
-    if status == -signal.SIGKILL:  # by the kernel, if the memory is full: a job that failed
+    if status == -signal.SIGKILL:  # the kernel kills jobs that run out of memory; count as failed
         return 1
     return status if status >= 0 else 128 - status
 
@@ -230,7 +230,7 @@ def _result(config: Config) -> Result:
     except (OSError, ValueError):
         return Result(None, WORST, "")
     by = config.train.best_by
-    value = summary.get(f"best_{by.removeprefix('-')}")  # none of an earlier train.best_by
+    value = summary.get(f"best_{by.removeprefix('-')}")  # missing if train.best_by has changed
     if value is None:
         return Result(None, WORST, summary["status"])
     return Result(value, -value if by.startswith("-") else value, summary["status"])

@@ -1,4 +1,4 @@
-"""Send the rows of a run to Weights & Biases, https://docs.wandb.ai, from a process of its own.
+"""Send a run's rows to Weights & Biases, https://docs.wandb.ai, from a separate process.
 
     pip install wandb
     python train.py data.root=/imagenet log.observers=[extras.wandb:WandB]
@@ -18,30 +18,30 @@ from engine.log.tracker import curves
 
 
 class WandB(Observer):
-    """Starts the run whose ID is in the run directory, or continues it, and sends each row."""
+    """Start or continue the run with the ID in the run directory, and send each row."""
 
     def __init__(self, log: ObservedRun) -> None:
-        from wandb import Settings, init, setup  # without it, there is a warning
+        from wandb import Settings, init, setup  # a missing package is only a warning
 
         folder, config = log.path, log.config
         path = folder / "wandb" / "id"
         path.parent.mkdir(exist_ok=True)
         if not path.exists():
             replace_file(path, uuid.uuid4().hex[:16])
-        # Silent: without a login, an error instead of a question on the terminal.
+        # With `silent`, a missing login is an error instead of a prompt on the terminal.
         settings = Settings(silent=True, console="off", init_timeout=30, finish_timeout=30)
         setup(settings=settings)
         self.run = init(
             dir=str(folder),
             id=path.read_text("utf-8").strip(),
-            name=folder.resolve().name[:128],  # the most that the server takes
+            name=folder.resolve().name[:128],  # the server's limit
             resume="allow",
             config={"recipe": config.recipe, **result_keys(config)},
             allow_val_change=True,  # keys that may change when a run resumes
             settings=settings,
         )
-        # The axis of all curves. wandb's own step never falls, so after a kill it would refuse the
-        # rows of the steps that are repeated.
+        # Use our step as the axis of all curves. wandb's step never decreases, so after a kill it
+        # would reject the rows of repeated steps.
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         offline = f"offline; `wandb sync {Path(self.run.dir).parent}` sends it"

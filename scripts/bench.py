@@ -56,8 +56,7 @@ class Stage(NamedTuple):
 
 def measure_stages(config: Config, *, seconds: float) -> Iterator[Stage]:
     """Measure loader, step and train. Raises UserError if the config or the data are invalid."""
-    # Check this first, because ranks that join wait for each other.
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # check first: joined ranks wait for each other
         raise UserError("torchrun", "this script measures one process", "run it without torchrun")
     with join_world(config.train.device) as world:
         config = for_measuring(resolve_config(config, world), world)
@@ -92,8 +91,7 @@ def measure_windows(
 ) -> list[float]:
     """Return the images per second in each of WINDOWS windows, which take `seconds` in total.
 
-    Each item of `sizes` processes a batch and is its number of images; `finish` waits until all
-    of them are complete.
+    `sizes` processes a batch and yields its number of images; `finish` waits for completion.
     """
     rates = []
     for _ in range(WINDOWS):
@@ -147,7 +145,7 @@ def measure_steps(parts: Parts, world: World, seconds: float) -> Iterator[Stage]
         feed.step_times()
         fed = measure_windows(sizes, seconds, finish)
         if device.type != "cpu":
-            feed.step_rate = median(alone)  # for the verdict
+            feed.step_rate = median(alone)  # used by the verdict
         ranks = world.all_gather(feed.step_times())
         verdict = verdict_of(ranks, 0.0, feed, step.disabled_reason)
     lines = ["the step, fed by the loader"]

@@ -112,8 +112,7 @@ def data(case: Case) -> Iterator[Row]:
         if source == "folder":
             problems += list_splits(case)
         for problem in dict.fromkeys(problems):
-            text = f"{CANNOT_START}; not checked: the plan, splits that cannot be listed"
-            yield fail(problem, text)
+            yield fail(problem, f"{CANNOT_START}; not checked: the plan, splits not listed")
     else:
         for name, dataset in (("train", datasets.train), ("val", datasets.val)):
             if isinstance(dataset, FolderDataset):
@@ -140,7 +139,7 @@ def describe_split(name: str, index: Index) -> Iterator[Row]:
 
 
 def list_splits(case: Case) -> Iterator[str]:
-    """List each split separately; yield the messages of the errors that training raises."""
+    """List each split separately; yield the error messages that training raises."""
     config = case.config.data
     root = config.root or ""
     splits = {"train": config.train, "val": config.val}
@@ -273,7 +272,7 @@ def map_rows(key: Callable[[Index, int], Any], index: Index, rows: Iterable[int]
 
 
 def file_size(index: Index, row: int) -> int:
-    """Return the size of a file in bytes; 0 if it does not exist."""
+    """Return a file's size in bytes; 0 if it does not exist."""
     length = int(index.places.array[row, 2])
     if length:  # a member of a tar file
         return length
@@ -305,8 +304,7 @@ def colors(case: Case) -> Iterator[Row]:
     far_mean = abs(mean - config.mean) / config.std > 0.5
     far_std = abs(std / config.std - 0.95) > 0.55
     if (far_mean | far_std).any() and case.config.model.weights is None:
-        fix = "set the measured values, unless the configured ones are intended"
-        yield warn(f"{text}, far from the configured values", fix)
+        yield warn(f"{text}, far from the configured values", "set them, unless they are intended")
     else:
         yield ok(text)
 
@@ -316,7 +314,7 @@ def as_list(values: np.ndarray) -> str:
 
 
 def plan(case: Case) -> Iterator[Row]:
-    """Build the parts of a training that need no other ranks; report its notes and its plan."""
+    """Build all parts that need no other ranks; yield their notes and the training plan."""
     if case.is_invalid:
         return
     world = World(0, 1, 1, resolve_device(case.config.train.device))
@@ -339,8 +337,8 @@ CHECKS = {
 }
 
 
-def check(case: Case) -> Iterator[tuple[str, Row]]:
-    """Run all checks; yield each row with the name of its check.
+def run_checks(case: Case) -> Iterator[tuple[str, Row]]:
+    """Run all checks; yield each row with its check's name.
 
     An error that training would raise is a failure; a check that crashes is only a warning.
     """
@@ -359,7 +357,7 @@ def main(case: Case) -> int:
     counts = Counter[str]()
     width = max(map(len, CHECKS)) + 2
     margin = " " * (width + 6)
-    for name, row in check(case):
+    for name, row in run_checks(case):
         counts[row.status] += 1
         print(f"{row.status:<6}{name:<{width}}{row.result}")
         if row.fix:

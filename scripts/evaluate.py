@@ -27,10 +27,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     text = "average the outputs for each image and its mirror image; not for coordinates"
     add("--flip", action="store_true", help=text)
-    add("--all-outputs", action="store_true", help="outputs of classes without images also compete")
+    add("--all-outputs", action="store_true", help="also use the outputs of classes without images")
     add("--real", type=Path, metavar="FILE", help="ReaL labels: a list per image, by file name")
-    text = "output directory of a different model, to compare both with McNemar's test"
-    add("--against", type=Path, metavar="DIR", help=text)
+    add("--against", type=Path, metavar="DIR", help="a second model's --out, for McNemar's test")
     add(*OUT, type=Path, metavar="DIR", help="output directory")
     return parse_paths(parser, words)
 
@@ -40,9 +39,11 @@ if __name__ == "__main__":
 
 import json
 import os
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -98,8 +99,7 @@ def select_outputs(
         inputs: network inputs; those with 4 or more dimensions are images.
         indices: outputs to return, int64 [K]; None for all.
         count: number of outputs that `indices` requires, one per class of the network.
-        flip: average over each image and its mirror image in float32; outputs [B, ..., H, W] of
-            the mirror image are flipped back.
+        flip: float32 mean over an image and its mirror image; flips back outputs [B, ..., H, W].
     """
     outputs: Tensor = network(*inputs)
     if flip:
@@ -127,8 +127,7 @@ def evaluate_checkpoint(
 ) -> Evaluated:
     """Evaluate one model on its validation images, with the script's options. Collective.
 
-    Raises UserError if the data or the config do not match the model, LoaderError if an image is
-    unreadable.
+    Raises UserError if data or config do not match the model, LoaderError for unreadable images.
     """
     config, device = trained.config, world.device
     metrics = Metrics.of(config)
@@ -141,7 +140,7 @@ def evaluate_checkpoint(
     if real is not None:
         labels = read_real(real, datasets.val, names)
     size = datasets.val.fields[IMAGE].device_shape[-1]
-    trained.check(datasets.val.fields)
+    trained.check_fields(datasets.val.fields)
     model = trained.build(device)
     kept = None
     if indices != list(range(trained.num_classes)):
@@ -238,7 +237,7 @@ def resolved_path(path: str) -> str:
 
 
 def images_of(data: DataConfig) -> tuple[str, HeldOut | None]:
-    """Return the path of the validation images without links, and which of them are held out."""
+    """Return the validation images' path without links, and which of them are held out."""
     root = data.root or ""
     held = held_out(data)
     if held:
@@ -252,10 +251,7 @@ def images_of(data: DataConfig) -> tuple[str, HeldOut | None]:
 def outputs_of(trained: Trained, datasets: Datasets, *, all_outputs: bool = False) -> Outputs:
     """Find the competing model outputs by class name, or by index if no names are known.
 
-    Returns:
-        The names of the outputs, beginning with the images' classes in the order of the labels;
-        and their indices among the outputs of the model.
-
+    Returns their names, beginning with the images' classes in label order, and their indices.
     Raises UserError if the images have classes that the model does not have.
     """
     known, classes, val = trained.classes, datasets.classes, datasets.val
@@ -364,10 +360,8 @@ def compare(hits: dict[str, Any], other_hits: dict[str, Any]) -> str:
     if hits["images"] != other_hits.get("images"):
         wrong = "used different images, or was written by an earlier version"
         raise UserError("--against", wrong, "evaluate both models on the same images")
-    here = there = 0  # images that only one of the two models predicted correctly
-    for right, other in zip(hits["right"], other_hits["right"], strict=True):
-        here += right > other
-        there += other > right
+    pairs = Counter(zip(hits["right"], other_hits["right"], strict=True))
+    here, there = pairs[True, False], pairs[False, True]  # only one of the models was correct
     differing = here + there
     binomial = 1  # coefficient: `chosen` of the differing images
     tail = 0
@@ -382,7 +376,7 @@ def compare(hits: dict[str, Any], other_hits: dict[str, Any]) -> str:
 
 
 def write(result: Evaluated, folder: Path) -> None:
-    """Write evaluation.json, hits.json and the files of the observers."""
+    """Write evaluation.json, hits.json and the observers' files."""
     if "top1" in result.rows:
         write_json(folder / HITS, hits_of(result))
     content = {**result.summary, "made_by": provenance()}
@@ -420,7 +414,7 @@ def name_of(trained: Trained) -> str:
 
 
 def are_trained_on(data: DataConfig, run: DataConfig) -> bool:
-    """Whether data.val has training images of a run: all, or not those that the run held out."""
+    """Whether data.val are training images of a run: all of them, or not the part it held out."""
     training_split = replace(run, val=run.train, val_fraction=0.0, val_fold=None)
     whole_root = replace(training_split, val=".")
     other_part = (resolved_path(run.root or ""), held_out(data))
@@ -432,7 +426,7 @@ def print_result(result: Evaluated, folder: Path) -> None:
     trained, summary = result.trained, result.summary
     metrics = Metrics.of(trained.config)
     metrics.entries["top1_real"] = Metric(".2f", " %")
-    results = map(metrics.text, result.values.keys(), result.values.values())
+    results = starmap(metrics.text, result.values.items())
     weights = trained.path.name
     if summary["step"] is not None:
         weights += f", step {summary['step']:,}"

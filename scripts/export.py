@@ -32,8 +32,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__, "--to FORMAT [options] [key=value ...]")
     add = parser.add_argument
     add("--to", choices=FORMATS, required=True, help="output format; required")
-    text = "output file (named after the checkpoint, in the current directory)"
-    add(*OUT, type=Path, metavar="FILE", help=text)
+    add(*OUT, type=Path, metavar="FILE", help="output file (./<checkpoint>.<format>)")
     add("--preprocessing", action="store_true", help="normalize inside the graph; uint8 input")
     options = parse_paths(parser, words)
     to = options.to
@@ -78,8 +77,7 @@ from scripts.lib.trained import Trained, open_trained, run_main
 
 CPU = torch.device("cpu")
 BATCHES = (1, 3, 12)  # images per batch; the export's example batch has 2
-# Largest accepted difference, relative to the largest logit; onnxruntime's was up to 8e-7.
-BOUND = 1e-4
+BOUND = 1e-4  # maximum difference relative to the largest logit; onnxruntime's was up to 8e-7
 
 
 class WithPreprocessing(nn.Module):
@@ -144,7 +142,7 @@ class Job:
 
     @property
     def pixels(self) -> tuple[int, ...]:
-        """The shape of an image before normalisation, (..., S, S, C)."""
+        """The shape of an image before normalization, (..., S, S, C)."""
         return self.fields[IMAGE].shape
 
     @property
@@ -318,7 +316,7 @@ def save(job: Job, model: nn.Module, path: Path) -> None:
 
 
 def open_exported(job: Job, path: Path) -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    """Load an exported file independently of this project; return the model and parsed metadata."""
+    """Load an exported file like other programs do; return the model and the parsed metadata."""
     predict: Callable[..., Tensor]
     if job.to == "onnx":
         import onnxruntime
@@ -351,16 +349,13 @@ def call_with(job: Job, network: nn.Module, *inputs: Tensor) -> Tensor:
 
 
 def in_batches(fields: Mapping[str, Tensor]) -> Iterable[tuple[Tensor, ...]]:
-    """Split the tensor of each field into batches of different sizes."""
+    """Split each field's tensor into batches of different sizes."""
     return zip(*(tensor.split(BATCHES) for tensor in fields.values()), strict=True)
 
 
 @torch.no_grad()
 def compare(job: Job, predict: Callable[..., Tensor], model: nn.Module) -> str:
-    """Report the largest difference from eager mode on random samples.
-
-    Raises RunError if it is larger than BOUND.
-    """
+    """Return the largest difference from eager mode on random samples. RunError above BOUND."""
     rng = np.random.default_rng(0)
     levels = rng.random((sum(BATCHES), *job.pixels))
     levels *= job.format.highest
@@ -383,8 +378,7 @@ def compare(job: Job, predict: Callable[..., Tensor], model: nn.Module) -> str:
 def export(job: Job, out: Path) -> None:
     """Write, check and only then rename the file; print the difference.
 
-    Raises UserError if the weights do not match the model, RunError if the export or the check
-    fails.
+    Raises UserError if the weights do not match the model, RunError if export or check fails.
     """
     model = job.trained.build(CPU)
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".export-") as folder:
@@ -406,10 +400,7 @@ def export(job: Job, out: Path) -> None:
 
 
 def output_path(options: argparse.Namespace, trained: Trained) -> Path:
-    """Return --out, or a path in the current directory. Raises UserError if it already exists.
-
-    A file that is not the checkpoint is replaced.
-    """
+    """Return --out, or a path in the current directory. Raises UserError for a file to keep."""
     name = trained.name.removesuffix(trained.path.suffix)
     if options.preprocessing:
         name += "-preprocessing"
@@ -433,7 +424,7 @@ def export_model(options: argparse.Namespace) -> int:
     if options.to == "hub" and not name.startswith("timm/"):
         raise UserError("--to hub", f"needs a model timm/NAME, not {name}", "choose safetensors")
     size = build_image_transforms(trained.config.augment.val, "augment.val").image_size
-    trained.check(trained.fields_at(size))
+    trained.check_fields(trained.fields_at(size))
     if options.preprocessing and trained.image_dtype != np.uint8:
         wrong = f"needs uint8 images, but the model was trained on {trained.image_dtype}"
         raise UserError("--preprocessing", wrong, "omit it")

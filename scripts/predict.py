@@ -8,8 +8,8 @@ standard input, one per line. loader.workers is the number of threads that decod
 If forward() in train.py reads numbers besides the image, PATH is a CSV file: the first row is
 path,NAME,... and every other row has the path of an image and a number for each NAME.
 
-Prints the result of predictions() in train.py for each image, in the order of the paths. Unreadable
-files are reported on stderr with the reason; the exit status is then 1.
+Prints the result of predictions() in train.py for each image, in path order. Unreadable files are
+reported on stderr with the reason; the exit status is then 1.
 """
 
 import argparse
@@ -31,9 +31,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line: the options, `checkpoint`, `paths` and `overrides`."""
     parser = Parser(__doc__, "PATH... [options] [key=value ...]")
     add = parser.add_argument
-    default = "table" if sys.stdout.isatty() else "jsonl"
-    text = "output format (table on a terminal, otherwise jsonl)"
-    add("--format", choices=FORMATS, default=default, help=text)
+    form = "table" if sys.stdout.isatty() else "jsonl"
+    add("--format", choices=FORMATS, default=form, help="output (table on a terminal, else jsonl)")
     add("--top", type=int, default=5, metavar="K", help="classes per image, at most all (5)")
     add("--features", action="store_true", help="add the last layer's input")
     options = parse_paths(parser, words, several=True)
@@ -49,7 +48,7 @@ if __name__ == "__main__":
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, starmap
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
@@ -77,8 +76,7 @@ from pipeline.feed.batch import Batch, ImageFormat
 from scripts.lib.progress import in_threads, num_cores
 from scripts.lib.trained import Trained, open_trained, run_main
 
-# Images. Larger batches are slower, because their memory is mapped again each time (120 images with
-# ResNet-50: 8.2 s, and 9.4 s with batches of 32).
+# Larger ones are slower, as their memory is mapped again: ResNet-50, 120 images: 8.2 s (32: 9.4).
 CPU_BATCH = 8
 BATCHES_AHEAD = 2  # batches decoded in advance, in addition to the model's next batch
 PRINTED_AS = {"probability": "predictions"}  # value of train.predictions -> name in the output
@@ -90,7 +88,7 @@ class Result:
 
     path: str
     # Name -> a number, a list of numbers, or a mapping of output names to numbers; `predictions` ->
-    # classes in the format of a JSON line. Before the model runs, IMAGE -> [S, S, C].
+    # classes formatted for JSON lines. Before the model runs, IMAGE -> [S, S, C].
     values: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
 
@@ -121,10 +119,7 @@ def find_files(paths: Iterable[str]) -> Iterator[Listed]:
 
 
 def read_table(path: str) -> Iterator[Listed]:
-    """Yield the images listed in a CSV file, with paths absolute or relative to its folder.
-
-    Raises UserError if there is no column `path`.
-    """
+    """Yield the images listed in a CSV file, with paths absolute or relative to its folder."""
     with open(path, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
         names = next(csv.reader(file), [])
         if "path" not in names:
@@ -142,7 +137,7 @@ def parse_number(text: str, field: Field) -> np.generic:
 
 
 class Files:
-    """Replace a dataset's index; the row of an image is its path."""
+    """Replace a dataset's index; an image's row is its path."""
 
     def read(self, path: str) -> bytes:
         try:
@@ -176,7 +171,7 @@ class Predictor:
         self.transform = build_image_transforms(config.augment.val, "augment.val")
         size = self.transform.image_size
         if size != trained.image_size:
-            trained.check(trained.fields_at(size))
+            trained.check_fields(trained.fields_at(size))
         self.dataset = dataset_class(data.source)(
             Files(),
             self.transform,
@@ -215,7 +210,7 @@ class Predictor:
             self.threads = num_cores()
 
     def predict_files(self, files: Iterable[Listed]) -> Iterator[list[Result]]:
-        """Yield the results in the order of the files, one batch at a time.
+        """Yield the results in file order, one batch at a time.
 
         At most BATCHES_AHEAD + 1 batches of images are in memory. Unreadable files keep their
         positions. Raises UserError if `train.predictions` does not match the model, or if a field
@@ -242,10 +237,9 @@ class Predictor:
             rng = sample_rng(self.config.train.seed, 0, number)
             pixels = self.transform(self.dataset.open(path), rng).pixels()
             numbers = {name: parse_number(row[name], field) for name, field in self.fields.items()}
-            # Copy, because a crop would keep the memory of the whole image.
+            # Copy, because a crop would keep the whole image in memory.
             return Result(path, {IMAGE: np.ascontiguousarray(pixels), **numbers})
-        # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
-        except Exception as error:
+        except Exception as error:  # Pillow's plugins raise many types: struct.error, IndexError
             return Result(path, reason=describe(error))
 
     @torch.no_grad()
@@ -265,8 +259,7 @@ class Predictor:
         if self.last_input is not None:
             values["features"] = self.last_input[0].float()
         names = [PRINTED_AS.get(name, name) for name in values]
-        columns = map(self.column, values.keys(), values.values())
-        rows = zip(*columns, strict=True)
+        rows = zip(*starmap(self.column, values.items()), strict=True)
         for result, row in zip(results, rows, strict=True):
             result.values = dict(zip(names, row, strict=True))
 
@@ -301,8 +294,7 @@ class Predictor:
 def watch_head(model: nn.Module) -> list[Tensor]:
     """Return a list that contains the last layer's input after each forward pass.
 
-    It is float [B, C], averaged over positions: inputs are [B, C, H, W], or [B, N, C] for a linear
-    layer.
+    It is float [B, C], the mean over positions of [B, C, H, W], or [B, N, C] for a linear layer.
     """
     kept: list[Tensor] = []
 
@@ -343,8 +335,7 @@ class Output:
                 print(json_text({"path": result.path, **values}), file=self.file)
             else:
                 path = f"{result.path:<{self.width}}"
-                texts = map(self.text, values.keys(), values.values())
-                print(path, *texts, sep="  ", file=self.file)
+                print(path, *starmap(self.text, values.items()), sep="  ", file=self.file)
         self.file.flush()
 
     def write_cells(self, path: str, values: Mapping[str, Any]) -> None:

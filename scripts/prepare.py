@@ -26,8 +26,8 @@ orientation. Other files are kept. docs/performance.md compares sizes.
 
 Every image is decoded. Damaged images are skipped and listed in unreadable.txt; the exit status is
 then 1. The same command resumes if the source still has the same images; images from newer files
-are converted again. --format tar restarts instead; with --side, convert to a folder first, and then
-convert that folder to tar files. prepare.json contains the settings and the totals.
+are converted again. --format tar restarts instead; with --side, convert to a folder first, then the
+folder to tar files. prepare.json contains the settings and the totals.
 """
 
 import argparse
@@ -46,16 +46,14 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a folder or a file")
-    text = "output folder: new, empty, or from an interrupted run"
-    add("--to", *OUT, type=Path, required=True, help=text)
+    add("--to", *OUT, type=Path, required=True, help="output folder: new, empty, or to resume")
     add("--format", default="folder", choices=("folder", "tar"), help="folder or tar")
     add("--side", type=int, help="maximum length of the short side in pixels (any)")
     options = parser.parse_args(words)
     if options.side is not None and not 8 <= options.side <= 8192:
         parser.error(f"--side {options.side}: invalid value; expected 8 to 8192")
     if ":/" in str(options.to):
-        fix = "pass a folder and upload it, for example with `aws s3 sync`"
-        parser.error(f"--to {options.to}: not a folder; {fix}")
+        parser.error(f"--to {options.to}: not a folder; pass one, then upload it (`aws s3 sync`)")
     return options
 
 
@@ -191,7 +189,7 @@ def make_link(target: Path, sample: Sample) -> bool:
 
 
 def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counter[str], list[str]]:
-    """Write all images; return the count of each outcome and the lines of unreadable.txt."""
+    """Write all images; return each outcome's count and the lines of unreadable.txt."""
     counts = Counter(dict.fromkeys((*OUTCOMES, "bytes"), 0))
     unreadable: list[str] = []
     archives: dict[str, tarfile.TarFile] = {}
@@ -250,15 +248,13 @@ def check_output(to: Path, settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         if stored.get(name) != value:
             wrong = f"has {name} {stored.get(name)}, not {value}"
-            fix = "use the same source and options, or choose a different folder"
-            raise UserError(f"--to {to}", wrong, fix)
+            raise UserError(f"--to {to}", wrong, "use the same settings or a different folder")
 
 
 def prepare_images(options: argparse.Namespace) -> int:
     """Write the dataset and the report, and print the summary; return the exit status.
 
-    Raises UserError before creating anything if the source or the destination is invalid, and
-    OSError if a file cannot be read or written.
+    Raises UserError for an invalid source or destination before creating anything, and OSError.
     """
     outer = os.path.realpath(options.source)
     inner = os.path.realpath(options.to)

@@ -4,7 +4,7 @@
     python scripts/predict.py runs/NAME data/val --features > val.jsonl
     python scripts/probe.py train.jsonl val.jsonl
 
-An image's class is the name of its folder. Both methods learn only from the images in TRAIN and
+An image's class is its folder's name. Both methods learn only from the images in TRAIN and
 report top-1 on the images in VAL:
 
 knn      The 20 images in TRAIN with the largest cosine similarity vote with the weight

@@ -3,8 +3,8 @@
     python scripts/report.py runs/imagenet_rn50
     python scripts/report.py runs/first runs/second --out both.html
 
-A folder of runs or of a sweep stands for its runs, which may be in progress. The report is one file
-that needs no network: FILE, or report.html in the given folder, for several in the current one.
+A folder of runs or a sweep stands for its runs, which may be in progress. The report is a single
+file that needs no network: FILE, or report.html in RUN_DIR (several: in the current directory).
 """
 
 import argparse
@@ -27,7 +27,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    PACKAGES["plotly"] = "plotly"  # a training does not need it
+    PACKAGES["plotly"] = "plotly"  # not needed for training
     OPTIONS = arguments()
 
 import csv
@@ -37,12 +37,13 @@ import os
 import secrets
 import shlex
 from base64 import b64encode
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import date
 from functools import partial
 from html import escape
 from itertools import chain
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -59,21 +60,22 @@ from conf.schema import show
 from engine.files import replace_file
 
 LIB = Path(__file__).parent / "lib"
-ABOUT = read_yaml(LIB / "report.yaml")  # what the page says of values, and how it draws them
+ABOUT = read_yaml(LIB / "report.yaml")  # descriptions of values, and the charts' layout
 UNKNOWN = "–"
-REPEATED = ("train.seed", "data.val_fold", "run.", "log.", "checkpoint.")  # differ in repetitions
-SAMPLES = {"training_images", "validation_images"}  # names of the values that identify them
-POINTS = 250  # at most, of a curve; of a longer one, each is the mean of neighbours
-DRAWN_CURVES = 10  # of several runs; a click on the legend draws others
-OTHER_SPLIT = {"train": b'"split": "val"', "val": b'"split": "train"'}  # in its rows
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 5 times as fast, if it is built
+SEEDS = ("train.seed", "data.val_fold")
+REPEATED = (*SEEDS, "run.", "log.", "checkpoint.")  # keys that differ between repeated runs
+SAMPLES = {"training_images", "validation_images"}  # values that identify the images
+POINTS = 250  # maximum points per curve; a point of a longer curve is the mean of its neighbors
+DRAWN_CURVES = 10  # curves drawn for several runs; a click on the legend draws the rest
+OTHER_SPLIT = {"train": b'"split": "val"', "val": b'"split": "train"'}  # text of rows to skip
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 5 times faster, but optional
 Array = np.ndarray  # float64 [rows or points], NaN where a row does not have a value
-Rows = dict[str, Array]  # by the name of a value
-Curves = dict[str, Rows]  # by its label
+Rows = dict[str, Array]  # value name -> column
+Curves = dict[str, Rows]  # label -> rows
 
 
 class Run:
-    """The content of a run directory. Reading a damaged one may raise any error."""
+    """The contents of a run directory. Reading a damaged one may raise any error."""
 
     def __init__(self, folder: Path, parent: str) -> None:
         self.folder = folder
@@ -81,18 +83,19 @@ class Run:
         self.config_text = read_text(folder / "config.yaml")
         config = dotted(yaml.load(self.config_text, YAML_LOADER))
         self.keys = {key: show(value) for key, value in config.items()}
+        self.keys["run.name"] = self.name
         typed = yaml.safe_load(read_text(folder / "overrides.yaml") or "[]")
         self.command = shlex.join(["python", "train.py", *typed])
-        self.summary = read_json(folder / "summary.json")  # empty until the run has ended
-        if self.keys.get("data.val_fold", "null") == "null":  # each fold has other images
+        self.summary = read_json(folder / "summary.json")  # empty until the run ends
+        if self.keys.get("data.val_fold", "null") == "null":  # each fold has different images
             for name in SAMPLES & self.summary.keys():
                 self.keys[name] = self.summary[name]
-        self.history = list(self.summary.get("history", []))  # changes of the config
+        self.history = list(self.summary.get("history", []))  # accepted config changes
         self.keys["history"] = "; ".join(self.history)
         self.keys["folds"] = self.keys.get("data.val_fold", "").partition("/")[2]
         self.units = ABOUT["units"] | self.summary.get("units", {})
-        judged = read_json(folder / "verdict.json")  # if the last start goes on or was short
-        sentences = self.summary.get("verdict") or judged.get("verdict", [UNKNOWN])
+        latest = read_json(folder / "verdict.json")  # for a run in progress or a short one
+        sentences = self.summary.get("verdict") or latest.get("verdict", [UNKNOWN])
         self.verdict = " ".join(sentences)
         self.facts = self._facts()
         self.val_rows = read_rows(folder, "val")
@@ -106,7 +109,7 @@ class Run:
         values = self.val_rows.get(self.best_name, np.empty(0))
         if np.isfinite(values).any():
             scores = self.sign * values
-            # After an accepted change, such as of data.val, earlier validations do not count.
+            # Validations before an accepted change, such as of data.val, do not count.
             best_epoch = float(self.summary.get("best_epoch") or "nan")
             places = np.flatnonzero(np.isclose(self.val_rows["epoch"], best_epoch, atol=1e-3))
             place = places[-1] if len(places) else np.nanargmax(scores)
@@ -119,20 +122,20 @@ class Run:
             speed = f"{self.summary['images_per_second']:,.0f}"
             last_start = tqdm.format_interval(self.summary["seconds"])
         made_by = self.summary.get("made_by", {})
-        commit = made_by.get("git_commit", UNKNOWN)  # 40 digits, and perhaps -dirty
-        changed = (self.folder / "metrics.jsonl").stat().st_mtime
+        commit = made_by.get("git_commit", UNKNOWN)  # 40 digits, optionally followed by -dirty
+        modified = (self.folder / "metrics.jsonl").stat().st_mtime
         return {
             "status": self.summary.get("status", "not finished"),
             "images/s": speed,
             "limited by": self.verdict.partition(":")[0],
             "last start took": last_start,
             "commit": commit[:8] + commit[40:],
-            "date": date.fromtimestamp(changed).isoformat(),
+            "date": date.fromtimestamp(modified).isoformat(),
         }
 
 
 class Evaluation:
-    """What a checkpoint gets wrong: files of its run or of evaluate.py. May raise any error."""
+    """A checkpoint's errors, read from its run or evaluate.py's output. May raise any error."""
 
     def __init__(self, path: Path) -> None:
         self.folder = path.parent
@@ -140,23 +143,23 @@ class Evaluation:
         checkpoint = self.values.get("checkpoint", path)
         self.checkpoint = Path(checkpoint).resolve()
         self.classes = read_table(self.folder / "per_class.csv")
-        self.classes.sort(key=lambda row: float(row["top1"] or 0))  # none without images
+        self.classes.sort(key=lambda row: float(row["top1"] or 0))  # empty without images
         self.confusions = read_table(self.folder / "confusion.csv")
         self.worst = read_table(self.folder / "worst.csv")
 
 
 class Group:
-    """Runs that differ only in seed or fold, the best first: a row of the table."""
+    """A table row: runs that differ only in seed or fold, the best one first."""
 
-    def __init__(self, runs: list[Run]) -> None:
-        self.runs = runs
-        self.label = runs[0].name
-        scores = [run.score for run in runs]
+    def __init__(self, by_weights: dict[str, Run]) -> None:
+        self.runs = list(by_weights.values())
+        self.name = self.runs[0].name
+        scores = [run.score for run in self.runs]
         self.score = fmean(scores)
         self.deviation = math.nan
-        if len(runs) > 1:
-            self.label += f" and {len(runs) - 1} more"
-            with np.errstate(invalid="ignore"):  # a run without a finite value
+        if len(scores) > 1:
+            self.name += f" and {len(scores) - 1} more"
+            with np.errstate(invalid="ignore"):  # a run may have no finite value
                 self.deviation = float(np.std(scores, ddof=1))
 
 
@@ -173,10 +176,10 @@ def read_table(path: Path) -> list[dict]:
 
 
 def read_rows(folder: Path, split: str) -> Rows:
-    """Return the rows of a split, "train" or "val". Others are not parsed: it takes too long."""
+    """Return the rows of split "train" or "val" without parsing the other one, which is slow."""
     splits: dict = {"train": [], "val": []}
     complete, _, _ = (folder / "metrics.jsonl").read_bytes().rpartition(b"\n")
-    for line in complete.splitlines():  # a kill may cut off the last line
+    for line in complete.splitlines():  # the last line of a killed run may be incomplete
         if OTHER_SPLIT[split] not in line:
             row = json.loads(line)
             float(row["epoch"])  # a row without it is damaged
@@ -187,52 +190,50 @@ def read_rows(folder: Path, split: str) -> Rows:
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """Return the run directories that a folder stands for. Raises UserError if there are none."""
-    listed = read_text(folder / "runs.txt").splitlines()  # of a sweep, also jobs without a run
+    """Return the run directories in a folder, or the folder. Raises UserError without any."""
+    listed = read_text(folder / "runs.txt").splitlines()  # a sweep's jobs; some may have no run
     folders = [folder / line for line in listed] or [folder, *folder.glob("*")]
     found = [path for path in folders if (path / "metrics.jsonl").exists()]
     if not found:
         near = near_paths(str(folder), "runs")
-        wrong = "no metrics.jsonl in it or below"
-        raise UserError(str(folder), wrong, f"give a run directory{near}")
+        raise UserError(f"{folder}: no metrics.jsonl in it or below; pass a run directory{near}")
     return found
 
 
 def read_each(paths: Iterable[Path], read: Callable, damaged: list[str]) -> list:
-    """Return what `read` makes of paths; add a line to `damaged` for each that it cannot read."""
+    """Call `read` for each path; add a line to `damaged` for each path that it cannot read."""
     intact = []
     for path in paths:
         try:
             intact.append(read(path))
-        except Exception as error:  # whatever a damaged file raises
+        except Exception as error:  # damaged files raise many types
             reason = " ".join(describe(error).split())
-            damaged.append(f"{path}: left out, it is damaged: {reason}")
+            damaged.append(f"{path}: damaged, skipped: {reason}")
     return intact
 
 
 def read_runs(given: Iterable[Path], damaged: list[str]) -> list[Run]:
-    """Return the runs, each once. Raises UserError if there are none, or all are damaged."""
-    folders: set[Path] = set()
-    for folder in given:
-        folders.update(path.resolve() for path in run_folders(folder))
+    """Return the unique runs. Raises UserError if there are none, or all are damaged."""
+    found = chain.from_iterable(map(run_folders, given))
+    folders = set(map(Path.resolve, found))
     parent = os.path.commonpath([folder.parent for folder in folders])
     runs = read_each(sorted(folders), partial(Run, parent=parent), damaged)
     if not runs:
-        raise UserError(damaged[0], "", "give another run")
+        raise UserError(damaged[0], "", "choose a different run")
     return runs
 
 
 def read_evaluations(run: Run, damaged: list[str]) -> list[Evaluation]:
-    """Return the evaluation of the run itself, then those by evaluate.py."""
+    """Return the run's own evaluation, followed by those of evaluate.py."""
     own = run.folder.glob("evaluation/evaluation.json")
     others = sorted(Path("evaluation").glob("*/evaluation.json"))
     paths = [*own, *others]
     intact = read_each(paths, Evaluation, damaged)
-    return [found for found in intact if is_of(run, found)]
+    return [found for found in intact if is_current(run, found)]
 
 
-def is_of(run: Run, found: Evaluation) -> bool:
-    """Whether an evaluation is of a checkpoint of a run that was not written again after it."""
+def is_current(run: Run, found: Evaluation) -> bool:
+    """Whether an evaluation used one of the run's checkpoints, unchanged since then."""
     checkpoint = found.checkpoint
     if run.folder not in checkpoint.parents or not checkpoint.exists():
         return False
@@ -240,13 +241,13 @@ def is_of(run: Run, found: Evaluation) -> bool:
 
 
 def formatted(name: str, value: float, unit: str, row: dict) -> str:
-    """Return a value with its unit, that of an accuracy with its error over the images of a row."""
+    """Format a value with its unit, and an accuracy with the standard error over a row's images."""
     if not math.isfinite(value):
         return UNKNOWN
     if unit != " %":
         return f"{value:.4g}{unit}"
     text = f"{value:.2f} %"
-    if name.startswith("top") and name != "top1_real":  # which counts images with labels only
+    if name.startswith("top") and name != "top1_real":  # counts only labeled images
         variance = value * (100 - value) / row.get("images", math.nan)
         error = variance**0.5
         text += f" ± {error:.1f}"
@@ -254,17 +255,17 @@ def formatted(name: str, value: float, unit: str, row: dict) -> str:
 
 
 def charts(curves: Curves, units: dict[str, str]) -> dict[str, str]:
-    """Return the figure of each value as JSON. Plotly reads labels and units as HTML."""
+    """Return each value's figure as JSON. Plotly interprets labels and units as HTML."""
     figures = {}
     for name in dict.fromkeys(chain.from_iterable(curves.values())):
         figure = draw(name, curves, units.get(name, ""))
-        if any(any(trace["y"]) for trace in figure["data"]):  # others say nothing
+        if any(any(trace["y"]) for trace in figure["data"]):  # skip empty and all-zero charts
             figures[name] = json.dumps(figure, default=Array.tolist)
     return figures
 
 
 def draw(name: str, curves: Curves, unit: Any) -> dict:
-    """Return a figure as plotly.js reads it: plotly's classes take a minute for 200 runs."""
+    """Return a figure for plotly.js; plotly's Python classes take a minute for 200 runs."""
     traces: list[dict] = []
     for label, rows in curves.items():
         epochs, values = curve(rows, name)
@@ -278,7 +279,7 @@ def draw(name: str, curves: Curves, unit: Any) -> dict:
 
 
 def curve(rows: Rows, name: str) -> tuple[Array, Array]:
-    """Return epochs and values of at most POINTS points: means of neighbours."""
+    """Return epochs and values of at most POINTS points, which are means of neighbors."""
     epochs = rows.get("epoch", np.empty(0))
     values = rows.get(name, np.full(len(epochs), np.nan))
     known = np.isfinite(values)
@@ -287,45 +288,55 @@ def curve(rows: Rows, name: str) -> tuple[Array, Array]:
 
 
 def means_by(places: Array, values: Array) -> Array:
-    """Return the mean of the values with place 0, place 1, ...; each has a value."""
+    """Return the mean of the values for place 0, place 1, ...; each place has a value."""
     return np.bincount(places, values) / np.bincount(places)
 
 
 def differing_keys(runs: list[Run]) -> list[str]:
-    """Return the config keys that differ, except those of repeated runs, typed ones first."""
-    values: dict[str, set[str]] = defaultdict(set)  # a run may lack a key
-    for run in runs:
-        for key, value in run.keys.items():
-            values[key].add(value)
-    differing = [key for key in sorted(values) if len(values[key]) > 1]
+    """Return the config keys that differ, except those of repeated runs; overridden keys first."""
+    pairs = set().union(*(run.keys.items() for run in runs))
+    counts = Counter(map(itemgetter(0), pairs))
+    differing = [key for key in sorted(counts) if counts[key] > 1]
     keys = [key for key in differing if not key.startswith(REPEATED)]
     commands = " ".join(run.command for run in runs)
     return sorted(keys, key=lambda key: key.removesuffix(".name") not in commands)
 
 
+def label_runs(runs: list[Run], keys: Iterable[str]) -> list[str]:
+    """Label runs with the first keys that distinguish them, such as `optim.lr=0.1`."""
+    labels = [""] * len(runs)
+    for key in keys:
+        longer = []
+        for run, label in zip(runs, labels, strict=True):
+            value = run.keys.get(key, UNKNOWN)
+            longer.append(f"{label} {key}={value}".strip())
+        if len(set(longer)) > len(set(labels)):
+            labels = longer
+    return labels
+
+
 def groups_of(runs: list[Run], keys: list[str]) -> list[Group]:
-    """Group finished runs by the values of config keys; the best group is first."""
+    """Group finished runs by their values of config keys; the best group is first."""
     members: dict = {}
     for run in sorted(runs, key=lambda run: run.score, reverse=True):
         values = [run.keys.get(key) for key in keys]
         if run.facts["status"] != "finished":
             values.append(run.name)
-        weights = run.summary.get("params_sha256", run.name)  # equal ones count once
+        weights = run.summary.get("params_sha256", run.name)  # identical weights count once
         members.setdefault(tuple(values), {}).setdefault(weights, run)
-    groups = []
-    for by_weights in members.values():
-        groups.append(Group(list(by_weights.values())))
-    return sorted(groups, key=lambda group: group.score, reverse=True)
+    return sorted(map(Group, members.values()), key=lambda group: group.score, reverse=True)
 
 
 def page(runs: list[Run], damaged: list[str]) -> str:
-    """Return the page. All text of a run is escaped: no name or value can become markup."""
+    """Return the page. A run's text is escaped, so that no name or value can become markup."""
     run = runs[0]
     keys = differing_keys(runs)
     groups = groups_of(runs, keys)
     evaluations = []
     if runs[1:]:
-        curves = {run.name: run.val_rows for group in groups for run in group.runs}
+        drawn = [run for group in groups for run in group.runs]
+        names = label_runs(drawn, (*keys, *SEEDS, "run.name"))
+        curves = {name: run.val_rows for name, run in zip(names, drawn, strict=True)}
     else:
         curves = {"validation": run.val_rows}
         for rows in read_each([run.folder], partial(read_rows, split="train"), damaged):
@@ -342,7 +353,8 @@ def page(runs: list[Run], damaged: list[str]) -> str:
         formatted=formatted,
         groups=groups,
         keys=keys,
-        nonce=secrets.token_hex(),  # no other script runs, even if a name were not escaped
+        labels=label_runs([group.runs[0] for group in groups], keys),
+        nonce=secrets.token_hex(),  # blocks other scripts, even if a name were not escaped
         run=run,
         runs=runs,
         script=get_plotlyjs(),
@@ -357,8 +369,8 @@ def write_report(options: argparse.Namespace) -> int:
             out = options.runs[0]
     if out.is_dir():
         out /= "report.html"
-    if out.exists() and not out.is_file():  # as root, /dev/null would become a page
-        raise UserError(f"--out {out}", "not a regular file", "give another name")
+    if out.exists() and not out.is_file():  # root could replace /dev/null
+        raise UserError(f"--out {out}", "not a regular file", "choose a different name")
     damaged: list[str] = []
     runs = read_runs(options.runs, damaged)
     replace_file(out, page(runs, damaged))

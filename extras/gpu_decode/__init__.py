@@ -1,9 +1,9 @@
-"""The GPU's JPEG engines decode training images: loader.decoder=gpu or hybrid, or auto.
+"""Decode training images with the GPU's JPEG engines: loader.decoder=gpu, hybrid or auto.
 
-A worker reads a file, draws its augmentation, and sends the file with the geometry of its crop
-instead of pixels. decoder.py decodes the files of a batch and crops and resizes them in one kernel.
-The engines support baseline YCbCr JPEGs; workers decode other files. The pixels differ a little
-from those of the CPU decoders, so the mode is part of a run's identity.
+A worker reads a file, samples its augmentation, and sends the file with its crop geometry instead
+of pixels. decoder.py decodes the files of a batch and crops and resizes them in one kernel. The
+engines support baseline YCbCr JPEGs; workers decode other files. The pixels differ slightly from
+the CPU decoders' pixels, so the mode is part of a run's identity.
 """
 
 import logging
@@ -20,7 +20,7 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.schema import Config
 from extras.gpu_decode import geometry as g
-from extras.gpu_decode.decoder import GpuDecoder, JpegEngineError, why_no_engines
+from extras.gpu_decode.decoder import GpuDecoder, JpegEngineError, engines_error
 from extras.gpu_decode.geometry import engines_support, write_geometry
 from pipeline.data.augment import Compose, name_of, sample_rng
 from pipeline.data.dataset import FolderDataset, calls_stage
@@ -32,48 +32,48 @@ from pipeline.feed.batch import DeviceSlot, channels_first
 
 logger = logging.getLogger(__name__)
 
-FILE, GEOMETRY = "file", "geometry"  # the fields of a sample that the engines decode
-CPU, HYBRID, GPU = MODES = ("cpu", "hybrid", "gpu")  # `auto` chooses among the first two
-# Bytes of a row for a file, as a multiple of the mean. The rows of a task pool theirs: 0.8 % of
-# ImageNet's files have over four times the mean, and decoding those takes a worker 5 ms each.
+FILE, GEOMETRY = "file", "geometry"  # fields of a sample that the engines decode
+CPU, HYBRID, GPU = MODES = ("cpu", "hybrid", "gpu")  # `auto` selects one of the first two
+# Multiple of the mean file size for each row. The rows of a task pool their bytes, because 0.8 %
+# of ImageNet's files exceed four times the mean, and a worker takes 5 ms to decode each of those.
 ROOM, MIN_ROOM = 1.5, 1 << 15
-FIRST_SHARE = 0.6  # of a hybrid batch for the engines until the rates are known
-MAX_SHARE = 1 - 1 / 256  # workers decode a few images, to time them
-AVERAGED = 500  # images, of a worker's time for each
-MODE, SHARE = range(2)  # shared by all processes: which of MODES, the engines' share of the images
-SENT, DECODED = range(2)  # kinds of images, of which workers measure the seconds for one
+INITIAL_FRACTION = 0.6  # fraction of a hybrid batch for the engines until the rates are known
+MAX_FRACTION = 1 - 1 / 256  # workers decode a few images to time them
+AVERAGED = 500  # maximum images over which a worker averages its time per image
+MODE, FRACTION = range(2)  # shared by all processes: index in MODES, fraction the engines decode
+SENT, DECODED = range(2)  # kinds of images; workers measure the seconds per image of each kind
 NO_FILES = np.empty(0, np.uint8)
 
 
 def engines(dataset: Any, config: Config, device: torch.device) -> DeviceStage:
-    """Return a stage with the engines, or the dataset's present stage: see data.on_device.
+    """Return a stage with the engines, or the dataset's current stage; see data.on_device.
 
-    Raises UserError if loader.decoder asks for the engines and they cannot be used.
+    Raises UserError if loader.decoder requests the engines and they cannot be used.
     """
     decoder = config.loader.decoder
     if decoder == HYBRID and config.train.deterministic:
-        wrong = "splits each batch by measured speed, so the bits differ from run to run"
-        cure = "use another decoder with train.deterministic=true"
-        raise UserError("loader.decoder=hybrid", wrong, cure)
+        wrong = "splits each batch by measured speed, so results differ between runs"
+        fix = "use a different decoder with train.deterministic=true"
+        raise UserError("loader.decoder=hybrid", wrong, fix)
     if decoder not in ("auto", GPU, HYBRID):
         return dataset.stage
-    reason = why_no_engines(device) or _needs_pixels(dataset)
+    reason = engines_error(device) or _why_pixels_needed(dataset)
     if decoder == "auto" and config.train.deterministic:
         reason = "train.deterministic=true excludes them"
     if not reason:
         return JpegEngineStage(dataset)
     if decoder != "auto":
-        wrong = f"the GPU's JPEG engines: {reason}"
-        raise UserError(f"loader.decoder={decoder}", wrong, "use auto")
+        wrong = f"cannot use the GPU's JPEG engines: {reason}"
+        raise UserError(f"loader.decoder={decoder}", wrong, "set auto")
     if device.type == "cuda" and hasattr(dataset, "transform"):
         logger.info("loader.decoder=auto: the GPU's JPEG engines are not used: %s", reason)
     return dataset.stage
 
 
-def _needs_pixels(dataset: Any) -> str:
-    """Why the engines could decode no image of this dataset; an empty string if they could."""
+def _why_pixels_needed(dataset: Any) -> str:
+    """Return why the dataset needs pixels for all images; "" if the engines can decode some."""
     if not calls_stage(dataset):
-        return "the dataset makes the images itself"
+        return "the dataset creates the images itself"
     image = np.zeros((300, 400, 3), np.uint8)
     source = Picture(JpegFile(b"", (400, 300), lambda *_: image))
     row = np.zeros(g.COLUMNS)
@@ -87,33 +87,33 @@ def _needs_pixels(dataset: Any) -> str:
 
 
 class JpegEngineStage(DeviceStage):
-    """Workers send some images as files with the geometry of their crop, for the engines.
+    """Send some images from the workers to the engines, as files with their crop geometry.
 
-    With hybrid, workers decode the largest share with which they and the engines make `demand`
-    images/s, to leave most of the GPU to the step. If both are too slow, they finish together.
+    In hybrid mode, workers decode the largest fraction that still reaches `demand` images/s, to
+    leave most of the GPU to the step. If both are too slow, they finish at the same time.
     """
 
     decode_modes = MODES
 
     def __init__(self, dataset: FolderDataset) -> None:
-        self.following = dataset.stage  # gets the pixels of the engines and of the workers
+        self.following = dataset.stage  # receives the pixels from the engines and the workers
         self.size = dataset.transform.image_size
         self.room = max(MIN_ROOM, int(ROOM * dataset.mean_bytes()))
         self.fields = {
             **self.following.fields,
-            IMAGE: image_field(self.size),  # pixels of the images that are not sent
+            IMAGE: image_field(self.size),  # pixels of images that workers decode
             FILE: Field(np.uint8, (self.room,)),
             GEOMETRY: Field(np.float64, (g.COLUMNS,)),
         }
         self.shared = SharedArray((2,), np.float64)
         self.seconds = SharedArray((2,), np.float64)
-        self.counts = SharedArray((2,), np.float64)  # of how many images they are the mean
+        self.counts = SharedArray((2,), np.float64)  # number of images in each mean
         self.engine: GpuDecoder | None = None
-        self.engine_seconds = 0.0  # of the engines for an image of the newest batch
+        self.engine_seconds = 0.0  # engine time per image in the newest batch
         self.set_decode_mode(CPU)
-        self._decodes_all = False  # this process makes pixels, whatever the mode
-        # For the rows that a worker fills: the memory of the files, its free bytes, how many files
-        # may follow, and when the worker began to make the next image.
+        self._decodes_all = False  # whether this process decodes all images in any mode
+        # State for the rows that a worker fills: memory for the files, its free bytes, number of
+        # files that may still be sent, and the time at which the worker began the next image.
         self._files = NO_FILES
         self._free = range(0)
         self._due = 0.0
@@ -131,15 +131,15 @@ class JpegEngineStage(DeviceStage):
         self.demand = demand
         self.device_decodes = mode == GPU
         self.shared.array[MODE] = MODES.index(mode)
-        self.shared.array[SHARE] = {CPU: 0.0, GPU: 1.0, HYBRID: FIRST_SHARE}[mode]
+        self.shared.array[FRACTION] = {CPU: 0.0, GPU: 1.0, HYBRID: INITIAL_FRACTION}[mode]
         self._balance()
 
     def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:
         self.following.begin_rows(fields, rows)
         self._files = fields[FILE].reshape(-1)
         self._free = range(rows.start * self.room, rows.stop * self.room)
-        # The first rows; those with pixels are neighbours then, and few copies take them.
-        due = self._due % 1 + self.shared.array[SHARE] * len(rows)
+        # Send the first rows, so that rows with pixels are adjacent and need few copies.
+        due = self._due % 1 + self.shared.array[FRACTION] * len(rows)
         self._due = 0.0 if self._decodes_all else due
         self._began = time.perf_counter()
 
@@ -152,7 +152,7 @@ class JpegEngineStage(DeviceStage):
         counts = self.counts.array
         kind = DECODED if IMAGE in fields else SENT
         counts[kind] = min(counts[kind] + 1, AVERAGED)
-        taken = time.perf_counter() - self._began  # also to write the sample before, and to read
+        taken = time.perf_counter() - self._began  # includes reading, and writing the last sample
         seconds[kind] += (taken - seconds[kind]) / counts[kind]
         self._began += taken
         return fields
@@ -163,15 +163,15 @@ class JpegEngineStage(DeviceStage):
         row = np.zeros(g.COLUMNS)
         if self._due >= 1 and self._send(picture, row):
             return {GEOMETRY: row}
-        # LENGTH is still 0: the row holds pixels, of the final size.
+        # LENGTH stays 0, because the row contains pixels of the final size.
         row[[g.CLIP_RIGHT, g.CLIP_BOTTOM]] = self.size
         row[[g.SCALE_X, g.SCALE_Y]] = 1
         return {**self.following.image_fields(picture), GEOMETRY: row}
 
     def _send(self, picture: Picture, row: np.ndarray) -> bool:
-        """Write a file, and its geometry into the row, if the engines decode it."""
+        """Write a file and its geometry if the engines support it; return whether they do."""
         source = picture.source
-        # Another size is an error that names the file.
+        # `image_fields` raises an error for a different size, which names the file.
         if not isinstance(source, JpegFile) or picture.size != (self.size, self.size):
             return False
         data = source.data
@@ -190,7 +190,7 @@ class JpegEngineStage(DeviceStage):
             return self.following.on_device(fields, slot)
         affine = slot.format.affine(3)
         pixels = fields[IMAGE]
-        if type(self.following).on_device is not DeviceStage.on_device:  # it computes on levels
+        if type(self.following).on_device is not DeviceStage.on_device:  # needs levels
             levels = slot.memory(IMAGE, pixels.shape, torch.uint8)
             self._decode(fields, channels_first(levels), affine)
             return self.following.on_device({**fields, IMAGE: levels}, slot)
@@ -199,27 +199,27 @@ class JpegEngineStage(DeviceStage):
         return {IMAGE: out}
 
     def _decode(self, fields: Mapping[str, Tensor], out: Tensor, affine: Tensor) -> None:
-        """Decode and crop a batch, and set the share of the engines in later ones."""
+        """Decode and crop a batch, and set the engines' fraction of later batches."""
         try:
             if self.engine is None:
                 self.engine = GpuDecoder(out.device, len(out))
             self.engine.make_batch(fields[FILE], fields[GEOMETRY], fields[IMAGE], out, affine)
             self.engine_seconds = self.engine.seconds_per_image
         except (JpegEngineError, torch.OutOfMemoryError) as error:
-            logger.warning("%s: the CPU decodes this batch instead", error)
+            logger.warning("%s; the CPU decodes this batch instead", error)
             self._decodes_all = True
             raise DeviceDecodeError(str(error)) from error
         self._balance()
 
     def _balance(self) -> None:
-        """Set the share of hybrid from the measured times of workers and engines.
+        """Set the hybrid fraction from the measured times of workers and engines.
 
-        With a share s, all workers take (s * sent + (1 - s) * decoded) / workers for an image, and
-        the engines s * engine_seconds.
+        With fraction f, the workers take (f * sent + (1 - f) * decoded) / workers per image, and
+        the engines take f * engine_seconds.
         """
         sent, decoded = self.seconds.array
         if self.decode_mode == HYBRID and decoded and self.engine_seconds:
             saved = max(1e-9, decoded - sent)
             equal = decoded / (self.workers * self.engine_seconds + saved)
             needed = max(0.0, (decoded - self.workers / self.demand) / saved)
-            self.shared.array[SHARE] = min(equal, needed, MAX_SHARE)
+            self.shared.array[FRACTION] = min(equal, needed, MAX_FRACTION)

@@ -1,6 +1,6 @@
-"""One kernel turns decoded images of any size into a batch: crop, resize, mirror, normalise.
+"""Crop, resize, mirror and normalize decoded images of any size into a batch, in one kernel.
 
-Data flow, step 5 for `loader.decoder=gpu` and `hybrid`; imported on a GPU, with Triton.
+Step 5 of the data flow for `loader.decoder=gpu` and `hybrid`; needs a GPU and Triton.
 """
 
 import triton
@@ -13,19 +13,19 @@ TILE = 16
 
 
 def crop_resize(geometry: Tensor, out: Tensor, affine: Tensor, *, bicubic: bool) -> None:
-    """Launch the kernel on the current stream, for the rows that are bicubic, or for the others.
+    """Launch the kernel on the current stream for the bicubic or the bilinear rows.
 
-    Agrees with `decode.resize` to one level of 255: both use the same filters. For bilinear, this
-    kernel rounds once, `decode.resize` after each direction.
+    Matches `decode.resize` to one level of 255, because both use the same filters. For bilinear,
+    this kernel rounds once, `decode.resize` after each direction.
 
     Args:
-        geometry: float64 [B, COLUMNS] on the device, ADDRESS and PITCH filled in.
-        out: float [B, 3, S, S], channels_last or contiguous; or uint8, which gets the levels.
+        geometry: float64 [B, COLUMNS] on the device, with ADDRESS and PITCH filled in.
+        out: float [B, 3, S, S], channels_last or contiguous; or uint8, which receives the levels.
         affine: float32 [2, 3] on the device; a level x becomes affine[0] * x + affine[1].
     """
     batch, _, size, _ = out.shape
     tiles = triton.cdiv(size, TILE)
-    # Without fused multiply-add, normalising gives the bits of the CPU's multiply and add.
+    # Without fused multiply-add, normalized values are bitwise identical to the CPU's.
     numbers = size, *out.stride(), COLUMNS, TILE, bicubic
     _crop_resize[(batch, tiles, tiles)](
         geometry, out, affine, *numbers, num_warps=4, enable_fp_fusion=False
@@ -33,9 +33,9 @@ def crop_resize(geometry: Tensor, out: Tensor, affine: Tensor, *, bicubic: bool)
 
 
 @triton.jit
-def _weights(places, last, centre, width, bicubic: tl.constexpr):  # type: ignore[no-untyped-def]
-    distance = tl.abs(places + 0.5 - centre) / width
-    if bicubic:  # the kernel of Keys (1981) with a = -0.5, as in Pillow
+def _weights(places, last, center, width, bicubic: tl.constexpr):  # type: ignore[no-untyped-def]
+    distance = tl.abs(places + 0.5 - center) / width
+    if bicubic:  # the kernel of Keys (1981) with a = -0.5, which Pillow uses
         near = (1.5 * distance - 2.5) * distance * distance + 1.0
         far = ((2.5 - 0.5 * distance) * distance - 4.0) * distance + 2.0
         weights = tl.where(distance < 1.0, near, tl.where(distance < 2.0, far, 0.0))
@@ -59,7 +59,7 @@ def _load(address, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _level(values):  # type: ignore[no-untyped-def]
-    """Round to whole levels, like the bytes of the CPU path."""
+    """Round to integer levels, the same as the CPU path's uint8 levels."""
     return tl.minimum(tl.maximum(tl.floor(values + 0.5), 0.0), 255.0)
 
 
@@ -70,10 +70,10 @@ def _normal(level, affine):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _taps(row, target, bicubic: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the source pixels of target pixels, int32 [block], from CLIP_LEFT or CLIP_TOP of a row.
+    """Find the source pixels of target pixels, int32 [block]; `row` is its CLIP_LEFT or CLIP_TOP.
 
-    torch's antialiased filters: a triangle of half-width max(scale, 1) around the source point, or
-    a cubic of twice that half-width, cut at the clip, with a sum of 1.
+    The filters are torch's antialiased ones: a triangle of half-width max(scale, 1) around the
+    source point, or a cubic of twice that half-width, clipped and normalized to a sum of 1.
     """
     clip_first = tl.load(row).to(tl.int32)
     clip_last = tl.load(row + 2).to(tl.int32)
@@ -83,11 +83,11 @@ def _taps(row, target, bicubic: tl.constexpr):  # type: ignore[no-untyped-def]
     reach = width
     if bicubic:
         reach = 2 * width
-    centre = start + scale * (target.to(tl.float32) + 0.5)
-    first = tl.maximum((centre - reach + 0.5).to(tl.int32), clip_first)
-    last = tl.minimum((centre + reach + 0.5).to(tl.int32), clip_last)
-    count = tl.ceil(2 * reach).to(tl.int32)  # pixels whose centre lies inside the filter
-    return first, last, centre, width, count
+    center = start + scale * (target.to(tl.float32) + 0.5)
+    first = tl.maximum((center - reach + 0.5).to(tl.int32), clip_first)
+    last = tl.minimum((center + reach + 0.5).to(tl.int32), clip_last)
+    count = tl.ceil(2 * reach).to(tl.int32)  # pixels whose center lies inside the filter
+    return first, last, center, width, count
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     bicubic: tl.constexpr,
 ):
     image = tl.program_id(0)
-    row = geometry + image * columns  # columns as in geometry.py
+    row = geometry + image * columns  # geometry.py lists the columns
     if (tl.load(row + 15) > 0.5) != bicubic:
         return
     mirrored = tl.load(row + 12) > 0.5
@@ -114,8 +114,8 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     y = tl.program_id(1) * block + tl.arange(0, block)
     x = tl.program_id(2) * block + tl.arange(0, block)
     from_x = tl.where(mirrored, size - 1 - x, x)
-    first_x, last_x, centre_x, width_x, taps_x = _taps(row + 4, from_x, bicubic)
-    first_y, last_y, centre_y, width_y, taps_y = _taps(row + 5, y, bicubic)
+    first_x, last_x, center_x, width_x, taps_x = _taps(row + 4, from_x, bicubic)
+    first_y, last_y, center_y, width_y, taps_y = _taps(row + 5, y, bicubic)
 
     nothing = tl.zeros([block, block], tl.float32)
     red = nothing
@@ -124,22 +124,22 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     total_x = tl.zeros([block], tl.float32)
     total_y = tl.zeros([block], tl.float32)
     for i in range(taps_x):
-        total_x += _weights(first_x + i, last_x, centre_x, width_x, bicubic)
+        total_x += _weights(first_x + i, last_x, center_x, width_x, bicubic)
     norm_x = 1.0 / total_x[None, :]
     for j in range(taps_y):
         place_y = first_y + j
-        weights = _weights(place_y, last_y, centre_y, width_y, bicubic)
+        weights = _weights(place_y, last_y, center_y, width_y, bicubic)
         total_y += weights
         weight_y = weights[:, None]
         line = (source + place_y.to(tl.int64) * pitch)[:, None]
         if bicubic:
-            # Weights below 0 overshoot at edges: like the CPU, cut that off after each direction.
+            # Negative weights overshoot at edges; clip after each direction, like the CPU.
             red_x = nothing
             green_x = nothing
             blue_x = nothing
             for i in range(taps_x):
                 place_x = first_x + i
-                weight_x = _weights(place_x, last_x, centre_x, width_x, bicubic)[None, :]
+                weight_x = _weights(place_x, last_x, center_x, width_x, bicubic)[None, :]
                 good = (weight_y != 0.0) & (weight_x != 0.0)
                 pixel = line + place_x[None, :] * 3
                 red_x, green_x, blue_x = _add(red_x, green_x, blue_x, weight_x, pixel, good)
@@ -149,7 +149,7 @@ def _crop_resize(  # type: ignore[no-untyped-def]
         else:
             for i in range(taps_x):
                 place_x = first_x + i
-                weight_x = _weights(place_x, last_x, centre_x, width_x, bicubic)
+                weight_x = _weights(place_x, last_x, center_x, width_x, bicubic)
                 weight = weight_y * weight_x[None, :]
                 pixel = line + place_x[None, :] * 3
                 red, green, blue = _add(red, green, blue, weight, pixel, weight > 0.0)

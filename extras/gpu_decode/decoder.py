@@ -1,8 +1,8 @@
-"""JPEG files to normalised crops on the GPU: hardware JPEG engines, then a crop and resize kernel.
+"""Turn JPEG files into normalized crops on the GPU: hardware engines, then a crop/resize kernel.
 
 nvJPEG decodes the files of a batch on the hardware engines (14,000 images/s while an H200 also
-trains; one host thread waits without the GIL), and one kernel makes the batch: float [B, 3, S, S].
-The pixels of files that a worker has decoded go through the same kernel.
+trains; one host thread waits without the GIL), and one kernel writes the batch, float [B, 3, S, S].
+Pixels that workers decoded pass through the same kernel.
 """
 
 import ctypes
@@ -20,25 +20,25 @@ import torch
 from extras.gpu_decode.geometry import ADDRESS, BICUBIC, HEIGHT, LENGTH, OFFSET, PITCH, WIDTH
 
 NO_ENGINES = 7  # NVJPEG_STATUS_ARCH_MISMATCH
-ALIGNMENT = 256  # bytes; each decoded image starts at a multiple of it
+ALIGNMENT = 256  # bytes; each decoded image starts at a multiple of this
 
 
 class JpegEngineError(RuntimeError):
-    """The JPEG engines are missing or reported an error."""
+    """Raised if the JPEG engines are missing or report an error."""
 
 
 class JpegEngines:
-    """nvJPEG's batched decoder on the hardware engines, called through its C interface.
+    """Call nvJPEG's batched decoder for the hardware engines through its C API.
 
     One call decodes a batch, and ctypes releases the GIL during the call. Python packages for the
-    same library create an object per image, which costs milliseconds per batch. Raises
-    JpegEngineError if this GPU has no JPEG engines, or the driver does not support them.
+    same library create an object per image, which takes milliseconds per batch. Raises
+    JpegEngineError if this GPU has no JPEG engines or the driver does not support them.
     """
 
     HARDWARE_BACKEND = 3  # NVJPEG_BACKEND_HARDWARE
     RGB_INTERLEAVED = 5  # NVJPEG_OUTPUT_RGBI
-    # nvJPEG's own pipelining waits for a small kernel after every image: 18,300 images/s on an idle
-    # H200, 2,200 while training steps queue their kernels. Without it, they are 15,500 and 14,400.
+    # nvJPEG's pipelining waits for a small kernel after every image: 18,300 images/s on an idle
+    # H200, 2,200 while training steps queue their kernels. Without it: 15,500 and 14,400 images/s.
     NO_PIPELINE = 1  # NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -49,19 +49,19 @@ class JpegEngines:
         handle = ctypes.byref(self._handle)
         self._call("nvjpegCreateEx", self.HARDWARE_BACKEND, None, None, flags, handle)
         self._call("nvjpegJpegStateCreate", self._handle, ctypes.byref(self._state))
-        self._count = 0  # files of the last batch
+        self._count = 0  # files in the last batch
 
     def decode(
         self, files: np.ndarray, lengths: np.ndarray, targets: np.ndarray, stream: torch.cuda.Stream
     ) -> None:
         """Decode a batch on `stream`. The caller keeps files and targets alive until it is done.
 
-        The engines write at once, even if kernels on `stream` still use the targets
-        (torchcodec#1634). Raises JpegEngineError if a file is damaged, or not for the engines.
+        The engines write immediately, even if kernels on `stream` still use the targets
+        (torchcodec#1634). Raises JpegEngineError if a file is damaged or unsupported.
 
         Args:
             files: uint64 [n] host addresses of the files.
-            lengths: uint64 [n] bytes.
+            lengths: uint64 [n] file sizes in bytes.
             targets: uint64 [n, 8] nvjpegImage_t: device address in column 0, pitch in column 4.
         """
         count = len(files)
@@ -69,7 +69,7 @@ class JpegEngines:
         if count != self._count:
             self._count = 0
             self._call("nvjpegDecodeBatchedInitialize", *both, count, 1, self.RGB_INTERLEAVED)
-        self._count = 0  # until it has worked
+        self._count = 0  # reset in case of an error
         arrays = [ctypes.c_void_p(array.ctypes.data) for array in (files, lengths, targets)]
         self._call("nvjpegDecodeBatched", *both, *arrays, ctypes.c_void_p(stream.cuda_stream))
         self._count = count
@@ -78,14 +78,14 @@ class JpegEngines:
         status = getattr(self.library, name)(*arguments)
         if status:
             reason = ": this GPU has no JPEG engines" if status == NO_ENGINES else ""
-            raise JpegEngineError(f"{name} of nvJPEG returned status {status}{reason}")
+            raise JpegEngineError(f"nvJPEG's {name} returned status {status}{reason}")
 
 
-@cache  # it takes 0.8 s, and nobody closes them
+@cache  # takes 0.8 s; the engines are never closed
 def open_engines() -> JpegEngines:
-    """Open the engines of this process's device, or raise JpegEngineError.
+    """Open the engines of this process's device. Raises JpegEngineError.
 
-    nvJPEG is that of NVIDIA's wheel, of torchvision's wheel or of the CUDA toolkit.
+    nvJPEG comes from NVIDIA's wheel, torchvision's wheel or the CUDA toolkit.
     """
     packages = Path(torch.__file__).parents[1]
     names = ["libnvjpeg.so.13", "libnvjpeg.so.12", "/usr/local/cuda/lib64/libnvjpeg.so"]
@@ -94,54 +94,54 @@ def open_engines() -> JpegEngines:
     for name in names:
         with suppress(OSError):
             return JpegEngines(ctypes.CDLL(name))
-    raise JpegEngineError("nvJPEG is missing; pip install nvidia-nvjpeg, or torchvision for CUDA")
+    raise JpegEngineError("nvJPEG not found; pip install nvidia-nvjpeg, or torchvision for CUDA")
 
 
 @cache
-def why_no_engines(device: torch.device) -> str | None:
-    """Why GpuDecoder does not work on this device; None if it does."""
+def engines_error(device: torch.device) -> str | None:
+    """Return why GpuDecoder does not work on this device; None if it works."""
     if device.type != "cuda":
         return "training does not run on CUDA"
     try:
-        with ThreadPoolExecutor(1) as thread:  # imports what most models need: a second
+        with ThreadPoolExecutor(1) as thread:  # import a module that most models need, in 1 s
             thread.submit(import_module, "torchvision.models")
             torch.cuda.init()
             open_engines()
-    except RuntimeError as error:  # JpegEngineError, or of CUDA
+    except RuntimeError as error:  # JpegEngineError, or a CUDA error
         return str(error)
     return None
 
 
 class GpuDecoder:
-    """Decodes the encoded rows of a batch, then crops and normalises all rows.
+    """Decode the encoded rows of a batch, then crop and normalize all rows.
 
-    Raises JpegEngineError if nvJPEG or the engines are missing. Attribute `seconds_per_image`: host
-    time of the engines in the newest batch.
+    Raises JpegEngineError if nvJPEG or the engines are missing. The attribute `seconds_per_image`
+    is the engines' host time in the newest batch.
     """
 
     def __init__(self, device: torch.device, batch_size: int) -> None:
         self.engines = open_engines()
         self.device = device
         self.seconds_per_image = 0.0
-        # nvjpegImage_t: four device pointers, four pitches.
+        # nvjpegImage_t has four device pointers and four pitches.
         self._targets = np.zeros((batch_size, 8), np.uint64)
-        # In turns: the engines write into one while the kernel reads the other.
+        # Double buffer: the engines write into one while the kernel reads the other.
         self._decoded = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self._done = torch.cuda.Event()
         self._raw: torch.Tensor | None = None  # uint8 [B, S, S, 3]: rows that workers decoded
 
     def make_batch(
         self,
-        files: torch.Tensor,  # uint8 [B, bytes] in host memory, one file after the other
-        geometry: torch.Tensor,  # float64 [B, COLUMNS], pinned; gets ADDRESS and PITCH
+        files: torch.Tensor,  # uint8 [B, bytes] in host memory, concatenated files
+        geometry: torch.Tensor,  # float64 [B, COLUMNS], pinned; ADDRESS and PITCH are filled in
         pixels: torch.Tensor,  # uint8 [B, S, S, 3], pinned; rows decoded by workers
         out: torch.Tensor,  # float or uint8 [B, 3, S, S] on the device
-        affine: torch.Tensor,  # float32 [2, 3] on the device, of `ImageFormat.affine`
+        affine: torch.Tensor,  # float32 [2, 3] on the device, from `ImageFormat.affine`
     ) -> None:
         """Enqueue decoding and the kernel on the current stream.
 
-        Waits on the host until the engines have read the files. Raises JpegEngineError if the
-        engines do not support a file.
+        The host waits until the engines have read the files. Raises JpegEngineError if the engines
+        do not support a file.
         """
         from extras.gpu_decode.crop_kernel import crop_resize
 
@@ -151,7 +151,7 @@ class GpuDecoder:
             self._raw = torch.empty_like(pixels, device=self.device)
         made = np.flatnonzero(~files_here)
         gaps = np.flatnonzero(np.diff(made) > 1)
-        for part in np.split(made, gaps + 1):  # neighbours: one copy
+        for part in np.split(made, gaps + 1):  # one copy for adjacent rows
             if len(part):
                 rows = slice(int(part[0]), int(part[-1]) + 1)
                 self._raw[rows].copy_(pixels[rows], non_blocking=True)
@@ -163,7 +163,7 @@ class GpuDecoder:
             table[files_here, ADDRESS] = address
             source = files.data_ptr() + table[files_here, OFFSET].astype(np.uint64)
             lengths = table[files_here, LENGTH].astype(np.uint64)
-            # The engines decode one batch at a time; the kernel has read what this one overwrites.
+            # The engines decode one batch at a time, and a kernel may still read this buffer.
             self._done.synchronize()
             targets = self._targets[: len(address)]
             targets[:, 0] = address
@@ -172,22 +172,22 @@ class GpuDecoder:
             stream = torch.cuda.current_stream(self.device)
             try:
                 self.engines.decode(source, lengths, targets, stream)
-            finally:  # before an error, some files may have been decoded
+            finally:  # some files may have been decoded before an error
                 self._done.record()
                 self._decoded.reverse()
             self.seconds_per_image = (time.perf_counter() - began) / len(source)
         on_device = geometry.to(self.device, non_blocking=True)
-        for bicubic in np.unique(table[:, BICUBIC]):  # both only with interpolation: random
+        for bicubic in np.unique(table[:, BICUBIC]):  # both occur only with interpolation: random
             crop_resize(on_device, out, affine, bicubic=bool(bicubic))
 
     def _addresses(self, rows: np.ndarray) -> np.ndarray:
-        """Device addresses, int64 [n], for the decoded images of these rows of the geometry."""
+        """Allocate the decoded images of geometry rows; return device addresses, int64 [n]."""
         size = (rows[:, PITCH] * rows[:, HEIGHT]).astype(np.int64)
         size = -(-size // ALIGNMENT) * ALIGNMENT
         total = int(size.sum())
         if total > len(self._decoded[0]):
             self._decoded[0] = self._decoded[0].new_empty(total + total // 4)
-            # Kernels may still use what was there before. It grows only a few times.
+            # Synchronize, because kernels may still use the old buffer. This happens a few times.
             torch.cuda.current_stream(self.device).synchronize()
         address: np.ndarray = self._decoded[0].data_ptr() + np.cumsum(size) - size
         return address

@@ -1,8 +1,8 @@
-"""Faster versions of four layers that cuDNN and torch.compile execute slowly on a GPU.
+"""Replace four layers that cuDNN and torch.compile execute slowly on a GPU with faster versions.
 
-conf/config.yaml names them; `model.rewrite=null` keeps the plain layers. Parameters, their names
-and the function stay the same; only rounding differs. Measurements (one H200, ResNet-50, batch 256)
-are in docs/benchmarks.md.
+conf/config.yaml enables them; `model.rewrite=null` keeps the plain layers. Parameters, their names
+and the function stay the same; only rounding differs. docs/benchmarks.md has benchmarks (one H200,
+ResNet-50, batch 256).
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from models.vit import AddNorm
 
-# The stem of a ResNet.
+# Options of a ResNet's stem.
 STEM = {
     "in_channels": 3,
     "kernel_size": (7, 7),
@@ -34,21 +34,21 @@ STEM_POOLING = {
     "ceil_mode": False,
 }
 BATCH_NORM = {"affine": True, "track_running_stats": True}
-# 2x2 blocks of an RGB image have 12 channels. Tensor cores need a multiple of 8; the rest is zero.
+# 2x2 blocks of an RGB image have 12 channels. Pad to a multiple of 8 for tensor cores.
 PADDED_CHANNELS = 16
 
 
 def rewrite(model: nn.Module, *, channels_last: bool) -> None:
-    """Make the layers that have a faster version here of its class, in place.
+    """Change the class of layers that have a faster version, in place.
 
-    `channels_last`: memory format of the model; the convnet layers are faster only with it.
+    `channels_last`: whether the model uses this memory format; the convnet layers require it.
     """
     for layer in model.modules():
         layer.__class__ = faster(layer, channels_last=channels_last)
 
 
 def faster(layer: nn.Module, *, channels_last: bool) -> type[nn.Module]:
-    """Return the faster subclass of a layer's class, or this class if there is none."""
+    """Return the faster subclass of a layer's class, or the class itself if there is none."""
     kind = type(layer)
     if kind is AddNorm:
         return OnePassAddNorm
@@ -65,7 +65,7 @@ def faster(layer: nn.Module, *, channels_last: bool) -> type[nn.Module]:
 
 
 def _is_like(layer: nn.Module, kind: type[nn.Module], options: Mapping[str, Any]) -> bool:
-    """Whether a layer is of a class, not a subclass, with these attributes."""
+    """Whether a layer is an instance of exactly this class, with these attributes."""
     if type(layer) is not kind:
         return False
     return all(getattr(layer, name) == value for name, value in options.items())
@@ -74,16 +74,16 @@ def _is_like(layer: nn.Module, kind: type[nn.Module], options: Mapping[str, Any]
 class BlockConv(nn.Conv2d):
     """The first convolution of a ResNet, computed on blocks of 2x2 pixels (space to depth).
 
-    The 7x7 kernel over 3 channels with stride 2 becomes 4x4 over 12 channels with stride 1, as in
-    MLPerf submissions for TPUs. For 3 channels, cuDNN pads to 8 channels and selects a kernel of
-    the previous GPU generation.
+    The 7x7 kernel over 3 channels with stride 2 becomes 4x4 over 12 channels with stride 1, a
+    method from MLPerf submissions for TPUs. With 3 channels, cuDNN pads to 8 channels and selects a
+    kernel of the previous GPU generation.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         """float [B, 3, S, S] -> [B, C, S / 2, S / 2]."""
         if input.shape[2] % 2 or input.shape[3] % 2:
             return super().forward(input)
-        # Zeros before the weights make them 8x8: output o depends on blocks o to o + 3.
+        # Pad the weights with leading zeros to 8x8, so that output o depends on blocks o to o + 3.
         weight = F.pixel_unshuffle(F.pad(self.weight, (1, 0, 1, 0)), 2)
         blocks = F.pixel_unshuffle(F.pad(input, (4, 2, 4, 2)), 2)
         more = (0, 0, 0, 0, 0, PADDED_CHANNELS - blocks.shape[1])
@@ -92,15 +92,15 @@ class BlockConv(nn.Conv2d):
 
 
 class OnePassBatchNorm(nn.BatchNorm2d):
-    """Batch normalisation that computes mean and variance from two sums in one pass.
+    """Batch normalization that computes mean and variance from two sums in one pass.
 
     torch.compile uses Welford's algorithm, which divides for every element and reaches half the
-    memory bandwidth. The sums here are float32, of values shifted by one of the inputs (Chan, Golub
-    and LeVeque 1983). That input lies within a few standard deviations of the mean, so the
-    cancellation error is far smaller than the rounding error of bf16 inputs.
+    memory bandwidth. This layer sums float32 values, shifted by one of the inputs (Chan, Golub and
+    LeVeque 1983). That input lies within a few standard deviations of the mean, so the cancellation
+    error is far smaller than the rounding error of bf16 inputs.
     """
 
-    # None of these is None in the layers that `faster` replaces.
+    # These are never None in the layers that `faster` replaces.
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
@@ -112,8 +112,8 @@ class OnePassBatchNorm(nn.BatchNorm2d):
             return super().forward(input)
         count = input.numel() // input.shape[1]
         whole = input.to(torch.promote_types(input.dtype, torch.float32))
-        # The running mean would not do: torch.compile recomputes `x` in the backward pass, after it
-        # has changed. A corner would depend on the zero padding of the convolution.
+        # Do not shift by the running mean, because torch.compile recomputes `x` in the backward
+        # pass, after the mean has changed. A corner would depend on the convolution's padding.
         middle_y = input.shape[2] // 2
         middle_x = input.shape[3] // 2
         near = whole[0, :, middle_y, middle_x].detach()
@@ -144,7 +144,7 @@ class PlacedMaxPool(nn.MaxPool2d):
 
 
 class _PlacedMaxPool(torch.autograd.Function):
-    """Saves the position of the maximum in each window, int8 in 0 to 8."""
+    """Max pooling that saves the position of each window's maximum, int8 from 0 to 8."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
@@ -170,12 +170,12 @@ class _PlacedMaxPool(torch.autograd.Function):
 class OnePassAddNorm(AddNorm):
     """Residual addition and layer norm with a backward pass in one kernel.
 
-    torch.compile uses several kernels for the gradients of the inputs and of the parameters. They
-    took 4.9 of the 30 ms of a step of ViT-S/16 on an H200; this one takes 2.0.
+    torch.compile uses several kernels for the gradients of the inputs and the parameters. They took
+    4.9 ms of ViT-S/16's 30 ms step on an H200; this kernel takes 2.0 ms.
     """
 
     def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """float32 and bf16 [B, N, width] -> the sum, float32, and its norm, bf16."""
+        """float32 and bf16 [B, N, width] -> the float32 sum and its bf16 norm."""
         if not (stream.is_cuda and stream.dtype == torch.float32 and branch.dtype != stream.dtype):
             return super().forward(stream, branch)
         total, normed = _AddNorm.apply(stream, branch, self.weight, self.bias, self.eps)
@@ -183,7 +183,7 @@ class OnePassAddNorm(AddNorm):
 
 
 class _AddNorm(torch.autograd.Function):
-    """Saves the sum, and the mean and the inverse standard deviation of each row."""
+    """Addition and norm that save the sum, and each row's mean and inverse standard deviation."""
 
     @staticmethod
     def forward(
@@ -192,7 +192,7 @@ class _AddNorm(torch.autograd.Function):
         total = stream + branch
         normed, mean, inverse = torch.native_layer_norm(total, weight.shape, weight, bias, eps)
         ctx.save_for_backward(total, mean, inverse, weight)
-        # Autocast would convert it to this dtype for the next matrix product anyway.
+        # Autocast would convert the norm to this dtype for the next matrix product.
         return total, normed.to(branch.dtype)
 
     @staticmethod

@@ -1,27 +1,27 @@
-"""The backward passes of two layers in one kernel each; imported on a GPU, with Triton."""
+"""Backward passes of two layers in one kernel each. Requires a GPU and Triton."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 2048  # at most: each adds up the parameters' gradients over its rows
-WARPS = 1  # a warp holds a whole row, so its sums need no shared memory
-BLOCK = 1024  # lanes of a program of the pooling
+PROGRAMS = 2048  # maximum; each program sums the parameters' gradients over its rows
+WARPS = 1  # one warp processes a whole row, so its sums need no shared memory
+BLOCK = 1024  # lanes per program of the pooling kernel
 
 
 def norm_gradients(
-    grad_total: Tensor,  # float32 [..., width], of the sum from its other uses
-    grad_normed: Tensor,  # bf16 [..., width], of the norm
+    grad_total: Tensor,  # float32 [..., width], gradient of the sum from its other uses
+    grad_normed: Tensor,  # bf16 [..., width], gradient of the norm
     total: Tensor,  # float32 [..., width], the sum
-    mean: Tensor,  # float32 [..., 1], of each row of the sum
+    mean: Tensor,  # float32 [..., 1], mean of each row of the sum
     inverse: Tensor,  # float32 [..., 1], 1 / standard deviation of each row
-    weight: Tensor,  # float32 [width], of the norm
+    weight: Tensor,  # float32 [width], the norm's weight
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of `total = stream + branch; normed = layer_norm(total)`.
 
-    Every tensor is read and written once. Sums are float32, in a fixed order. Returns gradients of
-    stream (float32), branch (dtype of `grad_normed`), weight and bias (float32).
+    Reads or writes every tensor once, and sums in float32 in a fixed order. Returns the gradients
+    of stream (float32), branch (dtype of `grad_normed`), weight and bias (float32).
     """
     shape, width = total.shape, total.shape[-1]
     grad_total = grad_total.contiguous().view(-1, width)
@@ -81,9 +81,9 @@ def _norm_gradients(  # type: ignore[no-untyped-def]
         x = tl.load(total + place, here, 0.0)
         grad = tl.load(grad_normed + place, here, 0.0).to(tl.float32)
         passed = tl.load(grad_total + place, here, 0.0)
-        centre = tl.load(mean + row, row < count, 0.0)
+        center = tl.load(mean + row, row < count, 0.0)
         spread = tl.load(inverse + row, row < count, 0.0)
-        normal = tl.where(here, (x - centre) * spread, 0.0)
+        normal = tl.where(here, (x - center) * spread, 0.0)
         weight_sum += grad * normal
         bias_sum += grad
         grad *= scale
@@ -98,7 +98,7 @@ def _norm_gradients(  # type: ignore[no-untyped-def]
 
 
 def place_gradients(grad: Tensor, place: Tensor) -> Tensor:
-    """Add the gradient of each window of 3x3 pixels, at a stride of 2, to the pixel of its maximum.
+    """Add each gradient of 3x3 max pooling with stride 2 to the pixel of the window's maximum.
 
     `grad`: float [B, C, H, W]. `place`: int8 [B, C, H, W], 3 * row + column of the maximum in its
     window, which starts at 2 * index - 1. Returns float [B, C, 2H, 2W], channels_last.
@@ -127,8 +127,8 @@ def _place_gradients(  # type: ignore[no-untyped-def]
     width: tl.constexpr,
     block: tl.constexpr,
 ):
-    # Each lane computes 2x2 pixels of one channel. They lie in the window with the same index and
-    # in the windows to the right, below, and to the right below.
+    # Each lane computes 2x2 pixels of one channel. They belong to the window with the same index
+    # and to its neighbors on the right, below, and diagonally below on the right.
     i = tl.program_id(0) * block + tl.arange(0, block)
     channel = i % channels
     x = i // channels % width
@@ -156,11 +156,11 @@ def _place_gradients(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_window(grad, place, inside):  # type: ignore[no-untyped-def]
-    """Load the gradient of each window, float32, and the place of its maximum."""
+    """Load each window's gradient, float32, and the position of its maximum."""
     return tl.load(grad, inside, 0).to(tl.float32), tl.load(place, inside, -1)
 
 
 @triton.jit
 def _gradient(grad, place, pixel):  # type: ignore[no-untyped-def]
-    """Return the gradient of a pixel of the window: 0 if it is not the maximum."""
+    """Return the gradient for a pixel in the window, which is 0 unless it is the maximum."""
     return tl.where(place == pixel, grad, 0.0)

@@ -1,7 +1,7 @@
-"""What a classifier gets wrong: a table of its classes, and pictures for TensorBoard.
+"""Show a classifier's errors in tables of its classes and in pictures for TensorBoard.
 
-By default, conf/config.yaml names it: log.observers=[extras.pictures:Pictures]. The best validation
-so far writes the folder `evaluation` of the run, and scripts/evaluate.py one with the same files.
+conf/config.yaml enables it by default: log.observers=[extras.pictures:Pictures]. Each new best
+validation writes the run's folder `evaluation`; scripts/evaluate.py writes the same files.
 """
 
 import csv
@@ -23,12 +23,12 @@ from pipeline.data.dataset import Dataset
 from pipeline.data.field import IMAGE
 from pipeline.feed.batch import Batch
 
-COLUMNS = {"label", "prediction", "loss", "confidence", "top1"}  # of a classifier
-WORST_DRAWN, WORST_LISTED = 16, 100  # images with the largest loss; of many, 2 % are listed
+COLUMNS = {"label", "prediction", "loss", "confidence", "top1"}  # a classifier's row columns
+WORST_DRAWN, WORST_LISTED = 16, 100  # images with the largest loss; at least 2 % are listed
 
 
 class Pictures(Observer):
-    """Draws the first batch and each validation for TensorBoard; writes files about the best."""
+    """Draw the first batch and each validation for TensorBoard; write files about the best one."""
 
     def begin_step(self, batch: Batch) -> None:
         if batch.step == 0:
@@ -57,18 +57,18 @@ class Pictures(Observer):
 
 
 class Predictions:
-    """The rows of a validation of a classifier: one for every image of a split, in its order."""
+    """A classifier's validation rows, one for every image of a split in the split's order."""
 
     def __init__(self, rows: Rows, classes: Sequence[str], dataset: Dataset) -> None:
         self.size = len(classes)
-        self.classes = [*classes, ""]  # the last one is that of the prediction -1
+        self.classes = [*classes, ""]  # the prediction -1 selects the last entry
         self.names = [*map(readable, classes), ""]
         self.dataset = dataset
         # int64 [N]; the prediction is -1 if a logit is NaN
         self.labels = rows["label"].numpy()
         self.predictions = rows["prediction"].numpy()
         self.valid = self.predictions >= 0
-        # float64 [N], from engine.classifier.classifier_values; top5 of at least six classes
+        # float64 [N], from engine.classifier.classifier_values; top5 needs at least six classes
         names = [name for name in ("top1", "top5", "loss") if name in rows]
         self.values = {name: rows[name].numpy().astype(np.float64) for name in names}
         self.losses = self.values["loss"]
@@ -97,7 +97,7 @@ class Predictions:
 
     @cached_property
     def confusions(self) -> list[tuple[int, int, int]]:
-        """(label, prediction, images) of every pair, the most frequent first."""
+        """(label, prediction, images) for every pair, the most frequent first."""
         both = np.stack([self.labels, self.predictions])[:, self.valid]
         pairs, images = np.unique(both, axis=1, return_counts=True)
         order = np.argsort(-images, kind="stable")
@@ -106,7 +106,7 @@ class Predictions:
 
     @cached_property
     def per_class(self) -> list[dict[str, Any]]:
-        """The rows of per_class.csv: percent, but for the loss; None without images or guesses."""
+        """Rows of per_class.csv, in percent except the loss; None without images or predictions."""
         size = self.size
         images = np.bincount(self.labels, minlength=size)
         guesses = np.bincount(self.predictions[self.valid], minlength=size)
@@ -121,14 +121,14 @@ class Predictions:
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def worst(self, count: int) -> list[int]:
-        """Return the positions of the images with the largest loss, in descending order."""
+        """Return the indices of the images with the largest loss, in descending order."""
         losses = np.nan_to_num(self.losses, nan=np.inf)
         order: list[int] = np.argsort(-losses, kind="stable").tolist()
         return order[:count]
 
     @cached_property
     def worst_images(self) -> Image.Image:
-        """The images with the largest loss."""
+        """A sheet of the images with the largest loss."""
         images: list[np.ndarray] = []
         captions: list[str] = []
         for i in self.worst(WORST_DRAWN):
@@ -140,7 +140,7 @@ class Predictions:
         return sheet(images, captions)
 
     def draw(self) -> dict[str, Image.Image]:
-        """Draw the worst images: TensorBoard's tag -> picture."""
+        """Draw the worst images; return TensorBoard tag -> picture."""
         return {"val/worst": self.worst_images}
 
 
@@ -151,7 +151,7 @@ def _ratios(parts: np.ndarray, wholes: np.ndarray) -> list[float | None]:
 
 def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     text = io.StringIO()
-    names = rows[0].keys() if rows else []  # none, such as confusions if all outputs are NaN
+    names = rows[0].keys() if rows else []  # confusions are empty if all outputs are NaN
     table = csv.DictWriter(text, names, lineterminator="\n")
     table.writeheader()
     table.writerows(rows)

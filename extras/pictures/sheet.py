@@ -1,4 +1,4 @@
-"""A sheet of images with captions, drawn with Pillow, and that of the first batch."""
+"""Draw a sheet of images with captions using Pillow, including one of the first batch."""
 
 import math
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from pipeline.data.class_names import readable
 from pipeline.data.field import IMAGE, Field
 from pipeline.feed.batch import Batch, ImageFormat
 
-SIDE = 192  # side of an image in pixels
-WIDTH = SIDE + 8  # from one image to the next
-HEIGHT = SIDE + 62  # an image with its caption
+IMAGE_SIZE = 192  # pixels
+WIDTH = IMAGE_SIZE + 8  # from one image to the next
+HEIGHT = IMAGE_SIZE + 62  # an image with its caption
 MARGIN = 8
 COLUMNS = 4
-SHOWN_IMAGES = 16  # images of the first batch that are drawn
+SHOWN_IMAGES = 16  # images drawn from the first batch
 
 
 def rgb(pixels: np.ndarray) -> np.ndarray:
-    """Return an image of a dataset, [..., H, W, C] of any dtype, as uint8 [H, W, 3].
+    """Convert a dataset's image, [..., H, W, C] of any dtype, to uint8 [H, W, 3].
 
-    Uses the first of several frames; shows the first channel as grey if the image is not RGB.
+    Uses the first of several frames, and the first channel as gray if the image is not RGB.
     """
     frame = pixels.reshape(-1, *pixels.shape[-3:])[0]
     levels = frame * (255 / Field(pixels.dtype).highest)
@@ -31,26 +31,26 @@ def rgb(pixels: np.ndarray) -> np.ndarray:
 
 
 def sheet(images: Sequence[np.ndarray], captions: Sequence[str]) -> Image.Image:
-    """Draw images [..., S, S, C] (see `rgb`) in rows of four, each above up to three lines."""
+    """Draw images [..., S, S, C] (see `rgb`) in rows of four, with captions of up to 3 lines."""
     rows = math.ceil(len(images) / COLUMNS)
     size = (MARGIN + COLUMNS * WIDTH, MARGIN + rows * HEIGHT)
     drawn = Image.new("RGB", size, "white")
     font = ImageFont.load_default(14)
     for number, (pixels, caption) in enumerate(zip(images, captions, strict=True)):
-        tile = Image.new("RGB", (SIDE, HEIGHT), "white")  # clips a long caption
+        tile = Image.new("RGB", (IMAGE_SIZE, HEIGHT), "white")  # clips a long caption
         image = Image.fromarray(rgb(pixels))
-        # A box filter leaves the pixels of a small image visible.
-        tile.paste(image.resize((SIDE, SIDE), Image.Resampling.BOX))
+        # Use a box filter, which keeps a small image's pixels visible.
+        tile.paste(image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BOX))
         text = caption.encode(errors="replace").decode()  # a folder name may not be UTF-8
         draw = ImageDraw.Draw(tile)
-        draw.multiline_text((0, SIDE + 3), text, "black", font, spacing=3)
+        draw.multiline_text((0, IMAGE_SIZE + 3), text, "black", font, spacing=3)
         row, column = divmod(number, COLUMNS)
         drawn.paste(tile, (MARGIN + column * WIDTH, MARGIN + row * HEIGHT))
     return drawn
 
 
 def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dict[str, Image.Image]:
-    """Draw the first images of a batch, without normalisation; waits for the device."""
+    """Draw the first images of a batch without normalization. Synchronizes the device."""
     images = batch[IMAGE][:SHOWN_IMAGES].float()
     levels = (images - format.shift) / format.scale
     pixels = (levels / format.highest).movedim(-3, -1).cpu().numpy()
@@ -63,7 +63,7 @@ def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dic
 
 
 def _text(name: str, value: float, classes: Sequence[str]) -> str:
-    """Return a field that is one number: the name of its class, or the number."""
+    """Format a scalar field as its class name if it is a label, or as a number."""
     if name == "label" and isinstance(value, int):
         return readable(classes[value])
     return f"{name} {value:.4g}"

@@ -2,9 +2,9 @@
 
     augment.train=[..., {extras.rand_augment:RandAugment: {operations: timm, magnitude: 21}}]
 
-In a worker, Pillow applies the operations. If one of the first two ends augment.train and the
-training runs on a GPU, workers only draw the operations, and on_gpu.py applies those of a batch,
-with the same pixels.
+Workers apply the operations with Pillow. If augment.train ends with RandAugment or TrivialAugment
+and training runs on a GPU, workers only sample the operations, and on_gpu.py applies them to a
+batch with identical pixels.
 """
 
 import math
@@ -22,10 +22,10 @@ from pipeline.data.decode import INTERPOLATIONS
 
 
 class Operation(NamedTuple):
-    """A name of MATRICES or NAMES, or identity, and its number.
+    """A name from MATRICES or NAMES, or identity, and its parameter.
 
-    `interpolation` of Image.Resampling and `fill` (red + 256 green + 65,536 blue, for pixels from
-    outside) are for the operations that move pixels.
+    Operations that move pixels use `interpolation`, a value of Image.Resampling, and `fill`, the
+    color of pixels from outside the image: red + 256 green + 65,536 blue.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Operation(NamedTuple):
     fill: int = 0
 
 
-STRENGTHS = 30  # steps from the weakest to the strongest: torchvision's 31 bins, counted from 0
+STRENGTHS = 30  # steps from the weakest to the strongest; torchvision has 31 bins, from 0 to 30
 LEVEL = integer_interval(0, 255)
 
 
 def _rotation(degrees: float, size: tuple[int, int]) -> tuple[float, ...]:
-    """Compute the matrix of Image.rotate, about the centre."""
+    """Compute Image.rotate's matrix for a rotation about the center."""
     x, y = size[0] / 2, size[1] / 2
     angle = -math.radians(degrees % 360)
     cos = round(math.cos(angle), 15)
@@ -49,8 +49,8 @@ def _rotation(degrees: float, size: tuple[int, int]) -> tuple[float, ...]:
     return cos, sin, from_x, -sin, cos, from_y
 
 
-# Operations that move pixels: name -> affine matrix (a, b, c, d, e, f) of (number, (width,
-# height)): the point (x, y) of the result is the point (a x + b y + c, d x + e y + f) of the image.
+# Operations that move pixels: name -> function of (number, (width, height)) that returns an affine
+# matrix (a, b, c, d, e, f): the result's (x, y) is the image's (a x + b y + c, d x + e y + f).
 MATRICES: dict[str, Callable[[float, tuple[int, int]], tuple[float, ...]]] = {
     "shear_x": lambda v, size: (1, v, 0, 0, 1, 0),
     "shear_y": lambda v, size: (1, 0, 0, v, 1, 0),
@@ -58,16 +58,16 @@ MATRICES: dict[str, Callable[[float, tuple[int, int]], tuple[float, ...]]] = {
     "translate_y": lambda v, size: (1, 0, 0, 0, 1, -v),
     "rotate": _rotation,
 }
-# Operations that blend the image with another one made of it; the number is the image's weight.
+# Operations that blend the image with a degenerate version; the number is the image's weight.
 BLENDED = ("brightness", "color", "contrast", "sharpness")
-# Operations on the levels of a channel: name -> level of (level, number).
+# Operations on a channel's levels: name -> function of (level, number) that returns the new level.
 LEVELS: dict[str, Callable[[int, int], int]] = {
     "posterize": lambda level, mask: level & mask,
     "solarize": lambda level, first: level if level < first else 255 - level,
     "invert": lambda level, _: 255 - level,
     "solarize_add": lambda level, add: min(level + add, 255) if level < 128 else level,
 }
-# All that keep the pixels in their places, in the order in which the kernels number them.
+# All operations that do not move pixels, in the order in which the kernels number them.
 NAMES = (*BLENDED, *LEVELS, "autocontrast", "equalize")
 _COMMON = (*MATRICES, *BLENDED, "posterize", "solarize", "autocontrast", "equalize")
 LISTS = dict.fromkeys(("torchvision", "wide"), ("identity", *_COMMON))
@@ -75,12 +75,12 @@ LISTS["timm"] = (*_COMMON, "invert", "solarize_add")
 
 
 class Strongest(NamedTuple):
-    """The numbers of operations of the greatest strength."""
+    """Parameters of operations at the maximum strength."""
 
     shear: float
     degrees: float
-    blend: float  # 0.9: from 0.1 to 1.9 times the image
-    bits: int  # that posterize drops
+    blend: float  # 0.9 weights the image from 0.1 to 1.9
+    bits: int  # number of bits that posterize drops
 
 
 STRONGEST = dict.fromkeys(LISTS, Strongest(shear=0.3, degrees=30, blend=0.9, bits=4))
@@ -88,7 +88,7 @@ STRONGEST["wide"] = Strongest(shear=0.99, degrees=135, blend=0.99, bits=6)
 
 
 def apply(image: Image.Image, operation: Operation) -> Image.Image:
-    """Apply an operation to an RGB image. The kernels make the same pixels."""
+    """Apply an operation to an RGB image. The kernels compute identical pixels."""
     name, value, interpolation, fill = operation
     if name == "identity":
         return image
@@ -105,7 +105,7 @@ def apply(image: Image.Image, operation: Operation) -> Image.Image:
 
 
 def number_of(name: str, strength: float, size: tuple[int, int], operations: str) -> float:
-    """Convert a strength in [-1, 1] to an operation's number, on an image of (width, height)."""
+    """Convert a strength in [-1, 1] to an operation's number for an image of (width, height)."""
     strongest = STRONGEST[operations]
     if name in ("shear_x", "shear_y"):
         return strength * strongest.shear
@@ -127,9 +127,9 @@ def number_of(name: str, strength: float, size: tuple[int, int], operations: str
 
 
 def _translation(strength: float, side: int, operations: str) -> float:
-    """Return the pixels to move by."""
+    """Return the translation in pixels."""
     if operations == "timm":
-        return round(strength * 0.45 * side, 6)  # Pillow accumulates a last bit
+        return round(strength * 0.45 * side, 6)  # Pillow accumulates the error of the last bit
     if operations == "wide":
         return int(strength * 32)
     return int(strength * (150 / 331 * side))
@@ -137,7 +137,7 @@ def _translation(strength: float, side: int, operations: str) -> float:
 
 def _posterize_mask(strength: float, operations: str) -> int:
     """Return the mask of the bits to keep."""
-    if operations == "timm":  # not 0, as timm's for the strongest: Pillow refuses it
+    if operations == "timm":  # keep 1 bit; timm's strongest keeps 0, which Pillow rejects
         dropped_bits = 8 - max(4 - int(4 * strength), 1)
     else:
         dropped_bits = round(STRONGEST[operations].bits * strength)
@@ -148,32 +148,32 @@ def _solarize_level(strength: float, operations: str) -> int:
     """Return the lowest level to invert."""
     if operations == "timm":
         return 256 - int(256 * strength)
-    return math.ceil(round(255 * (1 - strength), 6))  # a product may lose a last bit
+    return math.ceil(round(255 * (1 - strength), 6))  # the product may be wrong in the last bit
 
 
 @dataclass(kw_only=True)
 class RandAugment:
-    """Apply random operations of a fixed strength (arXiv 1909.13719).
+    """Apply random operations with a fixed strength (arXiv 1909.13719).
 
-    timm's magnitudes go from 0 to 10, not to STRENGTHS: its rand-m7-mstd0.5-inc1 is {operations:
-    timm, magnitude: 21, magnitude_std: 1.5, p: 0.5, interpolation: random}, and the mean colour of
-    the dataset as `fill`.
+    timm's magnitudes go from 0 to 10 instead of STRENGTHS. Its rand-m7-mstd0.5-inc1 is {operations:
+    timm, magnitude: 21, magnitude_std: 1.5, p: 0.5, interpolation: random}, with the dataset's mean
+    color as `fill`.
     """
 
     count: int = parameter(integer_interval(1, 100), 2)  # operations per image
-    # strength; null draws that of each operation, all with the same probability
+    # Strength; null samples it uniformly for each operation
     magnitude: float | None = parameter(interval(0, STRENGTHS) | NULL, 9)
-    # standard deviation of the strength of each operation, which is drawn from a normal
-    # distribution, rounded and clipped to [0, STRENGTHS]
+    # Standard deviation of each operation's strength, which is sampled from a normal distribution,
+    # rounded and clipped to [0, STRENGTHS]
     magnitude_std: float = parameter(interval(0, STRENGTHS), 0)
     p: float = parameter(UNIT_INTERVAL, 1)  # probability of each operation
-    # Their list and their strengths: those of torchvision's RandAugment, the wide ones of its
-    # TrivialAugmentWide, or those of timm that increase with the magnitude.
+    # List of operations and their strengths: torchvision's RandAugment, its TrivialAugmentWide
+    # (wide), or timm's with strengths that increase with the magnitude
     operations: str = parameter(choice(*LISTS), "torchvision")
-    # of shear, translation and rotation: torchvision's default is nearest; random draws bilinear or
-    # bicubic for each operation, as timm
+    # For shear, translation and rotation; torchvision's default is nearest. random chooses bilinear
+    # or bicubic for each operation, like timm
     interpolation: str = parameter(choice("nearest", *INTERPOLATIONS, "random"), "nearest")
-    # level, or [red, green, blue], of the pixels from outside the image
+    # Level, or [red, green, blue], of pixels from outside the image
     fill: int | Sequence[int] = parameter(LEVEL | list_of(LEVEL, 3, 3), 0)
 
     def __call__(self, image: np.ndarray, rng: random.Random) -> np.ndarray:
@@ -183,7 +183,7 @@ class RandAugment:
         return np.asarray(rgb)
 
     def sample(self, size: tuple[int, int], rng: random.Random) -> list[Operation]:
-        """Sample the operations of an image of this (width, height)."""
+        """Sample the operations for an image of (width, height)."""
         return [self._sample_one(size, rng) for _ in range(self.count)]
 
     def _sample_one(self, size: tuple[int, int], rng: random.Random) -> Operation:
@@ -201,7 +201,7 @@ class RandAugment:
         if isinstance(levels, int):
             levels = (levels, levels, levels)
         red, green, blue = levels
-        fill = red + 256 * green + 256**2 * blue  # a colour as Pillow's whole number
+        fill = red + 256 * green + 256**2 * blue  # Pillow's integer format of a color
         return Operation(name, value, resampling, fill)
 
     def _strength(self, rng: random.Random) -> float:
@@ -215,7 +215,7 @@ class RandAugment:
 
 @dataclass(kw_only=True)
 class TrivialAugment(RandAugment):
-    """Apply one operation of a random strength, as torchvision's TrivialAugmentWide.
+    """Apply one operation with a random strength, like torchvision's TrivialAugmentWide.
 
     Source: arXiv 2103.10158.
     """
@@ -227,9 +227,9 @@ class TrivialAugment(RandAugment):
 
 
 class ThreeAugment:
-    """Make the image grey, solarised or blurred, then jitter its colours: DeiT III's 3-Augment.
+    """Convert the image to gray, solarize or blur it, then jitter its colors: DeiT III's 3-Augment.
 
-    Source: arXiv 2204.07118, with a jitter of 0.3. The blur takes most of the time.
+    Source: arXiv 2204.07118, with a jitter of 0.3. Blurring takes most of the time.
     """
 
     def __call__(self, image: np.ndarray, rng: random.Random) -> np.ndarray:
@@ -243,7 +243,7 @@ class ThreeAugment:
 
 
 def rgb_image(pixels: np.ndarray) -> Image.Image:
-    """Return the pixels as Pillow's image; ValueError if they are not uint8 [H, W, 3]."""
+    """Convert pixels to a Pillow image. Raises ValueError unless they are uint8 [H, W, 3]."""
     if pixels.dtype != np.uint8 or pixels.shape[2:] != (3,):
-        raise ValueError("RandAugment, TrivialAugment, ThreeAugment: need uint8 RGB images")
+        raise ValueError("RandAugment, TrivialAugment, ThreeAugment: expected uint8 RGB images")
     return Image.fromarray(pixels)

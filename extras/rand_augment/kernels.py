@@ -1,8 +1,8 @@
-"""The kernels of RandAugment: two for a round of operations; imported on a GPU, with Triton.
+"""RandAugment's kernels, two for each round of operations. Requires a GPU and Triton.
 
-An operation of one level, of one channel, is a table of 256 levels. The first kernel makes the
-tables, from statistics of the image if needed; the second one makes the pixels. The formulas are
-those of Pillow's ImageOps, ImageEnhance, Image.rotate, Blend.c, Filter.c and Geometry.c.
+An operation that maps levels of one channel is a table of 256 levels. The first kernel computes
+the tables, from image statistics if needed; the second one computes the pixels. The formulas are
+from Pillow's ImageOps, ImageEnhance, Image.rotate, Blend.c, Filter.c and Geometry.c.
 """
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 from extras.rand_augment import BLENDED, LEVELS, NAMES
 
 COUNTED = 4096  # pixels that a program counts at once
-BLOCK = 512  # pixels that a program makes
-# The first number of a row. All operations have tables, but those that move pixels and two others.
-# The same as `on_gpu.MOVED`, which imports this file: three for all that move pixels.
+BLOCK = 512  # pixels that a program computes
+# Values of a row's first number. All operations have tables, except two and those that move pixels.
+# The latter have one number per interpolation, `on_gpu.MOVED` + it; on_gpu imports this file.
 NEAREST = tl.constexpr(len(NAMES) + Resampling.NEAREST)
 BILINEAR = tl.constexpr(len(NAMES) + Resampling.BILINEAR)
 BICUBIC = tl.constexpr(len(NAMES) + Resampling.BICUBIC)
@@ -28,25 +28,25 @@ AUTOCONTRAST = tl.constexpr(NAMES.index("autocontrast"))
 def apply_rounds(
     pixels: Tensor, rows: Tensor, out: Tensor, affine: Tensor, *, interpolated: bool
 ) -> None:
-    """Launch the kernels on the current stream. The last round normalises what it writes.
+    """Launch the kernels on the current stream. The last round normalizes its output.
 
     Args:
         pixels: uint8 [B, 3, S, S] on the device, channels_last; overwritten.
-        rows: float64 [count, B, COLUMNS] on the device, of `on_gpu.kernel_row`.
-        out: float [B, 3, S, S], channels_last or contiguous; or uint8, which gets the levels.
+        rows: float64 [count, B, COLUMNS] on the device, from `on_gpu.kernel_row`.
+        out: float [B, 3, S, S], channels_last or contiguous; or uint8, which receives the levels.
         affine: float32 [2, 3] on the device; a level x becomes affine[0] * x + affine[1].
-        interpolated: whether pixels are interpolated. That code needs many registers, with which
-            the GPU runs fewer programs at once: 0.33 ms instead of 0.27 ms for 256 images.
+        interpolated: whether pixels are interpolated. That code needs many registers, so the GPU
+            runs fewer programs at once: 0.33 ms instead of 0.27 ms for 256 images.
     """
     batch, channels, size, _ = pixels.shape
     columns = rows.shape[2]
-    # Each round reads one buffer and writes the other. The caching allocator gives the same memory
-    # to every batch, because all of them use the same stream.
+    # Each round reads one buffer and writes the other. The caching allocator reuses the same memory
+    # for every batch, because all batches use the same stream.
     other = torch.empty_like(pixels)
     tables = torch.empty(batch, 3, 256, dtype=torch.uint8, device=pixels.device)
     numbers = channels, columns, size, BLOCK, interpolated
-    # Without fused multiply-add, products and sums round as in Pillow's C code, and the pixels are
-    # normalised to the same bits as on a CPU.
+    # Without fused multiply-add, products and sums round the same as in Pillow's C code, and
+    # normalized pixels are bitwise identical to the CPU's.
     for turn, row in enumerate(rows):
         _make_tables[(3 * batch,)](
             pixels, tables, row, columns, size, COUNTED, num_warps=8, enable_fp_fusion=False
@@ -63,7 +63,7 @@ def apply_rounds(
 def _make_tables(  # type: ignore[no-untyped-def]
     pixels, tables, rows, columns: tl.constexpr, size: tl.constexpr, block: tl.constexpr
 ):
-    """Make the table of one channel of one image."""
+    """Compute the table for one channel of one image."""
     image = tl.program_id(0) // 3
     channel = tl.program_id(0) % 3
     operation = tl.load(rows + image * columns).to(tl.int32)
@@ -82,7 +82,7 @@ def _make_tables(  # type: ignore[no-untyped-def]
         elif operation == BRIGHTNESS:
             table = _blended(level, tl.zeros_like(level), number)
         elif operation == CONTRAST:
-            mean = _mean_grey(source, area, block)
+            mean = _mean_gray(source, area, block)
             table = _blended(level, tl.zeros_like(level) + mean, number)
         else:
             count = _histogram(source + channel, area, block)
@@ -96,21 +96,21 @@ def _make_tables(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mean_grey(source, area: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute the mean grey level of an image, rounded."""
+def _mean_gray(source, area: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Compute the rounded mean gray level of an image."""
     lane = tl.arange(0, block)
     sums = tl.zeros([block], tl.int32)
     for first in range(0, area, block):
         place = first + lane
         red, green, blue = _load_pixels(source + place * 3, place < area)
-        sums += _grey(red, green, blue)  # 0 outside
+        sums += _gray(red, green, blue)  # 0 outside
     total = tl.sum(sums.to(tl.int64), 0)
     return ((total + area // 2) // area).to(tl.int32)
 
 
 @triton.jit
 def _histogram(source, area: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Count the pixels of each level of a channel: int32 [256]."""
+    """Count the pixels per level of a channel: int32 [256]."""
     lane = tl.arange(0, block)
     counts = tl.zeros([256], tl.int32)
     for first in range(0, area, block):
@@ -123,7 +123,7 @@ def _histogram(source, area: tl.constexpr, block: tl.constexpr):  # type: ignore
 
 @triton.jit
 def _stretched(level, low, high):  # type: ignore[no-untyped-def]
-    """Make the table of autocontrast from the extreme levels of the channel."""
+    """Compute autocontrast's table from the channel's extreme levels."""
     scale = 255.0 / tl.maximum(high - low, 1).to(tl.float64)
     table = level.to(tl.float64) * scale - low.to(tl.float64) * scale
     table = tl.minimum(tl.maximum(table.to(tl.int32), 0), 255)
@@ -132,8 +132,8 @@ def _stretched(level, low, high):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _equalized(level, count, high, area: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Make the table of equalize from the histogram and the highest level of the channel."""
-    highest = tl.sum(tl.where(level == high, count, 0), 0)  # pixels of the highest level
+    """Compute equalize's table from the channel's histogram and highest level."""
+    highest = tl.sum(tl.where(level == high, count, 0), 0)  # pixels with the highest level
     step = (area - highest) // 255
     below = tl.cumsum(count, 0) - count
     table = tl.minimum((step // 2 + below) // tl.maximum(step, 1), 255)
@@ -155,7 +155,7 @@ def _make_pixels(  # type: ignore[no-untyped-def]
     block: tl.constexpr,
     interpolated: tl.constexpr,
 ):
-    """Make `block` pixels of one image."""
+    """Compute `block` pixels of one image."""
     area: tl.constexpr = size * size
     blocks: tl.constexpr = (area + block - 1) // block
     image = tl.program_id(0) // blocks
@@ -171,8 +171,8 @@ def _make_pixels(  # type: ignore[no-untyped-def]
         x = place % size
         y = place // size
         inner = inside & (x > 0) & (x < size - 1) & (y > 0) & (y < size - 1)
-        # The compiler does not unroll this loop. Otherwise it takes twice the registers, and the
-        # GPU runs half as many programs at once.
+        # The compiler does not unroll this loop. Unrolled, it would need twice the registers, and
+        # the GPU would run half as many programs at once.
         for channel in range(channels):
             level = _sharpened(source + place * 3 + channel, inside, inner, number, size)
             _store(target + channel * stride_c, inside, level, affine + channel)
@@ -182,7 +182,7 @@ def _make_pixels(  # type: ignore[no-untyped-def]
         else:
             red, green, blue = _load_pixels(source + place * 3, inside)
             if operation == COLOR:
-                red, green, blue = _coloured(red, green, blue, number)
+                red, green, blue = _colored(red, green, blue, number)
             else:
                 table = tables + image * 768
                 red = tl.load(table + red).to(tl.int32)
@@ -203,7 +203,7 @@ def _make_pixels(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store(target, mask, level, affine):  # type: ignore[no-untyped-def]
-    """Store levels of a channel, int32; normalised, unless the target has bytes."""
+    """Store int32 levels of a channel; normalize them unless the target is uint8."""
     if target.dtype.element_ty == tl.uint8:
         tl.store(target, level.to(tl.uint8), mask)
     else:
@@ -212,13 +212,13 @@ def _store(target, mask, level, affine):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_levels(address, mask):  # type: ignore[no-untyped-def]
-    """Load a level of each pixel, int32; 0 where the mask is false."""
+    """Load one int32 level per pixel; 0 where the mask is false."""
     return tl.load(address, mask, 0).to(tl.int32)
 
 
 @triton.jit
 def _load_pixels(address, mask):  # type: ignore[no-untyped-def]
-    """Load the three levels of each pixel, int32; 0 where the mask is false."""
+    """Load three int32 levels per pixel; 0 where the mask is false."""
     red = _load_levels(address, mask)
     green = _load_levels(address + 1, mask)
     blue = _load_levels(address + 2, mask)
@@ -226,15 +226,15 @@ def _load_pixels(address, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _coloured(red, green, blue, weight):  # type: ignore[no-untyped-def]
-    """Blend pixels with their grey levels."""
-    grey = _grey(red, green, blue)
-    return _blended(red, grey, weight), _blended(green, grey, weight), _blended(blue, grey, weight)
+def _colored(red, green, blue, weight):  # type: ignore[no-untyped-def]
+    """Blend pixels with their gray levels."""
+    gray = _gray(red, green, blue)
+    return _blended(red, gray, weight), _blended(green, gray, weight), _blended(blue, gray, weight)
 
 
 @triton.jit
 def _nearest_pixels(source, matrix, place, inside, size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copy the nearest pixels; the matrix is followed by the fill."""
+    """Copy the nearest pixels; the fill color follows the matrix."""
     x = _copied(matrix, place, size)
     y = _copied(matrix + 3, place, size)
     good = inside & _is_inside(x, y, size)
@@ -253,7 +253,7 @@ def _is_inside(x, y, size: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _interpolated(source, x, y, good, operation, size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute the levels of a channel at points of the image, int32."""
+    """Compute int32 levels of a channel at points of the image."""
     x -= 0.5
     y -= 0.5
     left = tl.floor(x)
@@ -271,7 +271,7 @@ def _interpolated(source, x, y, good, operation, size: tl.constexpr):  # type: i
 
 @triton.jit
 def _copied(matrix, place, size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute one coordinate of the pixel to copy, from 16.16 fixed point."""
+    """Compute one coordinate of the pixel to copy, in 16.16 fixed point."""
     across = tl.load(matrix).to(tl.int32)
     down = tl.load(matrix + 1).to(tl.int32)
     offset = tl.load(matrix + 2).to(tl.int32)
@@ -280,7 +280,7 @@ def _copied(matrix, place, size: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _moved(matrix, place, size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute one coordinate of the point that a pixel's centre is from, float64."""
+    """Compute one float64 coordinate of the source point of a pixel's center."""
     x = (place % size).to(tl.float64) + 0.5
     y = (place // size).to(tl.float64) + 0.5
     return tl.load(matrix) * x + tl.load(matrix + 1) * y + tl.load(matrix + 2)
@@ -288,7 +288,7 @@ def _moved(matrix, place, size: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _level(source, x, y, good, size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a level of a channel, float64; the border continues outside the image."""
+    """Load a channel's float64 level; border levels extend outside the image."""
     x = tl.minimum(tl.maximum(x, 0), size - 1)
     y = tl.minimum(tl.maximum(y, 0), size - 1)
     return tl.load(source + (y * size + x) * 3, good, 0).to(tl.float64)
@@ -296,7 +296,7 @@ def _level(source, x, y, good, size: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def _bilinear(source, x, y, across, down, good, size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute a level between the pixels (x, y) and (x + 1, y + 1), float64."""
+    """Interpolate a float64 level between the pixels (x, y) and (x + 1, y + 1)."""
     upper = _linear_row(source, x, y, across, good, size)
     lower = _linear_row(source, x, y + 1, across, good, size)
     return upper + (lower - upper) * down
@@ -311,7 +311,7 @@ def _linear_row(source, x, y, across, good, size: tl.constexpr):  # type: ignore
 
 @triton.jit
 def _bicubic(source, x, y, across, down, good, size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute a level from 4 x 4 pixels around (x, y) and (x + 1, y + 1), float64."""
+    """Interpolate a float64 level from 4 x 4 pixels around (x, y) and (x + 1, y + 1)."""
     return _cubic(
         _cubic_row(source, x, y - 1, across, good, size),
         _cubic_row(source, x, y, across, good, size),
@@ -334,7 +334,7 @@ def _cubic_row(source, x, y, across, good, size: tl.constexpr):  # type: ignore[
 
 @triton.jit
 def _cubic(before, first, second, after, weight):  # type: ignore[no-untyped-def]
-    """Compute the cubic of Geometry.c between two levels, in its order of operations."""
+    """Evaluate Geometry.c's cubic between two levels, in its order of operations."""
     square = 2 * (before - first) + second - after
     cube = -before + first - second + after
     return first + weight * (-before + second + weight * (square + weight * cube))
@@ -342,10 +342,10 @@ def _cubic(before, first, second, after, weight):  # type: ignore[no-untyped-def
 
 @triton.jit
 def _sharpened(address, inside, inner, weight, size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Blend the levels of a channel with those after ImageFilter.SMOOTH, which keeps the border.
+    """Blend a channel's levels with those after ImageFilter.SMOOTH, which keeps the border.
 
-    The weights are 1 and in the middle 5, divided by 13. A sum of them never lies in the middle
-    between two multiples of 13, so that whole numbers round as Pillow's floats.
+    The weights are 1, and 5 in the middle, divided by 13. Their sum is never halfway between two
+    multiples of 13, so integers round the same as Pillow's floats.
     """
     level = _load_levels(address, inside)
     total = 4 * level
@@ -357,19 +357,19 @@ def _sharpened(address, inside, inner, weight, size: tl.constexpr):  # type: ign
 
 
 @triton.jit
-def _grey(red, green, blue):  # type: ignore[no-untyped-def]
-    """Convert int32 levels to grey, as Pillow converts to L."""
+def _gray(red, green, blue):  # type: ignore[no-untyped-def]
+    """Convert int32 levels to gray with Pillow's formula for mode L."""
     return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
 
 
 @triton.jit
 def _blended(level, degenerate, weight):  # type: ignore[no-untyped-def]
-    """Blend int32 levels with a degenerate image; a weight above 1 extrapolates."""
+    """Blend int32 levels with a degenerate image; weights above 1 extrapolate."""
     blended = (level - degenerate).to(tl.float32) * weight + degenerate.to(tl.float32)
     return _clipped(blended)
 
 
 @triton.jit
 def _clipped(values):  # type: ignore[no-untyped-def]
-    """Cut values to levels, int32, without rounding."""
+    """Clip values to int32 levels without rounding."""
     return tl.minimum(tl.maximum(values, 0.0), 255.0).to(tl.int32)

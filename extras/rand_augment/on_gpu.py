@@ -1,8 +1,8 @@
-"""The operations of RandAugment and TrivialAugment on a GPU, with Pillow's pixels bit for bit.
+"""Apply RandAugment and TrivialAugment on a GPU, bitwise identical to Pillow.
 
-Data flow, step 5: after the copy to the device, before normalisation. Workers only draw the
-operations, as rows of numbers for the kernels in kernels.py. The host copies all rows of a batch at
-once, and does not wait for the device.
+Step 5 of the data flow, after the copy to the device and before normalization. Workers only sample
+the operations, as rows of numbers for the kernels in kernels.py. The host copies all rows of a
+batch at once without synchronizing.
 """
 
 import logging
@@ -28,34 +28,34 @@ from pipeline.feed.batch import DeviceSlot, channels_first
 
 logger = logging.getLogger(__name__)
 
-OPERATIONS = "operations"  # the field of the drawn operations
-# Numbers of a row: the kind of operation, and up to seven more. With 8, the rows of every round
-# start at a multiple of 16 bytes; otherwise Triton compiles the kernels twice.
+OPERATIONS = "operations"  # name of the field with the sampled operations
+# Numbers per row: the operation's kind and up to seven more. With 8, every round's rows start at a
+# multiple of 16 bytes; otherwise Triton would compile the kernels twice.
 COLUMNS = 8
-# Plus the interpolation of Image.Resampling, stands for all operations that move pixels by a
-# matrix, because the kernel is the same.
+# MOVED plus an interpolation of Image.Resampling is the kind of all operations that move pixels by
+# a matrix, because they use the same kernel.
 MOVED = len(NAMES)
 
 
 def on_gpu(dataset: Any, config: Config, device: torch.device) -> DeviceStage:
-    """Return a stage with the operations that end augment.train, or the dataset's present stage.
+    """Return a stage with the last transform's operations, or the dataset's current stage.
 
-    The dataset's transform loses these operations. See data.on_device.
+    The operations are removed from the dataset's transform. See data.on_device.
     """
-    present: DeviceStage = dataset.stage
-    if type(present) is not DeviceStage or not calls_stage(dataset):
-        return present
+    stage: DeviceStage = dataset.stage
+    if type(stage) is not DeviceStage or not calls_stage(dataset):
+        return stage
     transforms = dataset.transform.transforms
     if not transforms or type(transforms[-1]) not in (RandAugment, TrivialAugment):
-        return present
+        return stage
     if not has_kernels(device):
-        return present
+        return stage
     dataset.transform = Compose(transforms[:-1], dataset.transform.image_size)
-    return DrawnOperations(transforms[-1])
+    return SampledOperations(transforms[-1])
 
 
-class DrawnOperations(DeviceStage):
-    """Workers draw the operations, and the device applies them."""
+class SampledOperations(DeviceStage):
+    """Sample the operations in workers, and apply them on the device."""
 
     def __init__(self, operations: RandAugment) -> None:
         self.operations = operations
@@ -64,7 +64,7 @@ class DrawnOperations(DeviceStage):
     def draw(self, picture: Picture, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
         operations = self.operations.sample(picture.size, rng)
         rows = [kernel_row(operation, picture.size) for operation in operations]
-        picture = Picture(picture.source, picture.geometry, untracked=True)  # no mask can follow
+        picture = Picture(picture.source, picture.geometry, untracked=True)  # no masks can follow
         return picture, {OPERATIONS: rows}
 
     def on_device(self, fields: Mapping[str, Tensor], slot: DeviceSlot) -> dict[str, Tensor]:
@@ -78,36 +78,36 @@ class DrawnOperations(DeviceStage):
 
 
 def apply_operations(images: Tensor, operations: Tensor, out: Tensor, affine: Tensor) -> None:
-    """Apply the operations of a batch, one after another, and normalise.
+    """Apply each image's operations in sequence, and normalize.
 
-    The operations are float64 [B, count, COLUMNS] on the host, of `kernel_row`. For the others, see
-    `apply_rounds`; images that are channels_last are overwritten.
+    `operations`: float64 [B, count, COLUMNS] on the host, from `kernel_row`. `apply_rounds`
+    describes the other arguments; channels_last images are overwritten.
     """
     from extras.rand_augment.kernels import apply_rounds
 
     rounds = operations.transpose(0, 1).contiguous()
-    # From page-locked memory, the copy does not wait for the device.
-    there = rounds.pin_memory().to(images.device, non_blocking=True)
+    # Copy from pinned memory, which does not synchronize.
+    on_device = rounds.pin_memory().to(images.device, non_blocking=True)
     interpolated = bool((rounds[:, :, 0] > MOVED).any())
     pixels = images.contiguous(memory_format=torch.channels_last)
-    apply_rounds(pixels, there, out, affine, interpolated=interpolated)
+    apply_rounds(pixels, on_device, out, affine, interpolated=interpolated)
 
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether `apply_operations` works on this device. On a GPU, a warning says why it does not."""
+    """Whether `apply_operations` works on this device. Warns with the reason if a GPU fails."""
     if device.type != "cuda":
         return False
     try:
         pixel = torch.zeros(1, 3, 1, 1, device=device)
         affine = torch.zeros(2, 3, device=device)
-        nothing = torch.zeros(1, 1, COLUMNS, dtype=torch.float64)
-        apply_operations(pixel.byte(), nothing, pixel, affine)
+        operations = torch.zeros(1, 1, COLUMNS, dtype=torch.float64)
+        apply_operations(pixel.byte(), operations, pixel, affine)
         pixel.cpu()
-    except Exception as error:  # no Triton, no C compiler, a GPU that is too old, ...
+    except Exception as error:  # no Triton, no C compiler, an old GPU, ...
         logger.warning(
-            "augment.train: the workers apply the random operations, because Triton does not work "
-            "on this GPU (%s); it needs a C compiler and Python's header files",
+            "augment.train: workers apply the random operations, because Triton does not work on "
+            "this GPU (%s); install a C compiler and Python's header files",
             describe(error).splitlines()[0],
         )
         return False
@@ -115,15 +115,15 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def kernel_row(operation: Operation, size: tuple[int, int]) -> list[float]:
-    """Return the numbers of an operation on an image of (width, height) for the kernels, [COLUMNS].
+    """Convert an operation on an image of (width, height) to numbers for the kernels, [COLUMNS].
 
-    The first is the position in NAMES, followed by the operation's number; or MOVED +
-    interpolation, followed by a matrix and the fill.
+    The numbers are the index in NAMES and the operation's number; or MOVED + interpolation, a
+    matrix and the fill.
     """
     name, number, interpolation, fill = operation
     row = [0.0] * COLUMNS
     if name == "invert":
-        name = "solarize"  # from level 0 on
+        name = "solarize"  # from level 0
     if name in NAMES:
         row[:2] = NAMES.index(name), number
         return row
@@ -137,6 +137,6 @@ def kernel_row(operation: Operation, size: tuple[int, int]) -> list[float]:
 
 
 def _fixed_point(a: float, b: float, c: float) -> list[int]:
-    """Return a line of a matrix as in Geometry.c, which copies pixels in units of 1 / 65536."""
-    centred = c + a * 0.5 + b * 0.5
-    return [math.floor(value * 65536 + 0.5) for value in (a, b, centred)]
+    """Convert a matrix row to Geometry.c's fixed point, in units of 1 / 65536."""
+    centered = c + a * 0.5 + b * 0.5
+    return [math.floor(value * 65536 + 0.5) for value in (a, b, centered)]

@@ -24,7 +24,7 @@ def num_cores() -> int:
 def in_threads(
     workers: int, function: Callable[[Item], Result], items: Iterable[Item], ahead: int = 256
 ) -> Iterator[Result]:
-    """Yield a function's results in the order of the items, with `ahead` items in progress.
+    """Yield a function's results in item order, with `ahead` items in progress.
 
     Reading, decoding and resizing release the GIL, and threads start faster than processes.
     torch uses one core in each thread.

@@ -15,11 +15,9 @@ from models.zoo import import_timm
 class Metadata(NamedTuple):
     """Metadata that a file or a library has about weights."""
 
-    # Config keys: image sizes, mean, std, augment.val; the model if the project wrote the file
-    config: dict[str, Any]
-    # Class names in the order of the logits; empty if unknown
-    classes: tuple[str, ...]
-    # Set only if the project wrote the file; shape of an image on the device: (..., C, S, S)
+    config: dict[str, Any]  # image sizes, mean, std, augment.val; an exported file's model
+    classes: tuple[str, ...]  # class names in logit order; empty if unknown
+    # Set only for an exported file; the shape of an image on the device is (..., C, S, S)
     num_classes: int | None = None
     image_shape: tuple[int, ...] | None = None
     fields: Mapping[str, Any] = {}  # fields besides the image, from `describe_fields`
@@ -28,12 +26,11 @@ class Metadata(NamedTuple):
 UNKNOWN = Metadata({}, ())
 
 
-def published_metadata(name: str, path: Path) -> Metadata:
+def library_metadata(name: str, path: Path) -> Metadata:
     """Return the library's metadata of a weights file; UNKNOWN if it has none.
 
     timm has metadata for each model (with its test size, which timm's validate.py uses),
-    torchvision for each file name. `name`: same as for `build`. `path`: `pretrained` stands for
-    the file that `build` downloads.
+    torchvision for each file name. `name`: see `build`. `path`: `pretrained` is its download.
     """
     if name.startswith("timm/"):
         return _timm_metadata(name.removeprefix("timm/"))
@@ -129,5 +126,4 @@ def exported_metadata(path: Path) -> Metadata | None:
     }
     classes = tuple(json.loads(texts["classes"]))
     shape = (*shape[1:-2], size, size)  # drop the batch size; use the training image size
-    fields = preprocessing.get("fields", {})
-    return Metadata(config, classes, model["num_classes"], shape, fields)
+    return Metadata(config, classes, model["num_classes"], shape, preprocessing.get("fields", {}))

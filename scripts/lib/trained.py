@@ -33,7 +33,7 @@ from pipeline.data.field import IMAGE, Field
 from pipeline.data.splits import held_out
 from pipeline.feed.batch import Batch
 from scripts.lib.options import is_training_key
-from scripts.lib.published import Metadata, exported_metadata, published_metadata
+from scripts.lib.published import Metadata, exported_metadata, library_metadata
 
 # Keys of the training or the machine; defaults replace a checkpoint's values.
 OVERRIDABLE_PREFIXES = ("loader.", "log.", "model.weights", "model.freeze", "train.device")
@@ -61,13 +61,12 @@ class Trained:
     config: Config  # the run's, or the defaults for files of other projects; plus overrides
     weights: dict[str, torch.Tensor]  # state_dict; the EMA if the file has one
     averaged: bool  # whether `weights` is a run's EMA
-    num_classes: int  # from the run; for other files, from the shape of the head
-    classes: tuple[str, ...]  # class names in the order of the logits; empty if unknown
+    num_classes: int  # the run's; for other files, from the shape of the head
+    classes: tuple[str, ...]  # class names in logit order; empty if unknown
     # Shape of a training image on the device, (..., C, S, S); parameters of some models depend on S
     image_shape: tuple[int, ...]
     stored: dict[str, Any]  # contents of this project's checkpoint without the weights, or empty
-    # Fields of a training sample besides the image; none if the file does not store them
-    fields: Mapping[str, Field] = field(default_factory=dict)
+    fields: Mapping[str, Field] = field(default_factory=dict)  # stored fields besides the image
 
     @property
     def name(self) -> str:
@@ -91,10 +90,10 @@ class Trained:
         """Return whether a model on a device should use the channels_last memory format."""
         return models.use_channels_last(self.config.model.channels_last, model, device.type)
 
-    def check(self, fields: Mapping[str, Field]) -> int:
-        """Return the FLOPs of one sample. Raises UserError if the model rejects its fields."""
+    def check_fields(self, fields: Mapping[str, Field]) -> None:
+        """Raise UserError if the model rejects a sample with these fields."""
         with torch.device("meta"):
-            return count_flops(self._model(), fields, train.forward, key="data.val_size")
+            count_flops(self._model(), fields, train.forward, key="data.val_size")
 
     @torch.no_grad()
     def inputs(self, network: nn.Module, size: int) -> dict[str, Field]:
@@ -111,18 +110,15 @@ class Trained:
             return self._model().eval()
 
     def fields_at(self, size: int) -> dict[str, Field]:
-        """Return the fields of a sample whose image has `size` pixels."""
+        """Return a sample's fields, with an image of `size` pixels."""
         *leading, channels, _, _ = self.image_shape
         image = Field(self.image_dtype, (*leading, size, size, channels), image=True)
         return {IMAGE: image, **self.fields}
 
     def build(self, device: torch.device) -> nn.Module:
-        """Build the model in eval mode on a device, with the layers used for the run's validation.
+        """Build the model in eval mode: float [B, C, S, S] -> logits [B, num_classes].
 
-        Returns:
-            float [B, C, S, S] -> logits [B, num_classes].
-
-        Raises UserError if the weights do not match the model.
+        It has the layers that its run validated with. Raises UserError if the weights do not match.
         """
         model = self._model()
         models.fit_weights(model, self.weights, origin=str(self.path))
@@ -162,12 +158,10 @@ def open_trained(
 ) -> Trained:
     """Load a trained model from any supported file without executing code in it.
 
-    Args:
-        path: a run directory, a checkpoint or any other path that `find_checkpoint` accepts; or a
-            file of torchvision, timm or pytorch/examples (.pth, .pt, .safetensors).
-        overrides: groups and keys; files of other projects require model.name.
-        classes: a text file with one class name per line, in the order of the logits; replaces the
-            names in the file.
+    `path`: a checkpoint, a run directory or any other path that `find_checkpoint` accepts; or a
+    torchvision, timm or pytorch/examples file (.pth, .pt, .safetensors). `overrides`: groups and
+    keys; files of other projects require model.name. `classes`: a text file with one class name per
+    line, in logit order; replaces the names in the file.
 
     Raises UserError if the file is unreadable or damaged, or if the overrides are invalid.
     """
@@ -187,7 +181,7 @@ def open_trained(
     if metadata is not None:
         config = from_checkpoint(metadata.config, overrides)
     else:
-        metadata = _library_metadata(path, overrides)
+        metadata = _published_metadata(path, overrides)
         config = from_overrides(overrides, decided=metadata.config)
     num_classes, shape = metadata.num_classes, metadata.image_shape
     if num_classes is None or shape is None:
@@ -213,7 +207,7 @@ def _run_metadata(content: dict[str, Any], overrides: Sequence[str]) -> Metadata
     model_input = content["model_input"]
     fixed = sorted(FIXED & override_keys(overrides))
     if fixed:
-        fix = "remove it; data.val_size sets the size of the images to evaluate"
+        fix = "remove it; data.val_size sets the size for evaluation"
         raise UserError(fixed[0], "is fixed by the checkpoint", fix)
     config = {}
     for key, value in stored.items():
@@ -227,17 +221,14 @@ def _run_metadata(content: dict[str, Any], overrides: Sequence[str]) -> Metadata
     return Metadata(config, classes, num_classes, shape, fields)
 
 
-def _library_metadata(path: Path, overrides: Sequence[str]) -> Metadata:
-    """Return torchvision's or timm's metadata for a file of the model named in the overrides.
-
-    Raises UserError if the overrides do not name a model.
-    """
+def _published_metadata(path: Path, overrides: Sequence[str]) -> Metadata:
+    """Return a library's metadata for a file. Raises UserError unless overrides name a model."""
     typed = override_keys(overrides)
     if not typed & {"model", "model.name", "recipe"}:
         fix = "set model.name=NAME (torchvision or models/) or model.name=timm/NAME"
         raise UserError(str(path), "not a checkpoint of this version of the program", fix)
     config = from_overrides(overrides)
-    metadata = published_metadata(config.model.name, path)
+    metadata = library_metadata(config.model.name, path)
     if metadata.config and typed & {"data.image_size", "data.val_size"}:
         values, size = metadata.config, config.data.val_size
         values["augment.val"] = scaled(values["augment.val"], size / values["data.val_size"])
@@ -250,7 +241,7 @@ def _read_names(path: Path, count: int) -> tuple[str, ...]:
     different = set(names)
     if not len(names) == len(different) == count:
         wrong = f"has {len(different)} different lines, the model has {count} classes"
-        fix = "write one name per line, in the order of the logits"
+        fix = "write one name per line, in logit order"
         raise UserError(f"--classes {path}", wrong, fix)
     return tuple(names)
 
@@ -271,8 +262,8 @@ def sizes_in(
 ) -> tuple[int, int]:
     """Return the number of input channels and the number of classes of weights.
 
-    They are the second dimension of the first convolution and the first dimension of the head.
-    Raises UserError if the weights do not contain the head of the model named in `config`.
+    They are dimension 1 of the first convolution's weight and dimension 0 of the head's. Raises
+    UserError if the weights do not contain the head of the model named in `config`.
     """
     with torch.device("meta"):
         model = models.build(config.name, num_classes=2, image_size=image_size, args=config.args)

@@ -59,7 +59,7 @@ def test_draw_dataset_rejects_other_files(drawn, tmp_path, monkeypatch):
     (root / "train" / "cat.jpg").write_bytes(b"mine")
     monkeypatch.setattr(demo, "MARKED", {"version": 2})
     for place in (root, drawn):
-        with pytest.raises(UserError, match=f"data.root={place}: .*pass another data.root"):
+        with pytest.raises(UserError, match=f"data.root={place}: .*set a different data.root"):
             draw_dataset(place)
     assert tree(root) == {"train": None, "train/cat.jpg": b"mine"}
 

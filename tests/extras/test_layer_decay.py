@@ -70,5 +70,5 @@ def test_blocks_partition_parameters(name):
 
 def test_layer_decay_rejects_invalid_factor():
     config = OptimConfig("extras.layer_decay:sgd", {"layer_decay": 1.5})
-    with pytest.raises(UserError, match=r"layer_decay=1.5: give a factor > 0"):
+    with pytest.raises(UserError, match=r"layer_decay=1.5: expected a number > 0"):
         build_optimizer(nn.Linear(2, 2), config)

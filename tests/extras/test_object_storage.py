@@ -106,7 +106,7 @@ def test_tars_ignore_stale_index_file(bucket, tars, monkeypatch):
     bucket.put(tars / "prepared", "stale")
     members = (tars / "prepared/train.tar.json").read_bytes()
     bucket.send("PUT", "/photos/stale/train.tar.json", members.replace(b"dots/", b"dots/x"))
-    with pytest.raises(OSError, match=r"\.jpg is in its place; delete .*/train\.tar\.json, if"):
+    with pytest.raises(OSError, match=r"found .*\.jpg instead; delete .*/train\.tar\.json, if"):
         content(load(f"{S3}/stale/train"))
 
 
@@ -120,7 +120,7 @@ def test_tars_reject_server_without_ranges(tars):
     handler = partial(SimpleHTTPRequestHandler, directory=tars)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(UserError, match="; give a server that answers range requests"):
+        with pytest.raises(UserError, match="; use a server that supports range requests"):
             load(f"http://127.0.0.1:{server.server_port}/one/train")
         server.shutdown()
 
@@ -145,7 +145,7 @@ def test_tars_detect_replaced_object(bucket, tars, monkeypatch):
         assert found.read(0)
         bucket.put(tars / "prepared", "changing")
         for row in (0, 1):
-            with pytest.raises(OSError, match=r"/changing/val\.tar has changed since the start"):
+            with pytest.raises(OSError, match=r"/changing/val\.tar has changed since the run"):
                 found.read(row)
         assert content(load(f"{root}/changing/val"))
 

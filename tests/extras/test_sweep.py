@@ -59,7 +59,7 @@ MISTAKES = {
     "optim.lr=0.1,-2": "optim.lr=-2: invalid value; expected a number > 0",
     "model=glob(res*)": "model=glob(res*): no such model; choose ",
     "optim.lr=1,2 run.dir=x": "such as 'run.name=NAME-${optim.lr}'",
-    "train.best_by=top1,-loss": "-m: jobs by other train.best_by cannot be compared; give one",
+    "train.best_by=top1,-loss": "-m: cannot compare jobs with different train.best_by; set one",
     "optim.lr=1,2 data.root=gone": "data.root=gone: /",
 }
 
@@ -73,7 +73,7 @@ def test_sweep_errors_before_first_job(words, message, capsys):
 def test_sweep_rejected_for_scripts_and_torchrun(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.parse(["-m", "optim.lr=1,2", FAKE], script="bench.py", purpose="")
-    assert "-m: only train.py has sweeps; start this" in capsys.readouterr().err
+    assert "-m: only train.py supports sweeps; run this" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "under torchrun or srun" in error_message(["--multirun", "optim.lr=1,2", FAKE], capsys)
 
@@ -152,7 +152,7 @@ def test_sweep_continues_after_failed_job(tmp_path):
     assert out.partition("job 3 of 3: train.seed=2\n")[2].splitlines() == [
         f"run       runs/{third}",
         *("steps 1", "end"),
-        "best top1, %, the best job first:",
+        "best top1, %, best job first:",
         *("    52.00  train.seed=2", "    50.00  train.seed=0", "no result  train.seed=1"),
         f"report    python scripts/report.py runs/{own.name}",
     ]

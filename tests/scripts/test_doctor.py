@@ -35,7 +35,7 @@ def case_of(root: Path, *overrides: str, **options: Any) -> Case:
 
 def look(root: Path, *overrides: str, **options: Any) -> Rows:
     found: Rows = {}
-    for name, row in doctor.check(case_of(root, *overrides, **options)):
+    for name, row in doctor.run_checks(case_of(root, *overrides, **options)):
         found.setdefault(name, []).append(row)
     return found
 

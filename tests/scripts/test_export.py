@@ -19,7 +19,7 @@ from pipeline.data.augment import TRANSFORMS, Compose, build_by_name
 from pipeline.data.field import Field
 from scripts import export
 from scripts.export import CPU, Job
-from scripts.lib.published import published_metadata
+from scripts.lib.published import library_metadata
 from scripts.lib.trained import Trained, build_val, open_trained
 from tests.conftest import CLASSES
 from tests.helpers.second_input import with_age
@@ -124,9 +124,8 @@ def test_export_command_line(folder, image_root, tmp_path, monkeypatch, capsys):
     assert (again.classes, again.image_size) == (own.classes, own.image_size)
     assert again.config.model.name == own.config.model.name
     assert again.config.data.mean == own.config.data.mean
-    assert [
-        export.with_all_parameters(entry) for entry in own.config.augment.val
-    ] == again.config.augment.val
+    found = list(map(export.with_all_parameters, own.config.augment.val))
+    assert found == again.config.augment.val
     entry = export.with_all_parameters({"resize": {"size": [224, 112], "crop_ratio": 0.875}})
     assert entry == {"resize": {"size": [256, 128], "interpolation": "bilinear"}}
     assert export.with_all_parameters("horizontal_flip") == "horizontal_flip"
@@ -152,13 +151,11 @@ def test_export_hub_folder_for_timm(name, trained, tmp_path):
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # all follow the umask
     card = (out / "README.md").read_text()
     assert " % top-1 of 15 images\n" in card and "`python train.py recipe=" in card
-    metadata = published_metadata(f"timm/local-dir:{out}", Path("pretrained"))
+    metadata = library_metadata(f"timm/local-dir:{out}", Path("pretrained"))
     assert metadata.classes == CLASSES
     assert metadata.config["data.mean"] == list(config.data.mean)
-    assert metadata.config["augment.val"] == [
-        {"resize": {"size": 32}},
-        {"center_crop": {"size": 32}},
-    ]
+    transforms = [{"resize": {"size": 32}}, {"center_crop": {"size": 32}}]
+    assert metadata.config["augment.val"] == transforms
     config = replace(config, augment=replace(config.augment, val=["horizontal_flip"]))
     with pytest.raises(UserError, match=r"^--to hub: supports a resize of the short side and a "):
         export.export(replace(job, trained=replace(job.trained, config=config)), tmp_path / "other")

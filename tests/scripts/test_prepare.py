@@ -301,8 +301,8 @@ NOTES = {
     "parquet without names": " data.val_fraction=0.2\n",
     "1 and 01": " data.val_fraction=0.2\n",
     "classes": " data.val_fraction=0.2\n",
-    "test images": "ignored files or folders: hidden or system (1), in "
-    "no class folder of a split (1), such as ",
+    "test images": "files or folders that are not read: hidden, or of the system (1), not "
+    "in a class folder of a split (1), such as ",
 }
 
 
@@ -398,7 +398,7 @@ WRONG: list[tuple[Source, str]] = [
     (lambda: {"a.parquet": one_image(caption=[""])}, "image, caption; expected one with images"),
     (lambda: ONE_BATCH, "data_batch_2: damaged or incomplete"),
     (lambda: {**CIFAR_10, CIFAR_3: pickle.dumps(os.mkdir)}, "(its pickle names posix.mkdir)"),
-    (lambda: NO_KIT, "the labels of the validation images are missing"),
+    (lambda: NO_KIT, "the validation labels are missing"),
     (lambda: {**official(), KIT: devkit()[:150]}, "devkit_t12.tar.gz: damaged"),
     (lambda: {**official(), KIT: devkit(truth=[3, 1, 2, 2, 3, 3])}, "n images differs between"),
     (lambda: {**official(), KIT: devkit(truth=VAL * 2)}, "0007.JPEG is missing (6 in total)"),

@@ -11,24 +11,21 @@ import torch
 import models
 from conf.errors import UserError
 from pipeline.data.build import build_image_transforms
-from scripts.lib.published import UNKNOWN, published_metadata
+from scripts.lib.published import UNKNOWN, library_metadata
 from scripts.lib.trained import open_trained
 
 
 def test_published_torchvision():
     """tests/extras/test_finetune.py has files with other values."""
     path = Path("/somewhere/resnet50-0676ba61.pth")
-    found = published_metadata("resnet50", path)
+    found = library_metadata("resnet50", path)
     assert found.classes[:2] == ("tench", "goldfish")
     means = {"data.mean": [0.485, 0.456, 0.406], "data.std": [0.229, 0.224, 0.225]}
     transforms = [{"resize": {"size": 256}}, {"center_crop": {"size": 224}}]
     sizes = dict.fromkeys(("data.image_size", "data.val_size"), 224)
     assert found.config == {**sizes, **means, "augment.val": transforms}
-    assert (
-        published_metadata("vit_s16", path)
-        is published_metadata("resnet50", Path("checkpoint.pth"))
-        is UNKNOWN
-    )
+    assert library_metadata("vit_s16", path) is UNKNOWN
+    assert library_metadata("resnet50", Path("checkpoint.pth")) is UNKNOWN
 
 
 def test_published_every_torchvision_file():
@@ -38,7 +35,7 @@ def test_published_every_torchvision_file():
     for name in vision.list_models(module=vision):
         paths = [Path(entry.url) for entry in vision.get_model_weights(name)]
         for path in (paths[0], paths[-1], Path("pretrained")):
-            assert published_metadata(name, path).config
+            assert library_metadata(name, path).config
 
 
 def test_published_size_keeps_crop_ratio(tmp_path):
@@ -58,12 +55,12 @@ def timm_values(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
     timm.create_model = lambda name: SimpleNamespace(pretrained_cfg=common | changes)
     timm.models = SimpleNamespace(PretrainedCfg=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "timm", timm)
-    return published_metadata("timm/resnet50", Path("x")).config
+    return library_metadata("timm/resnet50", Path("x")).config
 
 
 def test_published_former_timm_name():
     pytest.importorskip("timm")
-    values = published_metadata("timm/vit_tiny_patch16_224_in21k", Path("x")).config
+    values = library_metadata("timm/vit_tiny_patch16_224_in21k", Path("x")).config
     assert values["data.mean"] == [0.5] * 3
 
 

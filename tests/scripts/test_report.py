@@ -174,24 +174,27 @@ def test_report_evaluations(folder, tmp_path, monkeypatch):
     assert "top1_real 25.00 %" in page.text and "top1_real 25.00 % ±" not in page.text
     assert f"{path.parent} (32 px, 3 outputs): top1 {found['top1']:.2f} % ± " in page.text
     assert f" of {found['images']} images" in page.text and "evaluation/other" not in page.text
-    assert "evaluation/damaged/evaluation.json: left out, it is damaged: JSONDecode" in page.text
-    os.utime(path, (0, 0))  # older than the checkpoint
+    assert "evaluation/damaged/evaluation.json: damaged, skipped: JSONDecode" in page.text
+    os.utime(path, (0, 0))  # as if the checkpoint were written again
     assert "top1_real" not in page_of(folder).text
 
 
 def test_report_compares_runs(folder, tmp_path):
-    """Each run appears once, the best first, with differing and shared values."""
+    """The best one is first; the keys that distinguish the runs are their names in the report."""
     low = copied(folder, tmp_path / "low", (10.0, 9.0), optim__lr=0.3, log__every_steps=9)
     high = copied(folder, tmp_path / "high", (20.0, 30.0), optim__lr=0.7)
     change_summary(high, verdict=["input-bound: slow"], images_per_second=1234.5)
     page = page_of(tmp_path, low)
     first, second = page.rows()
-    names = ["run", "best top1", "standard deviation", "n", "optim.lr", "images/s", "limited by"]
-    values = ["high", "30.00 % ± 11.8", "–", "1", "0.7", "1,234", "input-bound"]
+    names = ["run", "best top1", "standard deviation", "n", "images/s", "limited by"]
+    values = ["optim.lr=0.7 high", "30.00 % ± 11.8", "–", "1", "1,234", "input-bound"]
     assert first == dict(zip(names, values, strict=True))
-    assert [*second.values()][:5] == ["low", "10.00 % ± 7.7", "–", "1", "0.3"]
+    assert [*second.values()][:4] == ["optim.lr=0.3 low", "10.00 % ± 7.7", "–", "1"]
+    cells = page.root.iterfind(".//table[@class='runs']/tbody/tr[1]/td")
+    assert [cell.attrib["data-head"] for cell in cells] == names  # a narrow page has no head row
     epochs = results.column(folder, "val", "epoch")
-    assert page.curves("top1") == {"high": (epochs, [20, 30]), "low": (epochs, [10, 9])}
+    curves = {"optim.lr=0.7": (epochs, [20, 30]), "optim.lr=0.3": (epochs, [10, 9])}
+    assert page.curves("top1") == curves
     assert page.conditions["model.name"] == "resnet_tiny" and "optim.lr" not in page.conditions
     assert "Do not compare" not in page.text
     other = copied(folder, tmp_path / "other", data__val="test")  # the same images
@@ -202,8 +205,8 @@ def test_report_compares_runs(folder, tmp_path):
     change_summary(grown, training_images="9 images", validation_images="4 images")
     page = page_of(low, grown)
     assert "the runs differ in validation_images." in page.text
-    assert page.rows()[0]["training_images"] == "9 images"
-    (grown / "summary.json").unlink()  # a run in progress
+    assert "training_images=9 images grown" in [row["run"] for row in page.rows()]
+    (grown / "summary.json").unlink()  # of a run in progress
     assert "Do not compare" not in page_of(low, grown).text
 
 
@@ -218,8 +221,8 @@ def test_report_best_by_of_each_run(folder, tmp_path):
     copied(folder, tmp_path / "a", (10.0, 20.0))
     loss = read_rows(copied(folder, tmp_path / "b", train__best_by="-loss"), "val")[1]["loss"]
     first, second = page_of(tmp_path).rows()
-    assert (first["run"], first["best"]) == ("a", "top1 20.00 % ± 10.3")
-    assert (second["run"], second["best"]) == ("b", f"loss {loss:.4g}")
+    assert (first["run"], first["best"]) == ("train.best_by=top1 a", "top1 20.00 % ± 10.3")
+    assert (second["run"], second["best"]) == ("train.best_by=-loss b", f"loss {loss:.4g}")
     assert f"b: loss {loss:.4g}" in page_of(tmp_path).text
 
 
@@ -232,19 +235,29 @@ def test_report_groups_seeds_and_folds(folder, tmp_path):
     stopped = copied(folder, tmp_path / "stopped", (0.0, 90.0), train__seed=3)
     change_summary(stopped, status="interrupted")
     alone, single, group = page_of(tmp_path).rows()
-    assert (alone["run"], alone["n"]) == ("stopped interrupted", "1")
-    assert (single["run"], single["best top1"]) == ("other", "62.00 % ± 12.5")
-    assert (group["run"], group["n"]) == ("seed2 and 2 more", "3")
+    assert (alone["run"], alone["n"]) == ("optim.lr=0.05 stopped interrupted", "1")
+    assert (single["run"], single["best top1"]) == ("optim.lr=0.7 other", "62.00 % ± 12.5")
+    assert (group["run"], group["n"]) == ("optim.lr=0.05 seed2 and 2 more", "3")
     assert group["best top1"] == f"{mean([50, 60, 64]):.2f} %"
     assert group["standard deviation"] == f"{stdev([50, 60, 64]):.2f} %"
-    assert page_of(*tmp_path.glob("seed*")).curves("top1")["seed1"][1] == [10, 60]
+    assert page_of(*tmp_path.glob("seed*")).curves("top1")["train.seed=1"][1] == [10, 60]
     write_rows(tmp_path / "seed1", [row | {"top1": None} for row in read_rows(folder, "val")])
     (row,) = page_of(tmp_path / "seed0", tmp_path / "seed1").rows()  # one diverged
     assert (row["best top1"], row["standard deviation"], row["n"]) == ("–", "–", "2")
 
 
+def test_report_marks_ties_and_labels_runs(folder, tmp_path):
+    """A label has the first key that distinguishes the runs; other keys are columns."""
+    for name, lr, top1 in (("a", 0.1, 30.0), ("b", 0.2, 30.0), ("c", 0.3, 20.0)):
+        copied(folder, tmp_path / name, (0.0, top1), optim__lr=lr, optim__momentum=lr)
+    first, second, third = page_of(tmp_path).rows()
+    assert {first["run"], second["run"]} == {"optim.lr=0.1 a", "optim.lr=0.2 b"}
+    assert first["best top1"] == second["best top1"] == "30.00 % ± 11.8 tie"
+    assert (third["best top1"], third["optim.momentum"]) == ("20.00 % ± 10.3", "0.3")
+
+
 def test_report_separates_non_repetitions(folder, tmp_path):
-    """The runs have a different number of folds, or a key changed on the way."""
+    """Of another number of folds, or with a key that has changed on the way."""
     for name, fold in {"1": "1/3", "2": "2/3", "fifth": "1/5", "changed": "3/3"}.items():
         copied(folder, tmp_path / name, data__val_fold=fold)
     change_summary(tmp_path / "changed", history=["accepted at step 9: optim.lr=1"])
@@ -298,10 +311,10 @@ def test_report_names_and_skips_damaged_runs(folder, tmp_path, capsys):
     page = page_of(tmp_path)
     printed = capsys.readouterr().out
     for name in damaged:
-        line = f"{tmp_path / name}: left out, it is damaged: "
+        line = f"{tmp_path / name}: damaged, skipped: "
         assert line in page.text and line in printed
-    assert dict(page.table("facts"))["best top1"].startswith("30.00 %")  # the good run
-    with pytest.raises(UserError, match=r"/config: left out, it is damaged: .*; give another run"):
+    assert dict(page.table("facts"))["best top1"].startswith("30.00 %")  # of the good one
+    with pytest.raises(UserError, match=r"/config: damaged, skipped: .*; choose a different run"):
         page_of(tmp_path / "config")
     with pytest.raises(UserError, match=r"goo: no metrics.jsonl in it or below; .* mean .*od"):
         page_of(tmp_path / "goo")
@@ -334,14 +347,15 @@ def test_report_long_and_many_curves(folder, tmp_path):
     for number in range(12):
         copied(folder, tmp_path / f"many/{number}", (0.0, number + 1), optim__lr=number)
     traces = page_of(tmp_path / "many").figure("top1")["data"]
-    assert [trace["name"] for trace in traces] == [f"{number}" for number in range(11, -1, -1)]
+    names = [f"optim.lr={number}" for number in range(11, -1, -1)]
+    assert [trace["name"] for trace in traces] == names
     assert [trace.get("visible") for trace in traces] == 10 * [None] + 2 * ["legendonly"]
 
 
 def test_report_replaces_only_files_and_links(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
-    with pytest.raises(UserError, match="--out pipe: not a regular file; give another name"):
+    with pytest.raises(UserError, match="--out pipe: not a regular file; choose a different name"):
         report.write_report(report.arguments([str(folder), "--out", "pipe"]))
     assert Path("pipe").is_fifo()
     Path("precious").write_text("keep")

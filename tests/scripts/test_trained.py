@@ -55,7 +55,7 @@ def test_open_trained_files_of_other_projects(tmp_path, weights, kind):
     assert (found.num_classes, found.classes, found.stored) == (7, (), {})
     model = found.build(CPU)
     assert not model.training and same(model.state_dict(), weights)
-    assert found.check(found.fields_at(48)) > found.check(found.fields_at(32)) > 0
+    found.check_fields(found.fields_at(48))
     assert [*found.inputs(model, 32)] == ["image"]
 
 
@@ -100,7 +100,7 @@ def test_open_trained_sample_fields(folder, tmp_path, monkeypatch):
     aged = with_age(found, monkeypatch)
     assert [*aged.inputs(aged.on_meta(), 32)] == ["image", "age"]
     with pytest.raises(UserError, match=r'^batch\["age"\]: samples have no such field, only '):
-        old.check(old.fields_at(32))
+        old.check_fields(old.fields_at(32))
 
 
 def test_best_checkpoint_in_other_libraries(folder):

@@ -31,7 +31,7 @@ VERSIONS = {
 
 
 def ppm(planes: np.ndarray) -> bytes:
-    """Encode an image as PPM, which is lossless and decodes in half the time of a PNG."""
+    """Encode an image as PPM, which is lossless and decodes twice as fast as PNG."""
     return b"P6 32 32 255\n" + planes.reshape(3, -1).T.tobytes()
 
 
@@ -58,7 +58,7 @@ def read_version(meta: str, tree: Tree) -> list[Sample]:
     folder, name = os.path.split(meta)
     prefix, val_file, train_files = VERSIONS[name]
     splits = dict.fromkeys(train_files, "train") | {val_file: "val"}
-    samples: list[Sample] = []
+    samples = []
     path = meta
     try:
         classes = unpickle(tree[meta])[f"{prefix}label_names"]

@@ -40,7 +40,7 @@ class Sample(NamedTuple):
     split: str
     label: str
     name: str
-    place: Place | Row | np.ndarray  # location of the file, or the planes of a CIFAR image
+    place: Place | Row | np.ndarray  # file location, or the planes of a CIFAR image
 
     @property
     def path(self) -> str:
@@ -60,7 +60,7 @@ def damaged(path: str, reason: object) -> UserError:
 
 
 def tree_of_tar(path: str, skipped: Ignored, start: int = 0, length: int = sys.maxsize) -> Tree:
-    """List the files of a tar file that begins at byte `start`; add hidden ones to `skipped`.
+    """List the members of the tar file at byte `start`; add hidden ones to `skipped`.
 
     `length`: maximum size of the tar file in bytes. Nested tar files become folders. Raises
     UserError if it is damaged, OSError if it cannot be read.
@@ -96,7 +96,7 @@ def inflated(path: str) -> Any:
 
 
 def read_place(place: Place) -> bytes:
-    """Return the bytes of a file, or of a range that `tar_members` found to be complete."""
+    """Return the bytes in a file, or in a range that `tar_members` found to be complete."""
     with open(place.file, "rb") as file:
         file.seek(place.start)
         return file.read(place.size)

@@ -21,8 +21,7 @@ LABELS = f"{SOLUTION}, {DEVKIT} or {ANNOTATIONS}"
 val_name = "ILSVRC2012_val_{:08d}.JPEG".format
 # Paths of ImageNet's and Tiny ImageNet's validation images, relative to their split.
 VAL_NAME = re.compile(r"ILSVRC2012_val_\d{8}\.JPEG|images/val_\d+\.JPEG")
-# Class name in a file name: n01440764_10026.JPEG
-WNID = re.compile(r"(?<![A-Za-z0-9])n\d{8}(?![0-9])")
+WNID = re.compile(r"(?<![A-Za-z0-9])n\d{8}(?![0-9])")  # class in n01440764_10026.JPEG
 # Classes of the first ILSVRC2012 validation images, in all published lists of labels.
 FIRST_LABELS = {
     val_name(1): "n01751748",
@@ -65,7 +64,7 @@ def val_labels(source: str, tree: Tree) -> dict[str, str]:
         if num_classes == 1000 and not FIRST_LABELS.items() <= labels.items():
             raise damaged(name, "these are not the labels of ILSVRC2012")
         return labels
-    raise UserError(source, "the labels of the validation images are missing", f"add {LABELS}")
+    raise UserError(source, "the validation labels are missing", f"add {LABELS}")
 
 
 def parse_annotations(place: Place) -> dict[str, str]:
@@ -96,7 +95,7 @@ def parse_devkit(place: Place) -> dict[str, str]:
     """Parse the validation labels in ILSVRC2012_devkit_t12.tar.gz.
 
     Line i of the ground truth is the ILSVRC2012_ID of image i. meta.mat lists the classes by
-    ILSVRC2012_ID, from 1 and not in the order of the WordNet IDs, followed by the synsets above
+    ILSVRC2012_ID, from 1 and not sorted by WordNet ID, followed by the synsets above
     them. It is a MAT-file: a header of 128 bytes, a tag of 8 bytes and a compressed table, in which
     a character takes one or two bytes. Sources: the kit's readme.txt; MathWorks, "MAT-File
     Format". Raises ValueError, LookupError or zlib.error if it is damaged.

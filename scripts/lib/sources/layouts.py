@@ -27,7 +27,7 @@ LABEL_SUFFIXES = (".cls", ".json", ".txt")  # suffixes of files that belong to i
 
 
 def read(place: Place | Row | np.ndarray) -> bytes:
-    """Return the bytes of an image. Thread-safe. Raises OSError if the image is missing."""
+    """Return an image's bytes. Thread-safe. Raises OSError if the image is missing."""
     if isinstance(place, np.ndarray):
         return ppm(place)
     if isinstance(place, Row):
@@ -76,7 +76,7 @@ def used_splits(splits: set[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def class_folders(source: str, labels: set[str]) -> dict[str, str]:
-    """Return the folder of each class. Raises UserError if classes would share a folder."""
+    """Map each label to a class folder. Raises UserError if classes would share a folder."""
     folders = {label: folder_name(label) for label in labels}
     counts = Counter(folders.values())
     [(folder, count)] = counts.most_common(1)
@@ -136,8 +136,7 @@ def list_tars(source: str, tree: Tree, tars: list[str], skipped: Ignored) -> lis
     """
     image = next(filter(is_image, tree), None)
     if image is not None:
-        wrong = f"contains both images ({image}) and tar files ({tars[0]})"
-        raise UserError(source, wrong, "pass only one kind")
+        raise UserError(source, f"has both images ({image}) and tar files ({tars[0]})", "pass one")
     records: list[Sample] = []
     splits = {}  # folder that represents a tar file -> split
     for path, split in split_files(source, tars):
@@ -150,14 +149,14 @@ def list_tars(source: str, tree: Tree, tars: list[str], skipped: Ignored) -> lis
     samples = cifar_samples(source, tree)
     if samples:
         return samples
-    unlabelled = [sample.name for sample in records if not sample.label]
-    if len(unlabelled) == len(records):
+    unlabeled = [sample.name for sample in records if not sample.label]
+    if len(unlabeled) == len(records):
         if len(splits) > 1 and "" in splits.values():
             raise UserError(source, "no tar file name contains train or val", "rename them")
         return read_folder(source, tree, splits, skipped)
-    if unlabelled:
-        label = f"{os.path.splitext(unlabelled[0])[0]}.cls"
-        raise UserError(source, f"{unlabelled[0]} has no label", f"add {label} to the shard")
+    if unlabeled:
+        label = f"{os.path.splitext(unlabeled[0])[0]}.cls"
+        raise UserError(source, f"{unlabeled[0]} has no label", f"add {label} to the shard")
     add_skipped(tree, skipped)
     return with_record_names(records)
 
@@ -172,7 +171,7 @@ def add_skipped(paths: Iterable[str], skipped: Ignored) -> None:
 
 
 def is_container(path: str) -> bool:
-    """Whether a tar file may have images to use; ImageNet's boxes, kits and test images are not."""
+    """Whether to read a file as a tar file; ImageNet's boxes, kits and test images are ignored."""
     name = os.path.basename(path)
     if name.startswith("ILSVRC2012_"):
         return name in (TRAIN_TAR, VAL_TAR)
@@ -182,7 +181,7 @@ def is_container(path: str) -> bool:
 def split_files(source: str, paths: list[str]) -> list[tuple[str, str]]:
     """Return each file of a dataset with the split named in its path.
 
-    Raises UserError if there are several datasets, or if the split of a file is ambiguous.
+    Raises UserError if there are several datasets, or if a file's split is ambiguous.
     """
     folders = {os.path.normpath(os.path.dirname(path)) for path in paths}
     words = rf"\b({'|'.join(SPLITS)})\b"
@@ -207,10 +206,7 @@ def split_of(path: str) -> str:
 
 
 def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:
-    """List the images of a WebDataset shard, where an image and its label share a key.
-
-    Raises UserError if a key with a label has several images.
-    """
+    """List the images in a WebDataset shard, where an image and its label share a key."""
     records: dict[str, Tree] = defaultdict(dict)  # key -> ending -> place
     for name, place in members.items():
         folder, file = os.path.split(name)
@@ -287,7 +283,7 @@ def has_splits(images: Tree, splits: Mapping[str, str]) -> bool:
 
 
 def split_of_folder(name: str, splits: Mapping[str, str]) -> str:
-    """Return the split of a folder; LOOSE if it is not a split. `splits`: see `read_folder`."""
+    """Return a folder's split; LOOSE if it is not a split. `splits`: see `read_folder`."""
     by_name = SPLITS.get(first_word(name), LOOSE)
     return splits.get(name.lower(), by_name)
 

@@ -53,7 +53,7 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
 
 
 def image_name(path: str | None, place: Row) -> str:
-    """Return the name of an image; add a missing name and file extension."""
+    """Return an image's name; add a missing name and file extension."""
     name = os.path.basename(path or "image")
     if is_image(name):
         return name

@@ -77,13 +77,13 @@ def with_engines(split: Path, mode: str, fraction: float) -> FolderDataset:
     dataset = crops(split)
     stage = dataset.stage = JpegEngineStage(dataset)
     stage.set_decode_mode(mode)
-    stage.shared.array[gpu_decode.SHARE] = fraction
+    stage.shared.array[gpu_decode.FRACTION] = fraction
     return dataset
 
 
 @pytest.fixture
 def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: None)
+    monkeypatch.setattr(gpu_decode, "engines_error", lambda device: None)
     monkeypatch.setattr(gpu_decode, "GpuDecoder", PillowEngines)
 
 
@@ -118,7 +118,7 @@ def test_engine_stage_workers_decode_unsupported(train_copy, monkeypatch):
         (0, 500.0, 0.0),
         (2e-4, 2000.0, 5 / 9),
         (2e-4, math.inf, 30 / 37),
-        (3e-3, math.inf, gpu_decode.MAX_SHARE),
+        (3e-3, math.inf, gpu_decode.MAX_FRACTION),
     ],
 )
 def test_engine_stage_takes_smallest_fraction(image_root, sent, demand, fraction):
@@ -126,12 +126,12 @@ def test_engine_stage_takes_smallest_fraction(image_root, sent, demand, fraction
     stage = JpegEngineStage(crops(image_root / "train"))
     shared = stage.shared.array
     stage.set_decode_mode("hybrid", workers=2, demand=demand)
-    assert shared[gpu_decode.SHARE] == gpu_decode.FIRST_SHARE  # rates are unknown
+    assert shared[gpu_decode.FRACTION] == gpu_decode.INITIAL_FRACTION  # rates are unknown
     stage.engine_seconds = 1 / 3000
     stage.seconds.array[:] = sent, 2e-3
     for mode, expected in (("hybrid", fraction), ("gpu", 1), ("cpu", 0), ("hybrid", fraction)):
         stage.set_decode_mode(mode, workers=2, demand=demand)
-        assert shared[gpu_decode.SHARE] == pytest.approx(expected)
+        assert shared[gpu_decode.FRACTION] == pytest.approx(expected)
 
 
 def test_engine_stage_fraction_between_task_sizes(image_root):
@@ -203,8 +203,8 @@ def extended(dataset: Any, *overrides: str, device: torch.device = CUDA) -> Any:
         (listed({"random_crop": {"size": 24, "padding": 2}}), ""),  # only some images need pixels
         (listed(CROP, GREY), "TorchvisionTransform in augment.train needs decoded pixels"),
         (listed({"random_crop": {"size": 500, "padding": 200}}), "RandomCrop in augment.train n"),
-        (FakeDataset(9, 2, 24), "the dataset makes the images itself"),
-        (listed(CROP, kind=Edges), "the dataset makes the images itself"),
+        (FakeDataset(9, 2, 24), "the dataset creates the images itself"),
+        (listed(CROP, kind=Edges), "the dataset creates the images itself"),
     ],
 )
 def test_engines_not_used_for_unsupported_datasets(caplog, dataset, reason):
@@ -213,7 +213,7 @@ def test_engines_not_used_for_unsupported_datasets(caplog, dataset, reason):
     if isinstance(dataset, FolderDataset):
         assert reason in caplog.text and bool(reason) == bool(caplog.text)
     for mode in ("gpu", "hybrid") if reason else ():
-        with pytest.raises(UserError, match=rf"^loader.decoder={mode}: the GPU's .*: {reason}"):
+        with pytest.raises(UserError, match=rf"^loader.decoder={mode}: cannot use .*: {reason}"):
             extended(dataset, f"loader.decoder={mode}")
 
 
@@ -222,16 +222,16 @@ def test_engines_not_used_for_machines_and_keys(monkeypatch, caplog):
     dataset = listed(CROP)
     plain = dataset.stage
     assert extended(dataset, device=CPU) is plain and not caplog.text
-    monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: None)
+    monkeypatch.setattr(gpu_decode, "engines_error", lambda device: None)
     assert extended(dataset, "loader.decoder=pillow") is plain
     assert extended(dataset, "train.deterministic=true") is plain
     assert caplog.text.endswith("not used: train.deterministic=true excludes them\n")
     with pytest.raises(UserError, match=r"^loader.decoder=hybrid: splits each batch by measured"):
         extended(dataset, "train.deterministic=true", "loader.decoder=hybrid")
-    monkeypatch.setattr(gpu_decode, "why_no_engines", lambda device: "nvJPEG is not installed")
+    monkeypatch.setattr(gpu_decode, "engines_error", lambda device: "nvJPEG is not installed")
     assert extended(dataset) is plain
     assert caplog.text.endswith("engines are not used: nvJPEG is not installed\n")
-    with pytest.raises(UserError, match=r"^loader.decoder=gpu: .* nvJPEG is not installed; use au"):
+    with pytest.raises(UserError, match=r"^loader.decoder=gpu: .* nvJPEG is not installed; set au"):
         extended(dataset, "loader.decoder=gpu")
 
 
@@ -250,7 +250,7 @@ def test_engine_stage_with_drawn_operations(image_root, mode):
     with opened(image_root, f"augment.train={rand}", *levels, *ENGINES, both, **options) as feed:
         dataset = feed.datasets.train
         assert isinstance(dataset.stage, JpegEngineStage)
-        assert isinstance(dataset.stage.following, drawn.DrawnOperations)
+        assert isinstance(dataset.stage.following, drawn.SampledOperations)
         dataset = copy(dataset)
         dataset.stage = dataset.stage.following
         for batch, before in zip(training(feed), plain, strict=True):

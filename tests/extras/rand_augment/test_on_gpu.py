@@ -27,7 +27,7 @@ from extras.rand_augment import (
 )
 from extras.rand_augment.on_gpu import (
     MOVED,
-    DrawnOperations,
+    SampledOperations,
     apply_operations,
     has_kernels,
     kernel_row,
@@ -167,7 +167,7 @@ def test_drawn_operations_equal_worker_batches(
     with opened(root, *overrides, **options) as feed:
         expected = training(feed)
     with opened(root, *overrides, ON_GPU, device=device, **options) as feed:
-        assert isinstance(feed.datasets.train.stage, DrawnOperations)
+        assert isinstance(feed.datasets.train.stage, SampledOperations)
         assert_equal(training(feed), expected)
 
 
@@ -201,7 +201,7 @@ def test_on_gpu_keeps_operations_in_workers(image_root):
         dataset = crops(image_root / "train", kind)
         dataset.transform = Compose(transforms, SIZE)
         found = on_gpu.on_gpu(dataset, from_overrides(["data=fake"]), CPU)
-        assert isinstance(found, DrawnOperations) == drawn
+        assert isinstance(found, SampledOperations) == drawn
         assert list(dataset.transform.transforms) == transforms[: len(transforms) - drawn]
         assert drawn or found is dataset.stage
     fake = FakeDataset(num_samples=9, num_classes=2, size=SIZE)

@@ -99,7 +99,7 @@ def test_rand_augment_rejects_fill_pixels_and_masks():
     with pytest.raises(ValueError, match=r": fill=.*: invalid value; expected "):
         build_by_name([{"extras.rand_augment:RandAugment": {"fill": [0, 256, 0]}}], {}, key="a")
     for pixels in (np.zeros((9, 9, 1), np.uint8), np.zeros((9, 9, 3), np.uint16)):
-        with pytest.raises(ValueError, match="Augment: need uint8 RGB images"):
+        with pytest.raises(ValueError, match="Augment: expected uint8 RGB images"):
             TrivialAugment()(pixels, random.Random(0))
     picture = Compose([RandAugment()])(Picture(np.asarray(IMAGE)), random.Random(0)).mirrored()
     with pytest.raises(ValueError, match=r"^a mask follows crops, resizes and flips only"):

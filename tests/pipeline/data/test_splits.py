@@ -89,9 +89,9 @@ def test_build_datasets_rejects_unequal_classes(image_root):
         build_datasets(from_overrides([f"data.root={image_root}", source]))
 
 
-def test_other_classes_shows_names_that_look_alike(changeable, tmp_path):
-    shutil.copytree(changeable, tmp_path / "both" / "train")
-    shutil.copytree(changeable, tmp_path / "both" / "val")
+def test_other_classes_shows_names_that_look_alike(train_copy, tmp_path):
+    shutil.copytree(train_copy, tmp_path / "both" / "train")
+    shutil.copytree(train_copy, tmp_path / "both" / "val")
     (tmp_path / "both" / "val" / "dots").rename(tmp_path / "both" / "val" / "Dots ")
     with pytest.raises(UserError, match=r"look alike: 'Dots ' \(44 6F 74 73 20\) and 'dots' "):
         build_datasets(from_overrides([f"data.root={tmp_path / 'both'}"]))
