@@ -234,8 +234,8 @@ def load_index(place: str | os.PathLike[str], *, key: str, storage: Any = None) 
     index = load(key)
     if index.ignored:
         logger.warning("%s=%s: %s", key, index.root, index.ignored)
-    for names in look_alikes(index.classes):
-        logger.warning("%s=%s: classes with names that look alike: %s", key, index.root, names)
+    for alike in look_alikes(index.classes):
+        logger.warning("%s=%s: classes with names that look alike: %s", key, index.root, alike)
     return index
 
 

@@ -301,8 +301,8 @@ NOTES = {
     "parquet without names": " data.val_fraction=0.2\n",
     "1 and 01": " data.val_fraction=0.2\n",
     "classes": " data.val_fraction=0.2\n",
-    "test images": "files or folders that are not read: hidden, or of the system (1), not "
-    "in a class folder of a split (1), such as ",
+    "test images": "ignored files or folders: hidden or system (1), not in a class folder of "
+    "a split (1), such as ",
 }
 
 
