@@ -121,7 +121,7 @@ class TrainStep(StepGraph):
         example = Batch.zeros(compute.fields, device)
         network = parts.world.wrap(parts.state.model, partial(forward, batch=example))
         super().__init__(network, parts.state)
-        # Not set earlier, because a search takes seconds, which is long for the dry run.
+        # Not set earlier, because a search takes seconds, which is too long for the dry run.
         torch.backends.cudnn.benchmark = is_search_worthwhile(schedule.config, schedule.stop_step)
         self.parts = parts
         self.mix = compile_function(mix, compute.compile_mode)
