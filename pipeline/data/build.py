@@ -102,7 +102,7 @@ def check_channels(data: DataConfig, channels: int) -> None:
 
 
 def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
-    """Build the transforms in a config key, and try them on images to find further errors.
+    """Build a config key's transforms; try them on images, because some errors appear only then.
 
     Returns the transforms with the resulting image size. Raises UserError if a transform is
     invalid, or if the resulting images are not square or differ in size.
@@ -122,7 +122,7 @@ def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
         sizes.add((width, height))
     if sizes != {(width, width)}:
         wrong = f"produces images of different sizes, such as {width}x{height} px"
-        cure = "end it with random_resized_crop or center_crop, whose `size` is that of the result"
+        cure = "end it with random_resized_crop or center_crop, and set its `size`"
         raise UserError(key, wrong, cure)
     return Compose(transforms, width)
 
