@@ -195,8 +195,8 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         self.patience = self.timeout_seconds
         ring = self.rings[task.ring]
         ring.replies.append(reply)
-        if reply.trace:
-            logger.error("%s", reply.trace.rstrip())
+        for trace in reply.traces:
+            logger.error("%s", trace.rstrip())
         if reply.error:
             raise LoaderError(reply.error)
         for index, message in reply.skipped:

@@ -18,9 +18,9 @@ event of the copy. Without workers, the main thread runs the tasks. Without a GP
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,17 +49,16 @@ class Task:
     done: bool = False
 
 
-@dataclass
-class Reply:
+class Reply(NamedTuple):
     """The result of a task. A worker replies to its tasks in order."""
 
     rows: int
+    skipped: list[Skipped]
+    traces: list[str]  # tracebacks of errors that are not about a file
     cpu_seconds: float = 0.0
     storage_seconds: float = 0.0  # time neither computing nor waiting for a core
     core_seconds: float = 0.0  # time ready to run, but waiting for a core
-    skipped: list[Skipped] = field(default_factory=list)
     error: str = ""  # reason why the task failed
-    trace: str = ""  # traceback of an error that is not about a file
 
 
 @dataclass(eq=False)
@@ -75,8 +74,8 @@ class Ring:
         rows = self.slots, self.local_batch_size
         fields = {**self.dataset.fields, **self.dataset.stage.fields}
         self.memory: dict[str, SharedArray] = {}  # field name -> [slots, B, *shape]
-        for name, each in fields.items():
-            self.memory[name] = SharedArray((*rows, *each.shape), each.dtype)
+        for name, field in fields.items():
+            self.memory[name] = SharedArray((*rows, *field.shape), field.dtype)
         # int64 [slots, B, 2], (epoch, index) of each row's sample. The index differs from the
         # task's if that sample was unreadable and has been replaced.
         self.samples = SharedArray((*rows, 2), np.int64)

@@ -45,7 +45,8 @@ def run_task(
     # Views are created once per task, because creating them takes longer than copying an image.
     batch = {name: memory.array[task.slot] for name, memory in ring.memory.items()}
     ring.dataset.stage.begin_rows(batch, range(task.row, task.row + len(task.samples)))
-    reply = Reply(len(task.samples))
+    reply = Reply(len(task.samples), skipped=[], traces=[])
+    failure = ""
     try:
         for row, (epoch, index) in enumerate(task.samples.tolist(), start=task.row):
             done = row - task.row
@@ -53,11 +54,13 @@ def run_task(
             used = _fill_row(ring, batch, row, epoch, index, reply)
             ring.samples.array[task.slot, row] = epoch, used  # last, because it completes the row
     except LoaderError as error:
-        reply.error = str(error)
-    cpu = reply.cpu_seconds = time.thread_time() - cpu_before
-    core = reply.core_seconds = waited_for_core() - core_before
-    reply.storage_seconds = time.perf_counter() - began - cpu - core  # rest of the elapsed time
-    return reply
+        failure = str(error)
+    cpu = time.thread_time() - cpu_before
+    core = waited_for_core() - core_before
+    storage = time.perf_counter() - began - cpu - core  # rest of the elapsed time
+    return reply._replace(
+        cpu_seconds=cpu, storage_seconds=storage, core_seconds=core, error=failure
+    )
 
 
 def _fill_row(ring: Ring, batch: SlotArrays, row: int, epoch: int, index: int, reply: Reply) -> int:
@@ -76,12 +79,12 @@ def _fill_row(ring: Ring, batch: SlotArrays, row: int, epoch: int, index: int, r
         except UserError as error:  # invalid sample, named by the message
             raise LoaderError(str(error)) from None
         except Exception as error:  # raised by a transform or the dataset, or out of memory
-            reply.trace = traceback.format_exc()
+            reply.traces.append(traceback.format_exc())
             failed = "a transform or the dataset failed; see the traceback above"
             text = f"{ring.dataset.name(candidate)}: {describe(error)}: {failed}"
             raise LoaderError(text) from None
         else:
-            reply.skipped += unreadable
+            reply.skipped.extend(unreadable)
             return candidate
     _, text = unreadable[0]
     if len(unreadable) > 1:
