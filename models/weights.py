@@ -41,13 +41,23 @@ def read_file(path: Path, *, origin: str, expected: str = ANY_FILE) -> Any:
         check_sums(path)
         # timm and torchvision store their arguments. A Namespace only contains attributes.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return _renamed(torch.load(path, map_location="cpu", weights_only=True))
     except (OSError, zipfile.BadZipFile) as error:
         reason = str(error)
     except Exception:  # torch.load raises many types, with multi-line messages
         reason = "damaged, not from torch.save, or it would execute code"
     near = near_paths(str(path), "runs")
     raise UserError(origin, f"cannot be read ({reason})", f"expected {expected}{near}")
+
+
+def _renamed(content: Any) -> Any:
+    """Rename the parts of a checkpoint from an earlier version of this program."""
+    if isinstance(content, dict) and "plan" in content:
+        content["model_input"] = content.pop("plan")
+        identity = content.get("identity", {})
+        identity["decode_mode"] = identity.pop("pixels", None)
+        identity["fitted_micro_batch"] = identity.pop("fitted_batch", None)
+    return content
 
 
 def check_sums(path: Path) -> None:

@@ -122,6 +122,23 @@ def test_resume_rejects_foreign_checkpoint(changed, content, readers, path):
     check_rejected(readers[0], path)
 
 
+def test_readers_accept_earlier_key_names(content, readers, image_root, path):
+    """Readers accept a checkpoint from an earlier version, so they do not reject everything."""
+    identity = dict(content["identity"])
+    identity["pixels"] = identity.pop("decode_mode")
+    identity["fitted_batch"] = identity.pop("fitted_micro_batch")
+    old = {**content, "identity": identity}
+    old["plan"] = old.pop("model_input")
+    torch.save(old, path)
+    for reader in readers:
+        reader(path)
+    assert (path.parents[1] / "run").exists()
+    resume = f"checkpoint.resume={path}"
+    resumed = small_run.run(image_root, path.parents[1] / "resumed", *OPTIONS, resume)
+    straight = small_run.run(image_root, path.parents[1] / "straight", *OPTIONS)
+    assert resumed["params_sha256"] == straight["params_sha256"]
+
+
 def is_detected(whole: bytes, path: Path, seed: int, content: Content) -> bool:
     """Damage a file; return whether loading rejects it, or still returns the same content."""
     data, rng = bytearray(whole), random.Random(seed)

@@ -152,7 +152,7 @@ def test_worker_reads_ahead(image_root, monkeypatch):
 
     class Ahead(FolderDataset):
         def targets(self, *_):
-            return {"label": len(self._ahead)}
+            return {"label": len(self._pending)}
 
     monkeypatch.setattr("pipeline.feed.worker.WAIT_SECONDS", -1.0)  # every task waits longer
     monkeypatch.setattr("pipeline.feed.worker.FIRST_AHEAD", 4)
