@@ -2,9 +2,13 @@
 
 import gzip
 import os
+import re
 import shutil
 import sys
 import zlib
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
@@ -16,6 +20,7 @@ from pipeline.data import listing
 from pipeline.data.listing import LeftOut, is_hidden, tar_members, why_left_out
 
 WHOLE = -1
+MAX_NAME = 255  # bytes in a file or folder name, on most file systems
 
 
 class Place(NamedTuple):
@@ -57,6 +62,39 @@ def is_image(path: str) -> bool:
 
 def damaged(path: str, reason: object) -> UserError:
     return UserError(f"{path}: damaged or incomplete ({reason}); download or copy it again")
+
+
+def class_at(classes: Sequence[str], label: Any, origin: str) -> str:
+    """Return the name of a class index. Raises UserError unless it is an integer in range.
+
+    `origin`: names the file and the row in messages.
+    """
+    is_integer = isinstance(label, int) and not isinstance(label, bool)
+    if not is_integer or not 0 <= label < len(classes):
+        wrong = f"label {label!r}; expected an integer from 0 to {len(classes) - 1}"
+        raise UserError(origin, wrong, "correct it")
+    return classes[label]
+
+
+def check_classes(classes: Sequence[Any], origin: str) -> None:
+    """Raise UserError unless the class names are different strings."""
+    for name, count in Counter(map(str, classes)).items():
+        if count > 1:
+            raise UserError(origin, f"{count} classes have the name {name}", "rename them")
+    for name in classes:
+        check_label(name, origin)
+
+
+def check_label(label: Any, origin: str) -> None:
+    """Raise UserError unless a label is a class name, which must fit in a folder name."""
+    wrong = f"label {str(label)[:60]!r}; expected a class name of 1 to {MAX_NAME} bytes"
+    if not isinstance(label, str):
+        raise UserError(origin, wrong, "correct it")
+    with suppress(UnicodeEncodeError):
+        is_negative = re.fullmatch(r"-\d+", label) is not None
+        if 0 < len(os.fsencode(label)) <= MAX_NAME and not is_negative:
+            return
+    raise UserError(origin, wrong, "correct it")
 
 
 def tree_of_tar(path: str, skipped: LeftOut, start: int = 0, length: int = sys.maxsize) -> Tree:

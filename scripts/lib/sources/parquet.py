@@ -7,7 +7,15 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from conf.errors import UserError, describe
-from scripts.lib.sources.files import Row, Sample, damaged, is_image
+from scripts.lib.sources.files import (
+    Row,
+    Sample,
+    check_classes,
+    check_label,
+    class_at,
+    damaged,
+    is_image,
+)
 
 
 class Columns(NamedTuple):
@@ -31,6 +39,7 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
     number = -1  # row index in the file
     try:
         columns = parquet_columns(file)
+        check_classes(columns.classes, file)
         wanted = [columns.label, f"{columns.image}.path"]
         opened = parquet.ParquetFile(file)
         for group in range(opened.num_row_groups):
@@ -43,8 +52,9 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
                 place = Row(file, group, row)
                 folder = f"{os.path.splitext(path)[0]}-{number:06d}"
                 name = f"{folder}/{image_name(values[columns.image]['path'], place)}"
-                class_name = columns.classes[label] if columns.classes else str(label)
-                samples.append(Sample(split, class_name, name, place))
+                samples.append(
+                    Sample(split, class_of(label, columns, f"{file}: row {number}"), name, place)
+                )
     except UserError:
         raise
     except Exception as error:  # pyarrow's errors, and unexpected metadata or labels
@@ -52,9 +62,19 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
     return samples
 
 
+def class_of(label: Any, columns: Columns, origin: str) -> str:
+    """Return the class name of a label, which is a class index or the name itself."""
+    if columns.classes:
+        return class_at(columns.classes, label, origin)
+    if isinstance(label, int):
+        label = str(label)
+    check_label(label, origin)
+    return label
+
+
 def image_name(path: str | None, place: Row) -> str:
     """Return the name of an image; add a missing name and file extension."""
-    name = os.path.basename(path or "image")
+    name = os.path.basename(path or "image").replace("\0", "_")
     if is_image(name):
         return name
     return name + (".png" if read_row(place).startswith(b"\x89PNG") else ".jpeg")
