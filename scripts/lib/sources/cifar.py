@@ -17,8 +17,8 @@ from scripts.lib.sources.files import (
     Place,
     Sample,
     Tree,
-    check_classes,
-    class_at,
+    check_unique,
+    class_of,
     damaged,
     read_place,
 )
@@ -70,7 +70,7 @@ def read_version(meta: str, tree: Tree) -> list[Sample]:
     path = meta
     try:
         classes = unpickle(tree[meta])[f"{prefix}label_names"]
-        check_classes(classes, meta)
+        check_unique(classes, meta)
         for name, split in splits.items():
             path = os.path.join(folder, name)
             fields = unpickle(tree[path])
@@ -79,7 +79,7 @@ def read_version(meta: str, tree: Tree) -> list[Sample]:
             images = images.reshape(len(labels), 3, 32, 32)
             for row, label in enumerate(labels):
                 file = f"{name}-{row:05d}.ppm"
-                class_name = class_at(classes, label, f"{path}: image {row}")
+                class_name = class_of(label, classes, f"{path}: image {row}")
                 samples.append(Sample(split, class_name, file, images[row]))
     except UserError:
         raise

@@ -8,7 +8,6 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
@@ -64,37 +63,40 @@ def damaged(path: str, reason: object) -> UserError:
     return UserError(f"{path}: damaged or incomplete ({reason}); download or copy it again")
 
 
-def class_at(classes: Sequence[str], label: Any, origin: str) -> str:
-    """Return the name of a class index. Raises UserError unless it is an integer in range.
+def class_of(label: Any, classes: Sequence[Any], origin: str) -> str:
+    """Return the class name of a label: an index of `classes`, or without them the name itself.
 
-    `origin`: names the file and the row in messages.
+    `origin`: the file and the row, for messages. Raises UserError for any other label, and for a
+    name that is no folder name.
     """
-    is_integer = isinstance(label, int) and not isinstance(label, bool)
-    if not is_integer or not 0 <= label < len(classes):
-        wrong = f"label {label!r}; expected an integer from 0 to {len(classes) - 1}"
-        raise UserError(origin, wrong, "correct it")
-    return classes[label]
+    name = label
+    expected = f"a class name of 1 to {MAX_NAME} bytes"
+    is_index = type(label) is int and label >= 0
+    if classes:
+        expected = f"an integer from 0 to {len(classes) - 1}"
+        name = classes[label] if is_index and label < len(classes) else None
+    elif is_index:
+        name = str(label)
+    if not _is_class_name(name):
+        raise UserError(origin, f"label {str(label)[:60]!r}; expected {expected}", "correct it")
+    return str(name)
 
 
-def check_classes(classes: Sequence[Any], origin: str) -> None:
-    """Raise UserError unless the class names are different strings."""
-    for name, count in Counter(map(str, classes)).items():
-        if count > 1:
-            raise UserError(origin, f"{count} classes have the name {name}", "rename them")
-    for name in classes:
-        check_label(name, origin)
+def _is_class_name(name: Any) -> bool:
+    if not isinstance(name, str) or re.fullmatch(r"-\d+", name):
+        return False
+    try:
+        return 0 < len(os.fsencode(name)) <= MAX_NAME
+    except UnicodeEncodeError:  # JSON may contain half a character
+        return False
 
 
-def check_label(label: Any, origin: str) -> None:
-    """Raise UserError unless a label is a class name, which must fit in a folder name."""
-    wrong = f"label {str(label)[:60]!r}; expected a class name of 1 to {MAX_NAME} bytes"
-    if not isinstance(label, str):
-        raise UserError(origin, wrong, "correct it")
-    with suppress(UnicodeEncodeError):
-        is_negative = re.fullmatch(r"-\d+", label) is not None
-        if 0 < len(os.fsencode(label)) <= MAX_NAME and not is_negative:
-            return
-    raise UserError(origin, wrong, "correct it")
+def check_unique(classes: Sequence[Any], origin: str) -> None:
+    """Raise UserError if classes have equal names."""
+    names = Counter(map(str, classes))
+    repeated = [name for name in names if names[name] > 1]
+    if repeated:
+        raise UserError(origin, f"several classes have the name {repeated[0]}", "rename them")
 
 
 def tree_of_tar(path: str, skipped: LeftOut, start: int = 0, length: int = sys.maxsize) -> Tree:

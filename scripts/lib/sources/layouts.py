@@ -19,7 +19,7 @@ from scripts.lib.sources.files import (
     Row,
     Sample,
     Tree,
-    check_label,
+    class_of,
     is_image,
     read_place,
     tree_of_tar,
@@ -57,13 +57,13 @@ def list_source(source: str) -> tuple[list[Sample], list[str]]:
     if not listed:
         raise UserError(source, "no images in class folders", EXPECTED)
     used, notes = used_splits({sample.split for sample in listed})
-    check_same_classes(source, [sample for sample in listed if sample.split in used], used)
     folders = class_folders(source, {sample.label for sample in listed})
     samples = []
     for sample in listed:
         if sample.split in used:
             label = folders[sample.label]
             samples.append(sample._replace(split=used[sample.split], label=label))
+    check_classes_of_val(source, samples)
     paths = Counter(sample.path for sample in samples)
     [(path, count)] = paths.most_common(1)
     if count > 1:
@@ -85,9 +85,9 @@ def used_splits(splits: set[str]) -> tuple[dict[str, str], list[str]]:
     return used, ["There is no validation split; data.val_fraction holds out images for it."]
 
 
-def check_same_classes(source: str, samples: list[Sample], used: Mapping[str, str]) -> None:
+def check_classes_of_val(source: str, samples: list[Sample]) -> None:
     """Raise UserError if a validation image has a class without training images."""
-    trained = {sample.label for sample in samples if used[sample.split] == "train"}
+    trained = {sample.label for sample in samples if sample.split == "train"}
     for sample in samples:
         if trained and sample.label not in trained:
             wrong = f"{sample.name} has the class {sample.label}, which has no training images"
@@ -251,9 +251,8 @@ def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:
 def record_label(key: str, files: Tree) -> str:
     """Return the label in key.cls or key.json; "" if missing. WebDataset's key.txt is a caption."""
     if ".cls" in files:
-        text = read_place(files[".cls"]).decode(errors="replace").strip()
-        check_label(text, f"{key}.cls")
-        return text
+        text = read_place(files[".cls"]).decode(errors="replace")
+        return class_of(text.strip(), [], f"{key}.cls")
     if ".json" not in files:
         if ".txt" in files and "/" not in key:  # not in a class folder
             raise UserError(f"{key}.txt", "a caption is not a label", "add the label as .cls")
@@ -264,10 +263,7 @@ def record_label(key: str, files: Tree) -> str:
         raise UserError(f"{key}.json", "has no label", 'add one, such as {"label": 3}') from None
     if label is None:
         return ""
-    if isinstance(label, int) and not isinstance(label, bool):
-        label = str(label)
-    check_label(label, f"{key}.json")
-    return label
+    return class_of(label, [], f"{key}.json")
 
 
 def read_folder(

@@ -7,15 +7,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from conf.errors import UserError, describe
-from scripts.lib.sources.files import (
-    Row,
-    Sample,
-    check_classes,
-    check_label,
-    class_at,
-    damaged,
-    is_image,
-)
+from scripts.lib.sources.files import Row, Sample, check_unique, class_of, damaged, is_image
 
 
 class Columns(NamedTuple):
@@ -39,7 +31,7 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
     number = -1  # row index in the file
     try:
         columns = parquet_columns(file)
-        check_classes(columns.classes, file)
+        check_unique(columns.classes, file)
         wanted = [columns.label, f"{columns.image}.path"]
         opened = parquet.ParquetFile(file)
         for group in range(opened.num_row_groups):
@@ -52,24 +44,13 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
                 place = Row(file, group, row)
                 folder = f"{os.path.splitext(path)[0]}-{number:06d}"
                 name = f"{folder}/{image_name(values[columns.image]['path'], place)}"
-                samples.append(
-                    Sample(split, class_of(label, columns, f"{file}: row {number}"), name, place)
-                )
+                class_name = class_of(label, columns.classes, f"{file}: row {number}")
+                samples.append(Sample(split, class_name, name, place))
     except UserError:
         raise
     except Exception as error:  # pyarrow's errors, and unexpected metadata or labels
         raise damaged(file, describe(error).partition("\n")[0]) from None
     return samples
-
-
-def class_of(label: Any, columns: Columns, origin: str) -> str:
-    """Return the class name of a label, which is a class index or the name itself."""
-    if columns.classes:
-        return class_at(columns.classes, label, origin)
-    if isinstance(label, int):
-        label = str(label)
-    check_label(label, origin)
-    return label
 
 
 def image_name(path: str | None, place: Row) -> str:
