@@ -66,8 +66,11 @@ import os
 import tarfile
 import zlib
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from fcntl import LOCK_EX, LOCK_NB, flock
 from functools import partial
+from threading import get_ident
 from typing import Any, NamedTuple
 
 from PIL import Image
@@ -170,7 +173,8 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
     target.parent.mkdir(parents=True, exist_ok=True)
     if outcome == "copied" and make_link(target, sample):
         return Result("linked")
-    temporary = Path(f"{target}.tmp")
+    # A short name of this thread: a name of 255 bytes leaves no room for a suffix.
+    temporary = target.with_name(f".{os.getpid()}-{get_ident()}.tmp")
     temporary.write_bytes(output)
     temporary.replace(target)
     return Result(outcome, size=len(output))
@@ -233,22 +237,42 @@ def list_members(tar: Path) -> None:
 
 
 def check_output(to: Path, settings: dict[str, Any]) -> None:
-    """Create the output folder, or check that it was created with the same settings.
+    """Mark a new output folder, or check that it was marked with the same settings.
 
     Raises UserError if it has other files or settings, and OSError if it cannot be written.
     """
-    to.mkdir(parents=True, exist_ok=True)
     marker = to / MARKER
     if not marker.exists():
         files = sorted(set(os.listdir(to)) - {"lost+found"})
         if files:
             raise UserError(f"--to {to}", f"contains {files[0]}", "choose a new or empty folder")
         write_json(marker, {"settings": settings})
-    stored = json.loads(marker.read_bytes())["settings"]
+    try:
+        stored = dict(json.loads(marker.read_bytes())["settings"])
+    except (ValueError, TypeError, LookupError, RecursionError):
+        wrong = f"its {MARKER} is damaged"
+        raise UserError(f"--to {to}", wrong, "remove the folder, or choose a new one") from None
     for name, value in settings.items():
         if stored.get(name) != value:
             wrong = f"has {name} {stored.get(name)}, not {value}"
             raise UserError(f"--to {to}", wrong, "use the same settings or a different folder")
+
+
+@contextmanager
+def locked(to: Path) -> Iterator[None]:
+    """Lock the output folder. Raises UserError if a different process has locked it."""
+    folder = os.open(to, os.O_RDONLY)
+    try:
+        flock(folder, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        fix = "wait until it ends, or choose a different folder"
+        raise UserError(f"--to {to}", "in use by a different process", fix) from None
+    except OSError:  # some network file systems have no locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(folder)
 
 
 def prepare_images(options: argparse.Namespace) -> int:
@@ -271,8 +295,10 @@ def prepare_images(options: argparse.Namespace) -> int:
         "images": dict(sorted(images.items())),
         "list of images, CRC-32": zlib.crc32(os.fsencode(names)),
     }
-    check_output(options.to, settings)
-    counts, unreadable = write_all(options, samples)
+    options.to.mkdir(parents=True, exist_ok=True)
+    with locked(options.to):
+        check_output(options.to, settings)
+        counts, unreadable = write_all(options, samples)
     classes = len({sample.label for sample in samples})
     report = {"settings": settings, "classes": classes, "images": len(samples), **counts}
     write_json(options.to / MARKER, report)

@@ -379,6 +379,17 @@ NO_KIT = {"ILSVRC2012_img_train.tar": INNER, "ILSVRC2012_img_val.tar": tar(FLAT)
 GIVEN_TWICE = {"train-0.tar": tar(IMAGES), "train-1.tar": tar(IMAGES)}
 NO_SPLIT = {"part-0.tar": SPLITS_IN_A_TAR, "part-1.tar": SPLITS_IN_A_TAR}
 WITHOUT_LABEL = {**IMAGE, "b.jpg": jpeg(1), "b.cls": b"1"}
+
+
+def labeled(label: int) -> bytes:
+    """Return a CIFAR batch of one image."""
+    return pickled(labels=[label], data=PLANES[[0]].reshape(-1, 3072))
+
+
+def shard_of(label: bytes, ending: str = "cls") -> Files:
+    return {"train.tar": tar({"a.jpg": jpeg(1), f"a.{ending}": label})}
+
+
 WRONG: list[tuple[Source, str]] = [
     (lambda: {"imagenet.zip": b"PK"}, "no images in class folders; pass"),
     (lambda: {"a/1.jpg": b"", "b.tar": b""}, "both images (a/1.jpg) and tar files (b.tar); pass"),
@@ -404,6 +415,21 @@ WRONG: list[tuple[Source, str]] = [
     (lambda: {**official(), KIT: devkit(truth=VAL * 2)}, "0007.JPEG is missing (6 in total)"),
     (lambda: changed(kaggle(), SOLUTIONS, b"n02119789 5 6", b"n02100735 5 6"), ".csv: damaged"),
     (lambda: changed(tiny(), ANNOTATIONS, b"val_1.J", b"val_9.J"), "1.JPEG has no label (2 in "),
+    (lambda: changed(tiny(), ANNOTATIONS, b"val_1.J", b"val_0.J"), "val_0.JPEG is n02119789 and "),
+    (lambda: changed(tiny(), ANNOTATIONS, b"n0211", b"n0311"), "n03119789, which has no training"),
+    (lambda: changed(kaggle(), SOLUTIONS, b"000004,n", b"000005,n"), "000005.JPEG is n0"),
+    (lambda: {**official(), KIT: devkit(truth=[0, 1, 2, 2, 0, 1])}, "devkit_t12.tar.gz: damaged"),
+    (lambda: {"a.parquet": one_image("a", "b", label=[-2])}, "row 0: label '-2'; expected an int"),
+    (lambda: {"a.parquet": one_image("a", "b", label=[2])}, "row 0: label '2'; expected an int"),
+    (lambda: {"a.parquet": one_image("a", "a", label=[0])}, "several classes have the name a; "),
+    (lambda: {"a.parquet": one_image(label=[-2])}, "row 0: label '-2'; expected a class name"),
+    (lambda: {"a.parquet": one_image(label=[1.5])}, "row 0: label '1.5'; expected a class name"),
+    (lambda: {**CIFAR_10, CIFAR_3: labeled(-1)}, "data_batch_3: image 0: label '-1'; expected an"),
+    (lambda: shard_of(b"1" * 5000), "label '111111"),
+    (lambda: shard_of(b"-1"), "a.cls: label '-1'; expected a class name of 1 to 255 bytes"),
+    (lambda: shard_of(b'{"label": "\\ud800"}', "json"), "a.json: label '"),
+    (lambda: shard_of(b'{"label": [1]}', "json"), "a.json: label '[1]'; expected a class name"),
+    (lambda: shard_of(b"[" * 100_000, "json"), "a.json: has no label"),
 ]
 
 
@@ -439,6 +465,46 @@ def test_prepare_rejects_destinations(tmp_path, capsys):
     (source / "val/n02100735/new.jpg").rename(source / "val/n02119789/new.jpg")
     assert "moved: has list of images, CRC-32 " in error(tmp_path / "moved")
     assert written(to) == EXPECTED
+
+
+@pytest.mark.parametrize("pack", [dict, lambda files: {"ds.tar": tar(files)}], ids=["files", "tar"])
+@pytest.mark.parametrize("outer", ["", "ds/"])
+@pytest.mark.parametrize("loose", ["stray.jpg", "train/stray.jpg", "val/stray.jpg"])
+def test_prepare_skips_image_beside_splits(tmp_path, capsys, pack, outer, loose):
+    """Such an image never makes validation images training images."""
+    files = {outer + path: data for path, data in {**BOTH, loose: jpeg(5)}.items()}
+    source = write(tmp_path / "source", pack(files))
+    assert run(source, tmp_path / "to") == 0
+    assert written(tmp_path / "to") == BOTH
+    assert "not in a class folder of a split (1), such as " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("side", [(), ("--side", "16")])
+def test_prepare_writes_names_of_255_bytes(tmp_path, side):
+    names = {f"{split}/{name}/{'x' * 251}.jpg" for split in ("train", "val") for name in "ab"}
+    source = write(tmp_path / "source", {name: jpeg(1) for name in names})
+    assert run(source, tmp_path / "to", *side) == 0
+    assert written(tmp_path / "to").keys() == names
+
+
+DAMAGED = [b"", b"{", b"[]", b"null", b"3", b"{}", b'{"settings": 3}', b"\xff", b"[" * 100_000]
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=lambda content: str(content[:20]))
+def test_prepare_rejects_damaged_marker(tmp_path, capsys, content):
+    source = write(tmp_path / "source", BOTH)
+    write(tmp_path / "to", {"prepare.json": content})
+    assert run(source, tmp_path / "to") == 2
+    assert "to: its prepare.json is damaged; remove the folder, or " in capsys.readouterr().err
+
+
+def test_prepare_locks_output_folder(tmp_path, capsys):
+    source = write(tmp_path / "source", BOTH)
+    (tmp_path / "to").mkdir()
+    with prepare.locked(tmp_path / "to"):
+        assert run(source, tmp_path / "to") == 2
+    assert "to: in use by a different process; wait until it ends" in capsys.readouterr().err
+    assert run(source, tmp_path / "to") == 0
 
 
 def test_prepare_links_or_copies_files(tmp_path, monkeypatch):

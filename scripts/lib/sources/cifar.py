@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from conf.errors import UserError
-from scripts.lib.sources.files import Place, Sample, Tree, damaged, read_place
+from scripts.lib.sources.files import (
+    Place,
+    Sample,
+    Tree,
+    check_unique,
+    class_of,
+    damaged,
+    read_place,
+)
 
 
 class Version(NamedTuple):
@@ -62,6 +70,7 @@ def read_version(meta: str, tree: Tree) -> list[Sample]:
     path = meta
     try:
         classes = unpickle(tree[meta])[f"{prefix}label_names"]
+        check_unique(classes, meta)
         for name, split in splits.items():
             path = os.path.join(folder, name)
             fields = unpickle(tree[path])
@@ -70,7 +79,10 @@ def read_version(meta: str, tree: Tree) -> list[Sample]:
             images = images.reshape(len(labels), 3, 32, 32)
             for row, label in enumerate(labels):
                 file = f"{name}-{row:05d}.ppm"
-                samples.append(Sample(split, classes[label], file, images[row]))
+                class_name = class_of(label, classes, f"{path}: image {row}")
+                samples.append(Sample(split, class_name, file, images[row]))
+    except UserError:
+        raise
     except Exception as error:  # a missing file; opcodes of a damaged pickle raise many types
         raise damaged(path, error) from None
     return samples

@@ -2,9 +2,12 @@
 
 import gzip
 import os
+import re
 import shutil
 import sys
 import zlib
+from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
@@ -16,6 +19,7 @@ from pipeline.data import listing
 from pipeline.data.listing import Ignored, is_hidden, tar_members, why_ignored
 
 WHOLE = -1
+MAX_NAME = 255  # bytes in a file or folder name, on most file systems
 
 
 class Place(NamedTuple):
@@ -57,6 +61,42 @@ def is_image(path: str) -> bool:
 
 def damaged(path: str, reason: object) -> UserError:
     return UserError(f"{path}: damaged or incomplete ({reason}); download or copy it again")
+
+
+def class_of(label: Any, classes: Sequence[Any], origin: str) -> str:
+    """Return the class name of a label: an index of `classes`, or without them the name itself.
+
+    `origin`: the file and the row, for messages. Raises UserError for any other label, and for a
+    name that is no folder name.
+    """
+    name = label
+    expected = f"a class name of 1 to {MAX_NAME} bytes"
+    is_index = type(label) is int and label >= 0
+    if classes:
+        expected = f"an integer from 0 to {len(classes) - 1}"
+        name = classes[label] if is_index and label < len(classes) else None
+    elif is_index:
+        name = str(label)
+    if not _is_class_name(name):
+        raise UserError(origin, f"label {str(label)[:60]!r}; expected {expected}", "correct it")
+    return str(name)
+
+
+def _is_class_name(name: Any) -> bool:
+    if not isinstance(name, str) or re.fullmatch(r"-\d+", name):
+        return False
+    try:
+        return 0 < len(os.fsencode(name)) <= MAX_NAME
+    except UnicodeEncodeError:  # JSON may contain half a character
+        return False
+
+
+def check_unique(classes: Sequence[Any], origin: str) -> None:
+    """Raise UserError if classes have equal names."""
+    names = Counter(map(str, classes))
+    repeated = [name for name in names if names[name] > 1]
+    if repeated:
+        raise UserError(origin, f"several classes have the name {repeated[0]}", "rename them")
 
 
 def tree_of_tar(path: str, skipped: Ignored, start: int = 0, length: int = sys.maxsize) -> Tree:

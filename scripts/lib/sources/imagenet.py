@@ -67,12 +67,18 @@ def val_labels(source: str, tree: Tree) -> dict[str, str]:
     raise UserError(source, "the validation labels are missing", f"add {LABELS}")
 
 
+def add_label(labels: dict[str, str], name: str, label: str) -> None:
+    """Add an image's label. Raises ValueError if the image has a different one."""
+    if labels.setdefault(name, label) != label:
+        raise ValueError(f"{name} is {label} and {labels[name]}")
+
+
 def parse_annotations(place: Place) -> dict[str, str]:
     """Parse Tiny ImageNet's val_annotations.txt: image name, class and box, separated by tabs."""
     labels: dict[str, str] = {}
     for line in read_place(place).decode().splitlines():
         name, wnid, *_ = line.split("\t")
-        labels[name] = wnid
+        add_label(labels, name, wnid)
     return labels
 
 
@@ -87,7 +93,7 @@ def parse_solution(place: Place) -> dict[str, str]:
         objects = row["PredictionString"].split()[::5]
         if len(set(objects)) != 1:
             raise ValueError(f"{row['ImageId']} {' '.join(objects)[:60]}")
-        labels[f"{row['ImageId']}.JPEG"] = objects[0]
+        add_label(labels, f"{row['ImageId']}.JPEG", objects[0])
     return labels
 
 
@@ -111,4 +117,5 @@ def parse_devkit(place: Place) -> dict[str, str]:
     counts = Counter(numbers)
     if len(set(counts.values())) > 1:
         raise ValueError("the number of validation images differs between classes")
-    return {val_name(i): wnids[number - 1] for i, number in enumerate(numbers, 1)}
+    classes = dict(enumerate(wnids, 1))
+    return {val_name(i): classes[number] for i, number in enumerate(numbers, 1)}

@@ -14,7 +14,16 @@ import numpy as np
 from conf.errors import UserError
 from pipeline.data.listing import SPLITS, Ignored, describe_ignored, first_word, walk, why_ignored
 from scripts.lib.sources.cifar import cifar_samples, ppm
-from scripts.lib.sources.files import Place, Row, Sample, Tree, is_image, read_place, tree_of_tar
+from scripts.lib.sources.files import (
+    Place,
+    Row,
+    Sample,
+    Tree,
+    class_of,
+    is_image,
+    read_place,
+    tree_of_tar,
+)
 from scripts.lib.sources.imagenet import TRAIN_TAR, VAL_NAME, VAL_TAR, WNID, val_samples
 from scripts.lib.sources.parquet import read_parquet, read_row
 
@@ -54,6 +63,7 @@ def list_source(source: str) -> tuple[list[Sample], list[str]]:
         if sample.split in used:
             label = folders[sample.label]
             samples.append(sample._replace(split=used[sample.split], label=label))
+    check_classes_of_val(source, samples)
     paths = Counter(sample.path for sample in samples)
     [(path, count)] = paths.most_common(1)
     if count > 1:
@@ -73,6 +83,15 @@ def used_splits(splits: set[str]) -> tuple[dict[str, str], list[str]]:
     if "test" in splits:
         return used | {"test": "val"}, ["The test split became the validation split."]
     return used, ["There is no validation split; data.val_fraction holds out images for it."]
+
+
+def check_classes_of_val(source: str, samples: list[Sample]) -> None:
+    """Raise UserError if a validation image has a class without training images."""
+    trained = {sample.label for sample in samples if sample.split == "train"}
+    for sample in samples:
+        if trained and sample.label not in trained:
+            wrong = f"{sample.name} has the class {sample.label}, which has no training images"
+            raise UserError(source, wrong, "correct its label, or add training images")
 
 
 def class_folders(source: str, labels: set[str]) -> dict[str, str]:
@@ -229,18 +248,18 @@ def record_label(key: str, files: Tree) -> str:
     """Return the label in key.cls or key.json; "" if missing. WebDataset's key.txt is a caption."""
     if ".cls" in files:
         text = read_place(files[".cls"]).decode(errors="replace")
-        return text.strip()
+        return class_of(text.strip(), [], f"{key}.cls")
     if ".json" not in files:
         if ".txt" in files and "/" not in key:  # not in a class folder
             raise UserError(f"{key}.txt", "a caption is not a label", "add the label as .cls")
         return ""
     try:
         label = json.loads(read_place(files[".json"]))["label"]
-        if label is None:
-            return ""
-        return str(label)
-    except (ValueError, TypeError, LookupError):
+    except (ValueError, TypeError, LookupError, RecursionError):
         raise UserError(f"{key}.json", "has no label", 'add one, such as {"label": 3}') from None
+    if label is None:
+        return ""
+    return class_of(label, [], f"{key}.json")
 
 
 def read_folder(
@@ -253,7 +272,7 @@ def read_folder(
     `splits`: name of the folder for a tar file -> split; `skipped`: receives files not read.
     """
     add_skipped(tree, skipped)
-    images = below_common_folder(tree)
+    images = below_common_folder(tree, splits)
     with_splits = has_splits(images, splits)
     samples: list[Sample] = []
     flat: Tree = {}
@@ -288,16 +307,24 @@ def split_of_folder(name: str, splits: Mapping[str, str]) -> str:
     return splits.get(name.lower(), by_name)
 
 
-def below_common_folder(tree: Tree) -> Tree:
-    """Return the images with paths relative to the folder that contains all classes or splits."""
+def below_common_folder(tree: Tree, splits: Mapping[str, str]) -> Tree:
+    """Return the images with paths relative to the folder that contains all classes or splits.
+
+    Images beside the splits have no class. `splits`: see `read_folder`.
+    """
     images = {path: place for path, place in tree.items() if is_image(path)}
     if not images:
         return {}
     folders = {os.path.dirname(path) for path in images}
     common = os.path.commonpath(folders)
-    if common in folders:  # a class folder
-        common = os.path.dirname(common)
-    return {path.removeprefix(common).lstrip("/"): place for path, place in images.items()}
+    relative = _below(common, images)
+    if common in folders and not has_splits(relative, splits):  # a class folder
+        return _below(os.path.dirname(common), images)
+    return relative
+
+
+def _below(folder: str, images: Tree) -> Tree:
+    return {path.removeprefix(folder).lstrip("/"): place for path, place in images.items()}
 
 
 def with_record_names(samples: list[Sample]) -> list[Sample]:

@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from conf.errors import UserError, describe
-from scripts.lib.sources.files import Row, Sample, damaged, is_image
+from scripts.lib.sources.files import Row, Sample, check_unique, class_of, damaged, is_image
 
 
 class Columns(NamedTuple):
@@ -31,6 +31,7 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
     number = -1  # row index in the file
     try:
         columns = parquet_columns(file)
+        check_unique(columns.classes, file)
         wanted = [columns.label, f"{columns.image}.path"]
         opened = parquet.ParquetFile(file)
         for group in range(opened.num_row_groups):
@@ -43,7 +44,7 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
                 place = Row(file, group, row)
                 folder = f"{os.path.splitext(path)[0]}-{number:06d}"
                 name = f"{folder}/{image_name(values[columns.image]['path'], place)}"
-                class_name = columns.classes[label] if columns.classes else str(label)
+                class_name = class_of(label, columns.classes, f"{file}: row {number}")
                 samples.append(Sample(split, class_name, name, place))
     except UserError:
         raise
@@ -54,7 +55,7 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
 
 def image_name(path: str | None, place: Row) -> str:
     """Return an image's name; add a missing name and file extension."""
-    name = os.path.basename(path or "image")
+    name = os.path.basename(path or "image").replace("\0", "_")
     if is_image(name):
         return name
     return name + (".png" if read_row(place).startswith(b"\x89PNG") else ".jpeg")
