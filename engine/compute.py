@@ -1,6 +1,7 @@
 """Precision, kernels and torch.compile for a device, and a model's operations per image."""
 
 import gc
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +50,7 @@ class Compute:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of images on the device. A layer reads half the memory if a value has two bytes."""
+        """Dtype of images on the device. With two bytes per value, a layer reads half as much."""
         return dtype_of(self.precision)
 
     @property
@@ -120,7 +121,8 @@ def count_flops(
 ) -> int:
     """Count the operations in one sample's forward pass; a multiply-add counts as two.
 
-    Raises UserError if the model does not accept the images, or if `forward` needs a missing field.
+    Raises UserError if the model does not accept the images or the arguments that `forward` passes,
+    or if `forward` needs a missing field.
 
     Args:
         model: a model on the meta device, which is set to eval mode and frozen.
@@ -130,8 +132,12 @@ def count_flops(
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             forward(model, Batch.zeros(fields, torch.device("meta")))
-    except UserError:  # a field is missing
-        raise
+    except (TypeError, UserError) as error:
+        if not str(error).startswith(f"{type(model).forward.__qualname__}() "):
+            raise  # a missing field, or an error within the model, whose traceback helps
+        names = ", ".join(inspect.signature(model.forward).parameters)
+        fix = f"change it to call the network with ({names})"
+        raise UserError("forward() in train.py", str(error), fix) from None
     except (RuntimeError, AssertionError, ValueError) as error:  # raised by a layer
         reason = describe(error).splitlines()[0]
         channels, *_, size = fields[IMAGE].device_shape[-3:]
@@ -187,7 +193,7 @@ def autocast(device_type: str, precision: str) -> torch.autocast:
 def resolve_compile(config: Config, device: torch.device, steps: int, operations: int) -> str:
     """Resolve model.compile=auto from a rank's steps and operations in the whole run.
 
-    A resumed run keeps its mode, unless train.max_steps changes. Other modes round differently.
+    Thus, a resumed run keeps its mode, unless train.max_steps changes. Modes round differently.
     """
     if config.model.compile != "auto":
         return config.model.compile
@@ -218,7 +224,7 @@ def set_up_kernels(deterministic: bool, precision: str) -> None:
 
 
 def set_float32_precision(precision: str) -> None:
-    """Allow TF32 in float32 matrix products unless `precision` is fp32."""
+    """Allow TF32 in float32 matrix products and convolutions unless `precision` is fp32."""
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = precision != "fp32"
 

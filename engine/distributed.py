@@ -207,15 +207,20 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
 def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[World]:
     """Join the process group described by torchrun's environment variables until exit.
 
-    Raises UserError if this rank has no usable device. torch raises an error on a rank that waits
-    for others longer than TIMEOUT_FACTOR times `timeout_seconds` (loader.timeout_seconds).
+    Raises UserError if a variable is invalid or missing, or this rank has no usable device. torch
+    raises an error on a rank that waits for a different rank longer than TIMEOUT_FACTOR times
+    `timeout_seconds` (loader.timeout_seconds).
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
     rank, local_rank, local_size = 0, 0, 1
-    if size > 1:
-        rank = int(os.environ["RANK"])
-        local_rank = int(os.environ["LOCAL_RANK"])
-        local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    try:
+        size = max(1, int(os.environ.get("WORLD_SIZE", "1")))
+        if size > 1:
+            rank = int(os.environ["RANK"])
+            local_rank = int(os.environ["LOCAL_RANK"])
+            local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError) as error:
+        wrong = f"invalid, or set without torchrun's other variables ({error})"
+        raise UserError("WORLD_SIZE", wrong, "unset it, or start with torchrun") from None
     device = resolve_device(device_choice, local_rank, local_size)
     with ExitStack() as stack:
         if device.type == "cuda":

@@ -125,14 +125,16 @@ def test_count_flops_equals_published():
 
 
 class TwoInputs(nn.Module):
-    """A network with two inputs."""
+    """A network with two inputs. If `inner`, it calls its layer with wrong arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, inner: bool = False) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
+        self.inner = inner
 
     def forward(self, image, age):
-        return self.layer(torch.cat([image.mean((2, 3)), age[:, None]], 1))
+        features = torch.cat([image.mean((2, 3)), age[:, None]], 1)
+        return self.layer(features, age) if self.inner else self.layer(features)
 
 
 def forward_both(network: nn.Module, batch: Batch) -> Tensor:
@@ -146,6 +148,18 @@ def count_two(network: nn.Module, forward, **fields: Field) -> int:
 
 def test_count_flops_with_second_field():
     assert count_two(TwoInputs(), forward_both, age=Field(np.float32)) == 2 * 4 * 3
+
+
+def test_count_flops_reports_wrong_call_in_one_line():
+    fix = r"; change it to call the network with \("
+    missing = r"^forward\(\) in train\.py: TwoInputs\.forward\(\) missing 1 .*: 'age'"
+    with pytest.raises(UserError, match=rf"{missing}{fix}image, age\)$"):
+        count_two(TwoInputs(), forward)
+    many = r"^forward\(\) in train\.py: Linear\.forward\(\) takes 2 .* 3 were given"
+    with pytest.raises(UserError, match=rf"{many}{fix}input\)$"):
+        count_two(nn.Linear(8, 3), forward_both, age=Field(np.float32))
+    with pytest.raises(TypeError, match=r"^Linear\.forward\(\) takes 2 "):  # within the network
+        count_two(TwoInputs(inner=True), forward_both, age=Field(np.float32))
 
 
 def test_count_flops_reports_missing_field():

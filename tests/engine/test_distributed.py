@@ -47,6 +47,13 @@ def test_join_world_reads_torchrun_variables(monkeypatch):
     assert group == {"timeout": timedelta(minutes=10), "rank": 3, "world_size": 4}
 
 
+@pytest.mark.parametrize(("size", "reason"), [("2", "'RANK'"), ("two", "invalid literal")])
+def test_join_world_reports_wrong_variables(size, reason, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(UserError, match=f"^WORLD_SIZE: .*{reason}.*; unset it, or start with "):
+        join_world("cpu").__enter__()
+
+
 def test_world_with_two_ranks(ranks):
     done = ranks.run([sys.executable, str(Path(__file__).with_name("two_ranks.py"))], 2)
     lines = [line for line in done.stdout.splitlines() if "[Gloo]" not in line]  # torch 2.10
