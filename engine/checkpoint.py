@@ -29,10 +29,10 @@ BEST = "best.pt"
 # Incremented if checkpoint contents or the result of the same config change. A run resumes from
 # this format only. In format 3, mixup and random operations match the recipes' sources.
 FORMAT = 3
+READABLE = (2, 3)  # formats whose weights, config and model_input have the same meaning
 RESUME_CHOICES = "a run directory, a step-*.pt, never (start over) or auto (the default)"
 # Required part of a checkpoint -> its type
-PARTS = {"format": int, "step": int, "state": dict, "identity": dict, "config": dict}
-PARTS |= {"model_input": dict}
+PARTS = {"step": int, "state": dict, "identity": dict, "config": dict, "model_input": dict}
 
 
 def host_copy(content: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -162,7 +162,8 @@ def is_ours(content: Any) -> bool:
     """Return whether file contents are a checkpoint that this version can read."""
     if not isinstance(content, dict):
         return False
-    return {name: type(content.get(name)) for name in PARTS} == PARTS
+    types = {name: type(content.get(name)) for name in PARTS}
+    return types == PARTS and content.get("format") in READABLE
 
 
 def provenance() -> dict[str, str]:

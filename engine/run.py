@@ -143,7 +143,8 @@ class Run(AbstractContextManager["Run"]):
         changes = changed_keys(self._stored["identity"], identity)
         # train.best_by is not in the identity, because the weights do not depend on it.
         best_by = {"train.best_by": self.config.train.best_by}
-        changes |= changed_keys(self._stored["config"], best_by)
+        before = best_by | self._stored["config"]  # may come from a version without the key
+        changes |= changed_keys(before, best_by)
         check_changes(path, changes, accept=self.config.checkpoint.accept_changes)
         try:
             state.load_state_dict(self._stored["state"])

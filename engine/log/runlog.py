@@ -204,7 +204,8 @@ class RunLog:
             "unreadable_images": len(unreadable),  # number of training images replaced on any rank
         }
         summary |= self._observers.notify(lambda observer: observer.finish(summary))
-        self.world.on_rank_0(lambda: write_json(self.path / "summary.json", summary))
+        path = self.path / "summary.json"
+        self.tracker.guard(path.name, write_json, path, summary, reraise=Exception)
         resumes = self.config.checkpoint.resume != "never"
         self.tracker.print(*console.outcome(self.path, summary, self.metrics, resumes=resumes))
         return summary
@@ -223,7 +224,9 @@ class RunLog:
             "values": [name for name in values if not name.endswith("_raw")],
             "units": {name: self.metrics[name.removesuffix("_raw")].unit for name in values},
             "validated_step": step,
-            **dict.fromkeys([best_name, "best_epoch", "best_checkpoint"]),
+            best_name: None,
+            "best_epoch": None,
+            "best_checkpoint": None,
         }
         best = self.state.best_validation
         if best:
