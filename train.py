@@ -264,7 +264,7 @@ def predictions(outputs: Tensor) -> Values:
 
 
 def validate(parts: Parts, feed: Feed, stop: StopSignal, log: RunLog) -> None:
-    """Validate on each image once, and record the result if it is the best. Collective.
+    """Validate on each image once, and record the result and whether it is best. Collective.
 
     With train.ema_decay, validate the EMA model and also the raw model (`loss_raw`, `top1_raw`,
     ...). If a signal interrupts validation, nothing is recorded and the next start validates again.

@@ -64,7 +64,7 @@ def import_object(value: str, key: str) -> Any:
 
 
 def create_object(value: str, key: str, kind: Any, /, *arguments: Any, **parameters: Any) -> Any:
-    """Call `module:name`. Raises UserError for invalid arguments or a result that is no `kind`."""
+    """Call `module:name`. Raises UserError for invalid arguments or a result not of type `kind`."""
     create = import_object(value, key)
     check_signature(create, f"{key}={value}", *arguments, **parameters)
     created = create(*arguments, **parameters)

@@ -115,7 +115,7 @@ def resnet_tiny(num_classes: int, image_size: int, **options: Any) -> nn.Sequent
 
 
 def resnet11_cifar(num_classes: int, image_size: int, in_channels: int = 3) -> nn.Sequential:
-    """ResNet with early pooling for 32 px images, which needs fewer operations per accuracy.
+    """ResNet with early pooling for 32 px images, with fewer operations at the same accuracy.
 
     It has 10 convolutions and 9.9 M parameters in the stages of airbench96
     (github.com/KellerJordan/cifar10-airbench), with ReLU instead of GELU and a trained 3x3 stem

@@ -1,6 +1,7 @@
 """The vision transformer from "Better plain ViT baselines for ImageNet-1k" (arXiv 2205.01580).
 
-Initialization, GELU and epsilon, which it omits, follow its code, google-research/big_vision.
+Details that the paper omits (initialization, GELU, epsilon) follow google-research/big_vision,
+its code.
 """
 
 import math

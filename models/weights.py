@@ -118,9 +118,11 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     content = read_file(path, origin=origin, expected=f"{ANY_FILE}, or model.weights=pretrained")
     weights = weights_in(content, origin=origin)
     stored = _stored_classes(path, content)
+    # Otherwise, an output is not a class.
     head = [name for name in head_of(model) if len(model.get_parameter(name)) == len(classes)]
+    outputs = {len(weights[name]) for name in weights.keys() & head}
     has_same_classes = stored in ("[]", json.dumps(list(classes)))
-    if stored == "[]" and has_two_orders(classes) and _has_outputs(weights, head, len(classes)):
+    if stored == "[]" and len(classes) in outputs and has_two_orders(classes):
         has_same_classes = False
         logger.warning("%s: the order of its classes is unknown; %s", origin, STATE_CLASSES)
     if not has_same_classes:
@@ -129,12 +131,8 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     fit_weights(model, weights, origin=origin, new_head=True)
 
 
-def _has_outputs(weights: Weights, head: Sequence[str], count: int) -> bool:
-    return any(len(weights[name]) == count for name in head if name in weights)
-
-
 def has_two_orders(classes: Sequence[str]) -> bool:
-    """Whether timm sorts these class names differently: in natural order, ignoring case (timm#222).
+    """Return whether timm sorts these names differently, in natural order without case (timm#222).
 
     A head without class names may have them in either order.
     """
@@ -158,8 +156,9 @@ def _stored_classes(path: Path, content: dict[str, Any]) -> str:
 def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bool = False) -> None:
     """Load weights by name. The model does not change if they do not match.
 
-    Raises UserError if keys are missing, unknown or have a different shape. `origin`: the beginning
-    of messages; `new_head`: allow a different head, see `_new_head`.
+    Raises UserError if keys are missing, unknown or have a different shape, as in a different
+    model's weights. `origin`: the beginning of messages; `new_head`: allow a different head, see
+    `_new_head`.
     """
     own = model.state_dict()
     weights = {_current_name(name): value for name, value in weights.items()}

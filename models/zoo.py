@@ -120,7 +120,7 @@ def _build_torchvision(
     create = partial(vision.get_model, name, num_classes=num_classes, **options)
     try:
         model: nn.Module = create()
-    except NotImplementedError:  # RegNets compute widths with tensors, which meta lacks
+    except NotImplementedError:  # RegNets compute widths with tensors, which have no data on meta
         with torch.device("cpu"):
             model = create()
         model = model.to(torch.get_default_device())

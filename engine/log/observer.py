@@ -1,4 +1,4 @@
-"""Observers, optional objects whose methods a run calls at its events; see `log.observers`."""
+"""Optional observers of a run, whose methods the run calls; `log.observers` lists them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -70,7 +70,7 @@ class Observer:
         """
 
     def close(self) -> None:
-        """Free resources, even after the run failed, but not after an observer's method failed."""
+        """Free resources, even if the run failed. Not called after an error in this observer."""
 
     @staticmethod
     def evaluated(
