@@ -78,9 +78,9 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
             old.unlink()
     except (OSError, RuntimeError) as error:
         reason = error.__context__ or error  # torch.save reports a full disk as RuntimeError
-        wrong = f"{path}: cannot be written ({reason}); earlier checkpoints are intact"
+        problem = f"{path}: cannot be written ({reason}); earlier checkpoints are intact"
         fix = "free disk space or check the disk, then run the same command again"
-        raise RunError(f"{wrong}; {fix}") from error
+        raise RunError(f"{problem}; {fix}") from error
     return path
 
 
@@ -153,9 +153,9 @@ def _check_format(path: Path, content: Any) -> None:
     if not is_ours(content):
         raise UserError(str(path), "not a checkpoint of this program", f"expected {RESUME_CHOICES}")
     if content["format"] != FORMAT:
-        wrong = "written by a version of this program that trains differently"
+        problem = "written by a version of this program that trains differently"
         fix = f"set run.name=NAME and model.weights={path} to start a new run from its weights"
-        raise UserError(str(path), wrong, fix)
+        raise UserError(str(path), problem, fix)
 
 
 def is_ours(content: Any) -> bool:

@@ -89,11 +89,11 @@ def choose_compute(
     shape = fields[IMAGE].device_shape
     if shape[-1] != config.data.image_size:
         given = f"data.image_size={config.data.image_size}"
-        wrong = f"the training images have {shape[-1]} px"
-        raise UserError(given, wrong, "set it to their size, or change augment.train")
+        problem = f"the training images have {shape[-1]} px"
+        raise UserError(given, problem, "set it to their size, or change augment.train")
     with torch.device("meta"):  # allocates no memory
         model = build_model(config, datasets)
-    models.freeze(model, config.model.freeze)  # raises for a wrong name before weights are read
+    models.freeze(model, config.model.freeze)  # raises for an unknown name before weights are read
     flops = count_flops(model, fields, forward)
     if val_fields != fields:  # raises here instead of in the first validation
         count_flops(model, val_fields, forward, key="data.val_size, augment.val")
@@ -141,8 +141,9 @@ def count_flops(
     except (RuntimeError, AssertionError, ValueError) as error:  # raised by a layer
         reason = describe(error).splitlines()[0]
         channels, *_, size = fields[IMAGE].device_shape[-3:]
-        wrong = f"the model does not accept images of {size} px and {channels} channels ({reason})"
-        raise UserError(key, wrong, "set a different value, or fix the model") from None
+        images = f"images of {size} px and {channels} channels"
+        problem = f"the model does not accept {images} ({reason})"
+        raise UserError(key, problem, "set a different value, or fix the model") from None
     return int(counter.get_total_flops())
 
 

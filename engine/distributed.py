@@ -72,8 +72,8 @@ class World(RankInfo):
             for name in first | other:
                 here, there = first.get(name), other.get(name)
                 if here != there:
-                    wrong = f"is {show(there)} on rank {rank} and {show(here)} on rank 0"
-                    raise UserError(name, wrong, "start all ranks with the same command and data")
+                    problem = f"is {show(there)} on rank {rank} and {show(here)} on rank 0"
+                    raise UserError(name, problem, "start all ranks with the same command and data")
 
     def has_equal_weights(self, model: nn.Module) -> bool:
         """Return whether all ranks have bitwise identical parameters. Collective; synchronizes."""
@@ -197,9 +197,9 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
         num_needed = max(local_size, local_rank + 1)
         device = torch.device("cuda", local_rank)
     if num_devices < num_needed:
-        wrong = f"torch sees {num_devices} of {num_needed} devices on {socket.gethostname()}"
+        problem = f"torch sees {num_devices} of {num_needed} devices on {socket.gethostname()}"
         fix = "omit the key, or start one rank per device and make all GPUs visible to each rank"
-        raise UserError(f"train.device={choice}", wrong, fix)
+        raise UserError(f"train.device={choice}", problem, fix)
     return device
 
 
@@ -219,8 +219,8 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             local_rank = int(os.environ["LOCAL_RANK"])
             local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     except (KeyError, ValueError) as error:
-        wrong = f"invalid, or set without torchrun's other variables ({error})"
-        raise UserError("WORLD_SIZE", wrong, "unset it, or start with torchrun") from None
+        problem = f"invalid, or set without torchrun's other variables ({error})"
+        raise UserError("WORLD_SIZE", problem, "unset it, or start with torchrun") from None
     device = resolve_device(device_choice, local_rank, local_size)
     with ExitStack() as stack:
         if device.type == "cuda":

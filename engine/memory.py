@@ -42,8 +42,8 @@ def fit_memory(step: StepGraph, schedule: Schedule, world: World, batches: Itera
         while not all(world.all_gather(_fits(step, batch))):
             if size == 1:
                 key = f"loader.batch_size={schedule.batch_size}"
-                wrong = f"out of memory on {world.device} with micro-batches of 1"
-                raise RunError(f"{key}: {wrong}; use a smaller model.name or data.image_size")
+                problem = f"out of memory on {world.device} with micro-batches of 1"
+                raise RunError(f"{key}: {problem}; use a smaller model.name or data.image_size")
             size //= 2
             schedule.fitted_micro_batch = size
     if world.device.type == "cuda":  # StepGraph reads the peak: exclude trials

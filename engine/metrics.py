@@ -127,5 +127,5 @@ def check_predicted(values: Mapping[str, Tensor], classes: Sequence[str]) -> Non
         return
     outputs = values["probability"].shape[1:].numel()
     if outputs != len(classes):
-        wrong = f"the model has {outputs:,} outputs for {len(classes):,} classes"
-        raise UserError(wrong, fix="change the model, or predictions() in train.py")
+        problem = f"the model has {outputs:,} outputs for {len(classes):,} classes"
+        raise UserError(problem, fix="change the model, or predictions() in train.py")

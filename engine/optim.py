@@ -127,9 +127,9 @@ def _check_unused_keys(config: OptimConfig) -> None:
     """Raise UserError for a recipe's optim.betas or optim.eps; conf/schema.py checks typed ones."""
     usual = OptimConfig()
     if (config.betas, config.eps) != (usual.betas, usual.eps):
-        wrong = "does not accept optim.betas and optim.eps, which each class defines differently"
+        problem = "does not accept optim.betas and optim.eps, which each class defines differently"
         fix = f"set optim.args={{betas: {show(config.betas)}, eps: {show(config.eps)}}}"
-        raise UserError(f"optim.name={config.name}", wrong, fix)
+        raise UserError(f"optim.name={config.name}", problem, fix)
 
 
 def _with_capture_check(optimizer: Optimizer) -> Optimizer:

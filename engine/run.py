@@ -97,9 +97,9 @@ class Run(AbstractContextManager["Run"]):
                 self.resumed_from, self._stored = checkpoint.load_newest(self._found)
                 before = self._stored["config"].get("checkpoint.resume")
                 if given not in ("auto", before):
-                    wrong = f"the run in {self.path} was last started with {before}"
+                    problem = f"the run in {self.path} was last started with {before}"
                     fix = "omit the key to resume it, or choose a different run.name"
-                    raise UserError(f"checkpoint.resume={given}", wrong, fix)
+                    raise UserError(f"checkpoint.resume={given}", problem, fix)
             elif given not in ("auto", "never"):
                 path = Path(given)
                 in_folder = checkpoint.files(path) + checkpoint.files(path / "checkpoints")
@@ -150,9 +150,9 @@ class Run(AbstractContextManager["Run"]):
             state.load_state_dict(self._stored["state"])
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            wrong = f"its state does not match this training ({reason})"
+            problem = f"its state does not match this training ({reason})"
             fix = "set checkpoint.resume=PATH to a different checkpoint"
-            raise UserError(f"cannot resume {path}", wrong, fix) from None
+            raise UserError(f"cannot resume {path}", problem, fix) from None
         if path not in self._found:
             state.forget_validations()  # the best checkpoint is in a different directory
             given = self.config.checkpoint.resume
@@ -179,8 +179,8 @@ class Run(AbstractContextManager["Run"]):
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.path)
         if self._list_checkpoints() != self._found:
-            wrong = "a different process trained in it during this start"
-            raise UserError(f"run.dir={self.path}", wrong, "run the same command again")
+            problem = "a different process trained in it during this start"
+            raise UserError(f"run.dir={self.path}", problem, "run the same command again")
         for temporary in self.checkpoints.glob("*.tmp"):  # left behind by a kill
             temporary.unlink()
         if state.best_validation:
@@ -345,10 +345,10 @@ def check_changes(path: Path, changes: Mapping[str, str], *, accept: bool) -> No
     rejected = [change for name, change in changes.items() if name in FIXED or not accept]
     if rejected:
         shown = ", ".join(rejected[:MAX_CHANGES_SHOWN])
-        wrong = f"keys that affect the result have changed ({len(rejected)}): {shown}"
+        problem = f"keys that affect the result have changed ({len(rejected)}): {shown}"
         fix = "set run.name=NAME to start a new run, or checkpoint.accept_changes=true to continue "
         fix += f"this one, unless one of these has changed: {', '.join(FIXED)}"
-        raise UserError(f"cannot resume {path}", wrong, fix)
+        raise UserError(f"cannot resume {path}", problem, fix)
 
 
 def _lock(path: Path) -> int:

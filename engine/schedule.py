@@ -151,13 +151,13 @@ def make_schedule(
     size = config.loader.batch_size
     given = f"loader.batch_size={size}"
     if size > images:
-        wrong = f"larger than the training split ({images} images)"
+        problem = f"larger than the training split ({images} images)"
         fitting = min(images, suited_batch(images))
-        raise UserError(given, wrong, f"try {with_batch_size(config, fitting)}")
+        raise UserError(given, problem, f"try {with_batch_size(config, fitting)}")
     if size % world.size:
-        wrong = f"the global batch size is not a multiple of the number of ranks ({world.size})"
+        problem = f"the global batch size is not a multiple of the number of ranks ({world.size})"
         multiple = max(world.size, size // world.size * world.size)
-        raise UserError(given, wrong, f"set loader.batch_size={multiple}")
+        raise UserError(given, problem, f"set loader.batch_size={multiple}")
     return Schedule(config, images, world.size, identity.get("fitted_micro_batch"))
 
 

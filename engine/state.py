@@ -35,11 +35,11 @@ def check_loss(row: Mapping[str, float], folder: Path) -> None:
     In fp16, a step with gradients that are not finite is skipped, and halves the loss scale.
     """
     if row.get("loss_scale", 1.0) < 1:
-        wrong = f"fp16: the gradients are not finite at any loss scale, step {row['step']}"
-        raise diverged(wrong, folder)
+        problem = f"fp16: the gradients are not finite at any loss scale, step {row['step']}"
+        raise diverged(problem, folder)
     if "loss_scale" not in row and not math.isfinite(row.get("loss", 0.0)):
-        wrong = f"the loss is {row['loss']} at step {row['step']} (lr {row['lr']:g})"
-        raise diverged(wrong, folder)
+        problem = f"the loss is {row['loss']} at step {row['step']} (lr {row['lr']:g})"
+        raise diverged(problem, folder)
 
 
 class MovingAverage(nn.Module):

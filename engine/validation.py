@@ -125,8 +125,8 @@ def check_logged(values: Mapping[str, Any]) -> None:
         raise UserError("training_loss", "logs a value named loss", "choose a different name")
     for name, value in values.items():
         if not isinstance(value, Tensor):
-            wrong = f"returns {name} as {type(value).__name__}"
-            raise UserError("training_loss", wrong, "return a tensor, without .item()")
+            problem = f"returns {name} as {type(value).__name__}"
+            raise UserError("training_loss", problem, "return a tensor, without .item()")
         if value.ndim:
-            wrong = f"returns {name} with the shape {list(value.shape)}"
-            raise UserError("training_loss", wrong, "return the mean over the batch")
+            problem = f"returns {name} with the shape {list(value.shape)}"
+            raise UserError("training_loss", problem, "return the mean over the batch")

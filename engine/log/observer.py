@@ -119,8 +119,8 @@ def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str,
         name, parameters = split_entry(entry, "log.observers")
         observer = import_object(name, "log.observers")
         if not hasattr(observer, "evaluated"):
-            wrong = "not a subclass of engine.log.observer.Observer"
-            raise UserError(f"log.observers={name}", wrong)
+            problem = "not a subclass of engine.log.observer.Observer"
+            raise UserError(f"log.observers={name}", problem)
         check_signature(observer, f"log.observers={name}", None, **parameters)
         observers.append((name, observer, parameters))
     return observers
