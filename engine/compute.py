@@ -29,8 +29,8 @@ Forward = Callable[[nn.Module, Batch], Tensor]
 MANY_STEPS = 2_000
 # Longer runs let cuDNN search for faster algorithms for 1 to 40 s, which saves 0 to 6 % of a step.
 SEARCH_STEPS = 10_000
-# model.compile=auto is `tuned` for more operations per GPU than this, or 3 hours of ResNet-50 on an
-# H200. Its first start then takes 132 s longer, and a step is 1.06 times as fast.
+# model.compile=auto is `tuned` for more operations per GPU than this, which takes ResNet-50 3 hours
+# on an H200. Its first start is then 132 s longer, and a step is 1.06 times as fast.
 MANY_OPERATIONS = 2e18
 # Seconds for which a Python thread may delay a kernel launch. With the default of 5 ms and a thread
 # that computed a checksum for TensorBoard, ViT-S/16 took 148 ms instead of 31 ms a step on an H200.

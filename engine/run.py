@@ -88,7 +88,7 @@ class Run(AbstractContextManager["Run"]):
         """Return the contents of the checkpoint to resume, or {} to begin at step 0. Collective.
 
         Raises UserError if run.dir is not a run directory, if checkpoint.resume is not a checkpoint
-        or conflicts with the run in run.dir; RunError if run.dir has damaged checkpoints only.
+        or conflicts with the run in run.dir; RunError if all checkpoints in run.dir are damaged.
         """
         given = self.config.checkpoint.resume
         self._found = self.world.on_rank_0(self._list_checkpoints)

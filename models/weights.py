@@ -118,7 +118,7 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     content = read_file(path, origin=origin, expected=f"{ANY_FILE}, or model.weights=pretrained")
     weights = weights_in(content, origin=origin)
     stored = _stored_classes(path, content)
-    # Otherwise, an output is not a class.
+    # If the numbers differ, the model's outputs are not classes.
     head = [name for name in head_of(model) if len(model.get_parameter(name)) == len(classes)]
     outputs = {len(weights[name]) for name in weights.keys() & head}
     has_same_classes = stored in ("[]", json.dumps(list(classes)))
