@@ -219,7 +219,7 @@ class RunLog:
         step = values.pop("step", None)
         values.pop("epoch", None)
         best_name = f"best_{self.metrics.best_by}"
-        results = {
+        results: dict[str, Any] = {
             **values,
             "values": [name for name in values if not name.endswith("_raw")],
             "units": {name: self.metrics[name.removesuffix("_raw")].unit for name in values},
