@@ -95,11 +95,9 @@ def select_outputs(
 ) -> Tensor:
     """Call a network and return the selected outputs, [B, ...].
 
-    Args:
-        inputs: network inputs; those with 4 or more dimensions are images.
-        indices: outputs to return, int64 [K]; None for all.
-        count: number of outputs that `indices` requires, one per class of the network.
-        flip: float32 mean over an image and its mirror image; flips back outputs [B, ..., H, W].
+    `inputs` with 4 or more dimensions are images. `indices`: outputs to return, int64 [K]; None for
+    all. `count`: number of outputs that `indices` requires, one per class of the network. `flip`:
+    float32 mean over an image and its mirror image; flips back outputs [B, ..., H, W].
     """
     outputs: Tensor = network(*inputs)
     if flip:
@@ -270,7 +268,7 @@ def outputs_of(trained: Trained, datasets: Datasets, *, all_outputs: bool = Fals
         raise UserError(origin, wrong, FIX)
     if has_two_orders(classes):
         order = ", ".join(classes[:3])
-        wrong = f"has the classes {order}, ...; the model may have them in natural order, like timm"
+        wrong = f"has the classes {order}, ...; the model may have them in timm's natural order"
         raise UserError(origin, wrong, FIX)
     return classes, every
 
@@ -329,10 +327,8 @@ def top1_real(predictions: list[int], classes: Names, labels: list[list[str | No
     `predictions`: indices into `classes`, or -1 for none. Images without labels do not count.
     """
     classes = (*classes, "")  # the prediction -1 selects the last entry
-    hits = []
-    for prediction, correct in zip(predictions, labels, strict=True):
-        if correct:
-            hits.append(classes[prediction] in correct)
+    pairs = zip(predictions, labels, strict=True)
+    hits = [classes[prediction] in correct for prediction, correct in pairs if correct]
     return 100 * sum(hits) / max(len(hits), 1)
 
 

@@ -60,6 +60,7 @@ import tempfile
 import warnings
 from dataclasses import dataclass
 from inspect import Parameter, Signature
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -266,7 +267,7 @@ def training_command(trained: Trained) -> str:
 
 
 def accuracy(trained: Trained) -> str:
-    """Return a checkpoint's validation top-1 as text; "not known" if it has none of its step."""
+    """Return a checkpoint's validation top-1 as text; "not known" if its step has none."""
     stored = trained.stored
     row = stored.get("validation", {})
     if "top1" not in row or row["step"] != stored["step"]:
@@ -307,12 +308,8 @@ def write_graph(job: Job, model: nn.Module, path: Path) -> None:
 @torch.no_grad()
 def save(job: Job, model: nn.Module, path: Path) -> None:
     """Write the file. `model` is the unexported model, in eval mode on the CPU."""
-    if job.to == "hub":
-        write_folder(job, model, path)
-    elif job.to == "safetensors":
-        write_weights(job, model, path)
-    else:
-        write_graph(job, model, path)
+    writers = {"hub": write_folder, "safetensors": write_weights}
+    writers.get(job.to, write_graph)(job, model, path)
 
 
 def open_exported(job: Job, path: Path) -> tuple[Callable[..., Tensor], dict[str, Any]]:
@@ -361,12 +358,12 @@ def compare(job: Job, predict: Callable[..., Tensor], model: nn.Module) -> str:
     levels *= job.format.highest
     images = torch.from_numpy(levels.astype(job.trained.image_dtype))
     samples = Batch.zeros(job.fields, CPU, len(images)).fields
-    for value in samples.values():  # integers: 0 and 1, as larger ones may be invalid indices
+    for value in samples.values():  # integers are 0 or 1; larger ones may be invalid indices
         value.copy_(torch.from_numpy(2 * rng.random(value.shape)))
     plain = in_batches(samples | {IMAGE: job.format.normalize(images)})
-    eager = torch.cat([call_with(job, model, *batch) for batch in plain])
+    eager = torch.cat(list(starmap(partial(call_with, job, model), plain)))
     inputs = in_batches(samples | {IMAGE: job.input(images)})
-    exported = torch.cat([predict(*batch) for batch in inputs])
+    exported = torch.cat(list(starmap(predict, inputs)))
     difference = (exported - eager).abs().amax()  # NaN if any difference is NaN
     bound = BOUND * eager.abs().amax()
     result = f"largest difference {difference:.2g}, bound {bound:.2g}"
@@ -400,7 +397,7 @@ def export(job: Job, out: Path) -> None:
 
 
 def output_path(options: argparse.Namespace, trained: Trained) -> Path:
-    """Return --out, or a path in the current directory. Raises UserError for a file to keep."""
+    """Return --out, or a path in the current directory. Raises UserError if it must be kept."""
     name = trained.name.removesuffix(trained.path.suffix)
     if options.preprocessing:
         name += "-preprocessing"
@@ -413,7 +410,7 @@ def output_path(options: argparse.Namespace, trained: Trained) -> Path:
 
 def export_model(options: argparse.Namespace) -> int:
     """Check all arguments, then export."""
-    for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir"):  # log their passes
+    for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir"):  # these log their passes
         logging.getLogger(name).setLevel(logging.ERROR)
     overrides = [*options.overrides, "model.channels_last=false"]
     trained = open_trained(options.checkpoint, overrides, classes=options.classes)

@@ -67,9 +67,10 @@ import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, flock
 from functools import partial
+from operator import attrgetter
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -100,19 +101,20 @@ class Result(NamedTuple):
     problem: str = ""  # reason why the image is unreadable
 
 
-def reencode(data: bytes, name: str, side: int) -> bytes:
-    """Return the file with a short side of at most `side` pixels; see --side.
+def reencode(data: bytes, name: str, side: int | None) -> bytes:
+    """Check a file; return it unchanged, or with a short side of at most `side` pixels: see --side.
 
     Raises Exception if it cannot be decoded, because Pillow's plugins raise many types.
     """
+    picture = decode.open_picture(data, decoder())
+    if side is None or not name.lower().endswith(JPEG_ENDINGS):
+        decode_small(picture)
+        return data
     image = decode.open_image(data)
+    short = min(picture.size)
     # MPO is a camera's JPEG with a preview appended.
     baseline = image.format in ("JPEG", "MPO") and not image.info.get("progressive")
-    picture = decode.open_picture(data, decoder())
-    short = min(picture.size)
-    is_small = baseline and image.mode in ("RGB", "L") and short <= side
-    named_jpeg = name.lower().endswith(JPEG_ENDINGS)
-    if is_small or not named_jpeg:
+    if baseline and image.mode in ("RGB", "L") and short <= side:
         decode_small(picture)
         return data
     if short > side:
@@ -130,20 +132,6 @@ def reencode(data: bytes, name: str, side: int) -> bytes:
     encoding: dict[str, Any] = {"quality": 90, "subsampling": "4:2:0", "exif": exif}
     Image.fromarray(picture.pixels()).save(buffer, "JPEG", **encoding)
     return buffer.getvalue()
-
-
-def read_checked(sample: Sample, side: int | None) -> tuple[bytes, str]:
-    """Return an image's output file and its outcome, copied or encoded.
-
-    Raises Exception if the image is damaged or unreadable.
-    """
-    data = read(sample.place)
-    if side is None:
-        decode_small(decode.open_picture(data, decoder()))
-        return data, "copied"
-    output = reencode(data, sample.name, side)
-    outcome = "copied" if output is data else "encoded"
-    return output, outcome
 
 
 def decode_small(picture: decode.Picture) -> None:
@@ -165,15 +153,17 @@ def convert(options: argparse.Namespace, sample: Sample) -> Result:
             return Result("done_earlier")
         target.unlink()
     try:
-        output, outcome = read_checked(sample, options.side)
+        data = read(sample.place)
+        output = reencode(data, sample.name, options.side)
     except Exception as error:
         return Result("unreadable", problem=describe(error))
+    outcome = "copied" if output is data else "encoded"
     if options.format == "tar":
         return Result(outcome, output, len(output))
     target.parent.mkdir(parents=True, exist_ok=True)
     if outcome == "copied" and make_link(target, sample):
         return Result("linked")
-    # A short name of this thread: a name of 255 bytes leaves no room for a suffix.
+    # One short name per thread, because a name of 255 bytes leaves no room for a suffix.
     temporary = target.with_name(f".{os.getpid()}-{get_ident()}.tmp")
     temporary.write_bytes(output)
     temporary.replace(target)
@@ -185,11 +175,10 @@ def make_link(target: Path, sample: Sample) -> bool:
     place = sample.place
     if not isinstance(place, Place) or place.size != WHOLE:
         return False
-    try:
+    with suppress(OSError):
         target.hardlink_to(os.path.realpath(place.file))
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def write_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counter[str], list[str]]:
@@ -278,7 +267,8 @@ def locked(to: Path) -> Iterator[None]:
 def prepare_images(options: argparse.Namespace) -> int:
     """Write the dataset and the report, and print the summary; return the exit status.
 
-    Raises UserError for an invalid source or destination before creating anything, and OSError.
+    Raises UserError for an invalid source or destination before writing any file, and OSError if a
+    file cannot be read or written.
     """
     outer = os.path.realpath(options.source)
     inner = os.path.realpath(options.to)
@@ -286,8 +276,8 @@ def prepare_images(options: argparse.Namespace) -> int:
         wrong = f"must be neither inside nor above SOURCE {outer}"
         raise UserError(f"--to {inner}", wrong, "choose a different folder")
     samples, notes = list_source(options.source)
-    images = Counter(sample.split for sample in samples)
-    names = "\0".join(sorted(sample.path for sample in samples))
+    images = Counter(map(attrgetter("split"), samples))
+    names = "\0".join(sorted(map(attrgetter("path"), samples)))
     settings = {
         "source": outer,
         "format": options.format,
@@ -299,7 +289,7 @@ def prepare_images(options: argparse.Namespace) -> int:
     with locked(options.to):
         check_output(options.to, settings)
         counts, unreadable = write_all(options, samples)
-    classes = len({sample.label for sample in samples})
+    classes = len(set(map(attrgetter("label"), samples)))
     report = {"settings": settings, "classes": classes, "images": len(samples), **counts}
     write_json(options.to / MARKER, report)
     outcomes = [f"{counts[name]:,} {name.replace('_', ' ')}" for name in OUTCOMES]
@@ -311,17 +301,12 @@ def prepare_images(options: argparse.Namespace) -> int:
     print(f"{classes:,} classes, {splits}", *notes, sep="\n")
     print(f"{', '.join(outcomes)}; {gigabytes:,.3f} GB")
     print(f"train with: {shlex.join(command)}")
-    return list_unreadable(options.to / UNREADABLE, unreadable)
-
-
-def list_unreadable(listed: Path, unreadable: list[str]) -> int:
-    """Write the list of unreadable images if there are any; return the exit status."""
+    listed = options.to / UNREADABLE
     listed.unlink(missing_ok=True)
-    if not unreadable:
-        return 0
-    replace_file(listed, "\n".join([*unreadable, ""]))
-    print(f"the unreadable images are listed in {listed}")
-    return 1
+    if unreadable:
+        replace_file(listed, "\n".join([*unreadable, ""]))
+        print(f"the unreadable images are listed in {listed}")
+    return int(bool(unreadable))
 
 
 if __name__ == "__main__":

@@ -65,10 +65,10 @@ UNKNOWN = "–"
 SEEDS = ("train.seed", "data.val_fold")
 REPEATED = (*SEEDS, "run.", "log.", "checkpoint.")  # keys that differ between repeated runs
 SAMPLES = {"training_images", "validation_images"}  # values that identify the images
-POINTS = 250  # maximum points per curve; a point of a longer curve is the mean of its neighbors
+POINTS = 250  # maximum points per curve; those of longer curves are means of neighbors
 DRAWN_CURVES = 10  # curves drawn for several runs; a click on the legend draws the rest
 OTHER_SPLIT = {"train": b'"split": "val"', "val": b'"split": "train"'}  # text of rows to skip
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 5 times faster, but optional
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 5 times as fast, but optional
 Array = np.ndarray  # float64 [rows or points], NaN where a row does not have a value
 Rows = dict[str, Array]  # value name -> column
 Curves = dict[str, Rows]  # label -> rows
@@ -190,7 +190,7 @@ def read_rows(folder: Path, split: str) -> Rows:
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """Return the run directories in a folder, or the folder. Raises UserError without any."""
+    """Return the run directories that a folder is or contains. Raises UserError if it has none."""
     listed = read_text(folder / "runs.txt").splitlines()  # a sweep's jobs; some may have no run
     folders = [folder / line for line in listed] or [folder, *folder.glob("*")]
     found = [path for path in folders if (path / "metrics.jsonl").exists()]
@@ -227,13 +227,12 @@ def read_evaluations(run: Run, damaged: list[str]) -> list[Evaluation]:
     """Return the run's own evaluation, followed by those of evaluate.py."""
     own = run.folder.glob("evaluation/evaluation.json")
     others = sorted(Path("evaluation").glob("*/evaluation.json"))
-    paths = [*own, *others]
-    intact = read_each(paths, Evaluation, damaged)
+    intact = read_each([*own, *others], Evaluation, damaged)
     return [found for found in intact if is_current(run, found)]
 
 
 def is_current(run: Run, found: Evaluation) -> bool:
-    """Whether an evaluation used one of the run's checkpoints, unchanged since then."""
+    """Return whether an evaluation used one of the run's checkpoints, unchanged since then."""
     checkpoint = found.checkpoint
     if run.folder not in checkpoint.parents or not checkpoint.exists():
         return False
@@ -362,11 +361,8 @@ def page(runs: list[Run], damaged: list[str]) -> str:
 
 
 def write_report(options: argparse.Namespace) -> int:
-    out = options.out
-    if out is None:
-        out = Path()
-        if len(options.runs) == 1:
-            out = options.runs[0]
+    first, *others = options.runs
+    out = options.out or (Path() if others else first)
     if out.is_dir():
         out /= "report.html"
     if out.exists() and not out.is_file():  # root could replace /dev/null

@@ -33,13 +33,13 @@ def test_core_trains_and_rejects_extras(core, image_root):
     assert trained.returncode == 0, trained
     shutil.rmtree(core / "run")
     for word in ("data=demo", "optim=lamb", "model.rewrite=extras.kernels:rewrite"):
-        assert "; correct the name or remove it" in refused(core, *small, word)
-    assert "-m=None: None.py not found in " in refused(core, *small, "-m")
+        assert "; correct the name or remove it" in error_output(core, *small, word)
+    assert "-m=None: None.py not found in " in error_output(core, *small, "-m")
     shutil.copy(ROOT / "conf" / "config.yaml", core / "conf")
-    assert "; `grep -r extras.object_storage conf` finds it" in refused(core, *small)
+    assert "; `grep -r extras.object_storage conf` finds it" in error_output(core, *small)
 
 
-def refused(core: Path, *words: str) -> str:
+def error_output(core: Path, *words: str) -> str:
     """Return the error message of an invalid command, which must not create a run."""
     done = run_python("train.py", *words, "run.dir=run", cwd=core)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done

@@ -20,7 +20,7 @@ from tests.helpers.results import tree
 from tests.helpers.small_run import SMALL_RUN
 
 with Path(__file__).with_name("mistakes.csv").open(newline="", encoding="utf-8") as file:
-    MISTAKES = [tuple(row.values()) for row in csv.DictReader(file)]
+    CASES = [tuple(row.values()) for row in csv.DictReader(file)]
 SMALL = ["data.root=../images", "model=resnet_tiny", "augment=demo", "data.image_size=32"]
 SMALL += ["loader.batch_size=8", "loader.workers=0", "train.max_steps=1"]
 
@@ -59,7 +59,7 @@ def working_dir(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.mark.usefixtures("restored_logging")
-@pytest.mark.parametrize(("words", "message"), MISTAKES)
+@pytest.mark.parametrize(("words", "message"), CASES)
 def test_train_py_reports_error_in_one_line(words, message, working_dir, monkeypatch, capsys):
     monkeypatch.chdir(working_dir)
     before, children = tree(working_dir), descendants(os.getpid())

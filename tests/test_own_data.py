@@ -120,7 +120,7 @@ def test_scripts_with_torch_dataset_runs(kind, image_root, tmp_path, frozen_gc):
 
 
 def test_predictor_rejects_one_channel_run(image_root, tmp_path, frozen_gc):
-    words = [*words_of("grey"), "data.mean=[0.5]", "data.std=[0.25]"]
+    words = [*words_of("gray"), "data.mean=[0.5]", "data.std=[0.25]"]
     small_run.run(image_root, tmp_path / "run", *words, "train.max_steps=1")
     with pytest.raises(UserError, match="expects images with 1 channels, but image files have 3; "):
         Predictor(open_trained(tmp_path / "run"), torch.device("cpu"))

@@ -77,7 +77,7 @@ def test_two_nodes_restart_and_one_continues(nodes, image_root, tmp_path):
             ranks = [pid for pid, one in processes().items() if one.parent == started[node].pid]
             os.kill(ranks[-1], signal.SIGKILL)
         wait_for("step 100", lambda: logged_steps(folder) >= 100, started[0])
-        kill_until_gone(started[1].members)  # without a goodbye
+        kill_until_gone(started[1].members)  # without a clean shutdown
         assert started[0].wait() == 0, logs[0].read_text()
     console = logs[0].read_text()
     assert "(ranks: 4, images on each: 2, micro-batches: 1)" in console

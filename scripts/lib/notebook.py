@@ -14,11 +14,11 @@ from scripts.evaluate import evaluate_checkpoint, with_config
 from scripts.lib.trained import open_trained
 from scripts.predict import Predictor, Result, find_files
 
-log_to_stderr()  # the commands' output
+log_to_stderr()  # the same messages as the commands
 
 
 def forget_files() -> None:
-    """Clear the cached recipes and groups, because the files may have changed since."""
+    """Clear the cached recipes and groups, because files may have changed since the last call."""
     read_yaml.cache_clear()
     merged.cache_clear()
 
@@ -29,7 +29,7 @@ def train(*overrides: str) -> dict[str, Any]:
     config = from_overrides(overrides)
     check_root(config)
     summary = training.train(config)
-    if summary["signal"] == signal.SIGINT:  # the checkpoint is written; also end a loop
+    if summary["signal"] == signal.SIGINT:  # the checkpoint is written; end a caller's loop
         raise KeyboardInterrupt
     return summary
 

@@ -17,7 +17,7 @@ class Metadata(NamedTuple):
 
     config: dict[str, Any]  # image sizes, mean, std, augment.val; an exported file's model
     classes: tuple[str, ...]  # class names in logit order; empty if unknown
-    # Set only for an exported file; the shape of an image on the device is (..., C, S, S)
+    # Unknown to libraries; the shape of an image on the device is (..., C, S, S)
     num_classes: int | None = None
     image_shape: tuple[int, ...] | None = None
     fields: Mapping[str, Any] = {}  # fields besides the image, from `describe_fields`
@@ -30,7 +30,7 @@ def library_metadata(name: str, path: Path) -> Metadata:
     """Return the library's metadata of a weights file; UNKNOWN if it has none.
 
     timm has metadata for each model (with its test size, which timm's validate.py uses),
-    torchvision for each file name. `name`: see `build`. `path`: `pretrained` is its download.
+    torchvision for each file name. `name`: see `build`; it downloads `path` if it is `pretrained`.
     """
     if name.startswith("timm/"):
         return _timm_metadata(name.removeprefix("timm/"))

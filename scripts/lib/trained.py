@@ -116,7 +116,7 @@ class Trained:
         return {IMAGE: image, **self.fields}
 
     def build(self, device: torch.device) -> nn.Module:
-        """Build the model in eval mode: float [B, C, S, S] -> logits [B, num_classes].
+        """Build the model on a device in eval mode: float [B, C, S, S] -> logits [B, num_classes].
 
         It has the layers that its run validated with. Raises UserError if the weights do not match.
         """

@@ -116,7 +116,7 @@ def test_run_main_reports_os_error_in_one_line(capsys):
         assert (capsys.readouterr().err, handle.call_args.args[1]) == ("", signal.getsignal(2))
 
 
-def test_train_py_ctrl_c_before_torch_import_is_silent():
+def test_train_ctrl_c_before_torch_import():
     with Started([sys.executable, ROOT / "train.py", "data=fake"], stdout=PIPE, stderr=PIPE) as run:
         assert run.stdout.readline().startswith("start ")
         run.send_signal(signal.SIGINT)

@@ -98,8 +98,8 @@ def test_from_checkpoint_applies_overrides(values):
 
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", 5.5, [1], {"a": 1}])
 def test_from_checkpoint_checks_stored_values(values, value):
-    says = "only" if isinstance(value, str) else "invalid value"
-    with pytest.raises(UserError, match=rf"data\.image_size=.*: {says}"):
+    message = "only" if isinstance(value, str) else "invalid value"
+    with pytest.raises(UserError, match=rf"data\.image_size=.*: {message}"):
         from_checkpoint({**values, "data.image_size": value})
 
 

@@ -42,7 +42,7 @@ CLASS_WEIGHTS = {
 
 
 @pytest.mark.parametrize(("typed", "weights"), CLASS_WEIGHTS.items())
-def test_names_of_classes_are_taken_as_typed(typed, weights):
+def test_read_overrides_class_names(typed, weights):
     values = read_overrides([f"train.class_weights={typed}"]).values
     assert values == {"train.class_weights": weights}
 

@@ -49,7 +49,7 @@ def test_from_overrides_reads_recipe_and_group_by_path(folder, monkeypatch):
 
 
 @pytest.mark.usefixtures("toy_runs")
-def test_run_is_readable_after_recipe_folder_is_deleted(folder, image_root, tmp_path):
+def test_run_readable_without_recipe_folder(folder, image_root, tmp_path):
     (folder / "model" / "wide.yaml").write_text("name: resnet_tiny\n")
     run = tmp_path / "run"
     small = [*SMALL_RUN[1:], "train.max_steps=1", f"data.root={image_root}", f"run.dir={run}"]
@@ -63,7 +63,7 @@ def test_run_is_readable_after_recipe_folder_is_deleted(folder, image_root, tmp_
     assert from_checkpoint(config_values(config)).model == config.model
 
 
-MISTAKES = [  # file in the directory, its content, the message
+CASES = [  # file in the directory, its content, the message
     ("recipe/mine", "optim:\n  lr=0.1", "unknown key; write optim=adamw"),
     (
         "recipe/mine",
@@ -77,7 +77,7 @@ MISTAKES = [  # file in the directory, its content, the message
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), MISTAKES)
+@pytest.mark.parametrize(("name", "content", "message"), CASES)
 def test_cli_reports_errors_in_recipe_files(name, content, message, folder, capsys):
     (folder / f"{name}.yaml").write_text(content, errors="surrogateescape")
     group = name.partition("/")[0]

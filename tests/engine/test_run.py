@@ -52,7 +52,7 @@ def test_run_auto_resumes_newest_intact_checkpoint(run):
 
 
 def test_run_links_best_after_kill(run):
-    """The checkpoint says that it is the best, but a kill prevented best.pt."""
+    """The checkpoint is marked as the best, but a kill prevented best.pt."""
     best = add_checkpoint(run, 30, best={"step": 30, "top1": 50.0})
     assert open_run(run) == best
     assert (run / "checkpoints" / "best.pt").samefile(best)
@@ -82,8 +82,8 @@ def test_run_resume_from_path(run, tmp_path):
     own = checkpoint.save(branch / "checkpoints", content, keep=9)
     ten.rename(tmp_path / "elsewhere.pt")  # its run removed it
     assert open_run(branch, str(ten)) == own  # the same command resumes
-    check_refused(r"checkpoint\.resume=.*: the run in .*/branch was", branch, branch, str(twenty))
-    check_refused("omit the key to resume it, ", run, run, str(twenty))
+    check_rejected(r"checkpoint\.resume=.*: the run in .*/branch was", branch, branch, str(twenty))
+    check_rejected("omit the key to resume it, ", run, run, str(twenty))
 
 
 def test_run_never_moves_old_run_aside(run, tmp_path):
@@ -104,7 +104,7 @@ def test_run_never_moves_old_run_aside(run, tmp_path):
     assert len(list(tmp_path.glob("run.old-*"))) == 3
 
 
-def check_refused(message: str, unchanged: Path, *arguments: Any) -> None:
+def check_rejected(message: str, unchanged: Path, *arguments: Any) -> None:
     before = tree(unchanged)
     with pytest.raises(UserError, match=message) as error:
         open_run(*arguments)
@@ -166,7 +166,7 @@ def test_run_lock_excludes_second_process(tmp_path):
         assert here.recv() == "open"
         for resume in ("auto", "never"):
             message = r"run\.dir=.*: in use by a process; set "
-            check_refused(message, tmp_path, tmp_path / "run", resume, {})
+            check_rejected(message, tmp_path, tmp_path / "run", resume, {})
     finally:
         holder.kill()
         holder.join()

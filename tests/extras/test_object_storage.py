@@ -184,7 +184,7 @@ def test_tars_url_brackets_are_literal(tars, tmp_path):
 
 def test_tars_errors_hide_credentials(bucket, tmp_path):
     secret = bucket.url.replace("//", "//me:hidden@")
-    for root, says in (
+    for root, message in (
         (f"{secret}/photos/one", "/photos/one/val: has a password or a query"),
         (f"{bucket.url}/photos/one?key=hidden", "/photos/one: has a password or a query"),
         (f"{S3}/none", "data.val=s3://photos/none/val: no such folder, .tar or .csv file"),
@@ -193,7 +193,7 @@ def test_tars_errors_hide_credentials(bucket, tmp_path):
     ):
         with pytest.raises(UserError) as caught:
             run(root, tmp_path / "run", "loader.workers=0")
-        assert says in str(caught.value) and "hidden" not in str(caught.value)
+        assert message in str(caught.value) and "hidden" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -226,8 +226,10 @@ def test_run_on_tars_ends_on_stalled_connection(bucket, tmp_path):
     words = ["loader.workers=1", "loader.timeout_seconds=2", "train.epochs=2000"]
     done = run_command(start(f"{S3}/one", tmp_path / "run", *words))
     assert done.returncode == 1, done.stderr
-    says = "loader.timeout_seconds=2: no image for that long; still reading s3://photos/one/train"
-    assert says in done.stderr
+    message = (
+        "loader.timeout_seconds=2: no image for that long; still reading s3://photos/one/train"
+    )
+    assert message in done.stderr
 
 
 def test_run_on_tars_names_unreadable_image_url(bucket, tmp_path):

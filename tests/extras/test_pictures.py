@@ -133,16 +133,16 @@ def test_draw_batch_undoes_normalization(device):
         assert np.array_equal(shown[y : y + 176 : 32, x : x + 176 : 32], pixels[i].permute(1, 2, 0))
 
 
-GREY = [[[10] * 3, [255] * 3]]
+GRAY = [[[10] * 3, [255] * 3]]
 
 
 @pytest.mark.parametrize(
     ("levels", "dtype", "expected"),
     [
         ([[[1, 2, 3]]], "uint8", [[[1, 2, 3]]]),
-        ([[[10], [255]]], "uint8", GREY),
-        ([[[10 * 257, 0, 0, 1, 2], [65535, 9, 9, 9, 9]]], "uint16", GREY),
-        ([[[[0.04], [1.2]]], [[[0], [0]]]], "float32", GREY),
+        ([[[10], [255]]], "uint8", GRAY),
+        ([[[10 * 257, 0, 0, 1, 2], [65535, 9, 9, 9, 9]]], "uint16", GRAY),
+        ([[[[0.04], [1.2]]], [[[0], [0]]]], "float32", GRAY),
     ],
 )
 def test_rgb_channels_and_dtypes(levels, dtype, expected):

@@ -55,7 +55,7 @@ def test_sweep_search_checks_first_job_only():
     assert len(Sweep([FAKE, "hydra/sweeper=optuna", *words]).jobs) == 1
 
 
-MISTAKES = {
+CASES = {
     "optim.lr=0.1,-2": "optim.lr=-2: invalid value; expected a number > 0",
     "model=glob(res*)": "model=glob(res*): no such model; choose ",
     "optim.lr=1,2 run.dir=x": "such as 'run.name=NAME-${optim.lr}'",
@@ -64,7 +64,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("words", "message"), MISTAKES.items())
+@pytest.mark.parametrize(("words", "message"), CASES.items())
 def test_sweep_errors_before_first_job(words, message, capsys):
     """Errors are found before the first job starts."""
     assert message in error_message(["-m", "data.root=.", *words.split()], capsys)

@@ -67,7 +67,7 @@ def masks(data):
     return Masks(36), Masks(15), CLASSES
 
 
-class Grey(Squares):
+class Gray(Squares):
     """Float tensors [1, H, W]."""
 
     def __getitem__(self, index):
@@ -75,8 +75,8 @@ class Grey(Squares):
         return torch.from_numpy(image[..., 0])[None] / 255, label
 
 
-def grey(data):
-    return Grey(36), Grey(15)
+def gray(data):
+    return Gray(36), Gray(15)
 
 
 def fake(data):

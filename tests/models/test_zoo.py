@@ -173,7 +173,7 @@ def test_load_weights_drops_head_of_other_classes(tmp_path, caplog, suffix, name
     ],
 )
 def test_load_weights_keeps_head_only_in_known_class_order(tmp_path, caplog, classes, kept):
-    """A file without class names, as of timm, may have them in natural order."""
+    """A file without class names may have them in natural order, like those of timm."""
     stored, model = tiny(len(classes), seed=5).state_dict(), tiny(len(classes))
     torch.save({"arch": "tiny", "state_dict": stored}, tmp_path / "weights.pth")
     load_weights(model, tmp_path / "weights.pth", classes)

@@ -55,7 +55,7 @@ def with_alpha() -> Image.Image:
     return image
 
 
-def wide_grey(dtype: str) -> Image.Image:
+def wide_gray(dtype: str) -> Image.Image:
     return Image.fromarray(np.asarray(drawn("L")).astype(dtype) * 257)
 
 
@@ -70,7 +70,7 @@ CORRUPT_EXIF = b"\xff\xe1\0\x10Exif\0\0II*\0\xff\xff\xff\xff"
 KINDS: dict[str, tuple[Callable[[], bytes], tuple[int, int] | str]] = {
     "jpeg": (jpeg, SIZE),
     "jpeg progressive": (lambda: jpeg(progressive=True), SIZE),
-    "jpeg grey": (lambda: jpeg("L"), SIZE),
+    "jpeg gray": (lambda: jpeg("L"), SIZE),
     "jpeg CMYK": (lambda: jpeg("CMYK"), SIZE),
     "jpeg 1x1": (lambda: encoded(drawn().resize((1, 1))), (1, 1)),
     "jpeg 65500x1": (lambda: encoded(drawn().resize((65500, 1))), (65500, 1)),
@@ -85,15 +85,15 @@ KINDS: dict[str, tuple[Callable[[], bytes], tuple[int, int] | str]] = {
     "png": (png, SIZE),
     "png palette with transparency": (lambda: png("P", transparency=bytes(range(256))), SIZE),
     "png alpha": (lambda: encoded(with_alpha(), "PNG"), SIZE),
-    "png 16 bits grey": (lambda: encoded(wide_grey("<u2"), "PNG"), SIZE),
-    "png 16 bits colour": (DEEP.read_bytes, (30, 20)),
+    "png 16 bits gray": (lambda: encoded(wide_gray("<u2"), "PNG"), SIZE),
+    "png 16 bits color": (DEEP.read_bytes, (30, 20)),
     "png ends in its data": (lambda: png()[:-2000], "truncated"),
     "gif animated": (
         lambda: encoded(drawn("P"), "GIF", save_all=True, append_images=[drawn("L").convert("P")]),
         SIZE,
     ),
     "tiff JPEG": (lambda: encoded(drawn(), "TIFF", compression="jpeg"), SIZE),
-    "tiff 16 bits grey, high byte first": (lambda: encoded(wide_grey(">u2"), "TIFF"), SIZE),
+    "tiff 16 bits gray, high byte first": (lambda: encoded(wide_gray(">u2"), "TIFF"), SIZE),
     "tiff orientation": (lambda: encoded(drawn(), "TIFF", tiffinfo={274: 6}), SIZE),
     "tiff of 32-bit floats": (lambda: encoded(drawn("F"), "TIFF"), "32-bit levels"),
     "webp": (lambda: encoded(drawn(), "WEBP"), SIZE),

@@ -110,7 +110,7 @@ def check_rejected(reader: Reader, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_readers_reject_files_that_are_no_checkpoint(kind, content, readers, path):
+def test_readers_reject_other_files(kind, content, readers, path):
     FILES[kind](content, path)
     for reader in readers:
         check_rejected(reader, path)

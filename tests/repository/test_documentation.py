@@ -200,7 +200,7 @@ def test_expectation_has_all_facts(recipe):
 
 
 @needs_extras
-def test_recipe_table_matches_the_files():
+def test_recipe_table_matches_files():
     """Accuracies and times in docs/ are those in conf/recipe/*.yaml."""
     done = run_python(ROOT / ".ci" / "recipes", "--check")
     assert done.returncode == 0, f"{done.stdout}{done.stderr}run .ci/recipes"

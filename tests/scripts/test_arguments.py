@@ -10,10 +10,10 @@ import pytest
 from tests.helpers.processes import ROOT
 
 with Path(__file__).with_name("mistakes.csv").open(newline="", encoding="utf-8") as file:
-    MISTAKES = [tuple(row.values()) for row in csv.DictReader(file)]
+    CASES = [tuple(row.values()) for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize(("script", "words", "message"), MISTAKES)
+@pytest.mark.parametrize(("script", "words", "message"), CASES)
 def test_scripts_report_argument_errors(script, words, message, tmp_path, monkeypatch, capsys):
     """The message is one line, the exit status is 2, and no file is created."""
     monkeypatch.chdir(tmp_path)

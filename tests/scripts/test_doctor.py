@@ -33,19 +33,19 @@ def case_of(root: Path, *overrides: str, **options: Any) -> Case:
     return Case(from_overrides([*SMALL, f"data.root={root}", run, *overrides]), **options)
 
 
-def look(root: Path, *overrides: str, **options: Any) -> Rows:
+def run_doctor(root: Path, *overrides: str, **options: Any) -> Rows:
     found: Rows = {}
     for name, row in doctor.run_checks(case_of(root, *overrides, **options)):
         found.setdefault(name, []).append(row)
     return found
 
 
-def only(rows: Any) -> Any:
+def single(rows: Any) -> Any:
     (row,) = rows
     return row
 
 
-def of_status(status: str, rows: Iterable[Row]) -> list[Row]:
+def with_status(status: str, rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.status == status]
 
 
@@ -69,9 +69,9 @@ def test_doctor_healthy_dataset(ranks, root, tmp_path):
 def test_doctor_check_that_raises(tmp_path, monkeypatch, capsys):
     """The dataset has no files."""
     monkeypatch.setitem(doctor.CHECKS, "plan", lambda case: iter(1 // 0))
-    found = look(tmp_path / "none", "data=fake")
-    assert only(found["data"]).status == "ok"
-    assert only(found["plan"]).result.startswith("the check raised an error: ZeroDivisionError: ")
+    found = run_doctor(tmp_path / "none", "data=fake")
+    assert single(found["data"]).status == "ok"
+    assert single(found["plan"]).result.startswith("the check raised an error: ZeroDivisionError: ")
     assert found.keys() == {"data", "plan"}
     assert doctor.main(case_of(tmp_path / "none", "data=fake")) == 0
     assert f"\nwarn  plan {7 * ' '}the check raised an error: " in capsys.readouterr().out
@@ -81,7 +81,7 @@ def test_doctor_numeric_class_names(root):
     for split in ("train", "val"):
         for number, name in zip(("1", "2", "10"), CLASSES, strict=True):
             (root / split / name).rename(root / split / number)
-    warnings = of_status("warn", look(root, sample=1)["data"])
+    warnings = with_status("warn", run_doctor(root, sample=1)["data"])
     assert [*map(attrgetter("result"), warnings)] == [
         f"{root}/{split}: class names sorted as text: 1, 10, 2" for split in ("train", "val")
     ]
@@ -97,22 +97,22 @@ def test_doctor_lists_each_split(root):
     (root / "val" / "cats" / "photo.heic").touch()
     (root / "val" / "cats" / "empty.jpg").touch()
     shutil.copy(root / "train" / "dots" / "03.jpg", root / "val" / "cats" / "copy.jpg")
-    found = look(root)
-    assert ": nothing; add" in only(of_status("fail", found["data"])).result
-    assert only(found["readable"]).result.startswith("val: ")
+    found = run_doctor(root)
+    assert ": nothing; add" in single(with_status("fail", found["data"])).result
+    assert single(found["readable"]).result.startswith("val: ")
     (root / "train" / "nothing").rmdir()
-    found = look(root)
-    mistake = only(of_status("fail", found["data"])).result
-    assert "only there: ['dots']; only here: ['cats']" in mistake
-    assert ".heic (1)" in only(of_status("warn", found["data"])).result
+    found = run_doctor(root)
+    error = single(with_status("fail", found["data"])).result
+    assert "only there: ['dots']; only here: ['cats']" in error
+    assert ".heic (1)" in single(with_status("warn", found["data"])).result
     train, val = found["readable"]
-    assert only(train.details).startswith(f"{root}/train/dots/01.jpg: ")
-    assert only(val.details) == f"{root}/val/cats/empty.jpg: empty, 0 bytes"
-    odd = only(of_status("warn", found["odd files"]))
+    assert single(train.details).startswith(f"{root}/train/dots/01.jpg: ")
+    assert single(val.details) == f"{root}/val/cats/empty.jpg: empty, 0 bytes"
+    odd = single(with_status("warn", found["odd files"]))
     assert odd.details == (f"{root}/train/dots/odd.jpg",)
-    assert "cats/copy.jpg = " in only(only(found["duplicates"]).details)
+    assert "cats/copy.jpg = " in single(single(found["duplicates"]).details)
     assert "plan" not in found
-    found = look(root / "val", "data.val_fraction=0.5", sample=1)
+    found = run_doctor(root / "val", "data.val_fraction=0.5", sample=1)
     assert [row.status for row in found["data"]] == ["ok", "warn", "ok"]
 
 
@@ -129,7 +129,7 @@ def test_doctor_unreadable_files(root):
     for number, content in enumerate(BAD):
         for split in ("train", "val"):
             (root / split / "dots" / f"bad{number}.jpg").write_bytes(content)
-    rows = look(root, "data.on_error=skip", "data.max_bad_fraction=0.5")["readable"]
+    rows = run_doctor(root, "data.on_error=skip", "data.max_bad_fraction=0.5")["readable"]
     assert [row.status for row in rows] == ["warn", "fail"]
     for row, split in zip(rows, ("train", "val"), strict=True):
         assert row.result.startswith(f"{split}: 4 of ")
@@ -137,10 +137,10 @@ def test_doctor_unreadable_files(root):
             path = f"{root}/{split}/dots/bad{number}.jpg: "
             assert detail.startswith(path) and detail.removeprefix(path).startswith(reason)
         assert ("data.on_error=skip" in row.fix) == (split == "train")
-    refused = look(root, "data.on_error=skip")["readable"][0]
-    assert refused.status == "fail"  # more than 1 %
-    advised = refused.fix.split()[-2:]
-    assert look(root, *advised)["readable"][0].status == "warn"
+    rejected = run_doctor(root, "data.on_error=skip")["readable"][0]
+    assert rejected.status == "fail"  # more than 1 %
+    advised = rejected.fix.split()[-2:]
+    assert run_doctor(root, *advised)["readable"][0].status == "warn"
 
 
 ODD = {
@@ -157,8 +157,8 @@ def test_doctor_unusual_files(root, kind):
     case = case_of(root)
     for check in (doctor.data, doctor.readable):
         assert {row.status for row in check(case)} == {"ok"}
-    row = only(of_status("warn", doctor.odd_files(case)))
-    assert row.result.startswith("1 of 52 images are ") and "odd.jpg" in only(row.details)
+    row = single(with_status("warn", doctor.odd_files(case)))
+    assert row.result.startswith("1 of 52 images are ") and "odd.jpg" in single(row.details)
     if kind == "rotated":
         case.config.data.exif_orientation = True
     else:
@@ -173,15 +173,15 @@ def test_doctor_duplicates_across_splits(root):
     """Sampled validation images are compared with all of train, including other classes."""
     shutil.copy(root / "train" / "dots" / "03.jpg", root / "val" / "dots" / "copy.jpg")
     shutil.copy(root / "train" / "dots" / "04.jpg", root / "val" / "checks" / "copy.jpg")
-    row = only(look(root)["duplicates"])
+    row = single(run_doctor(root)["duplicates"])
     assert row.status == "warn" and row.result.startswith("2 of 17 examined validation images ")
     pairs = {f"{root}/val/checks/copy.jpg": "04", f"{root}/val/dots/copy.jpg": "03"}.items()
     assert row.details == tuple(f"{copy} = {root}/train/dots/{n}.jpg" for copy, n in pairs)
     almost = bytearray((root / "train" / "dots" / "05.jpg").read_bytes())
     almost[len(almost) // 2] ^= 1  # size, start and end are equal
     (root / "val" / "dots" / "copy.jpg").write_bytes(almost)
-    assert only(look(root)["duplicates"]).result.startswith("1 of 17 examined ")
-    row = only(look(root, "data.val=train", sample=5)["duplicates"])
+    assert single(run_doctor(root)["duplicates"]).result.startswith("1 of 17 examined ")
+    row = single(run_doctor(root, "data.val=train", sample=5)["duplicates"])
     assert row.status == "fail" and row.result.startswith("5 of 5 examined validation images")
 
 
@@ -192,14 +192,14 @@ def test_doctor_pixel_mean_and_std(root):
         Image.fromarray(pixels).save(path, "PNG")
     case = case_of(root)
     list(doctor.data(case)), list(doctor.readable(case))
-    row = only(doctor.colors(case))
+    row = single(doctor.colors(case))
     assert row.status == "warn"
     assert "data.mean=[0.500,0.100,0.251] data.std=[0.500,0.100,0.251]" in row.result
     case.config.data.mean = [0.5, 0.1, 0.25]
     case.config.data.std = [0.5, 0.1, 0.25]
-    assert only(doctor.colors(case)).status == "ok"
+    assert single(doctor.colors(case)).status == "ok"
     case.config.data.std = [0.5, 0.01, 0.25]
-    assert only(doctor.colors(case)).status == "warn"
+    assert single(doctor.colors(case)).status == "warn"
     for path in (root / "train").rglob("*.jpg"):  # 12 of 16 bits: nearly black after decoding
         Image.fromarray(np.full((32, 32), 4095, np.uint16)).save(path, "PNG")
     list(doctor.readable(case))
@@ -214,5 +214,5 @@ def test_doctor_plan_reports_training_errors(root):
         "train.best_by=-top1": "has the wrong sign;",
     }
     for word, reason in said.items():
-        row = only(look(root, word, sample=1)["plan"])
+        row = single(run_doctor(root, word, sample=1)["plan"])
         assert row.status == "fail" and row.result.startswith(f"{word}: {reason}")

@@ -127,7 +127,7 @@ def test_evaluate_other_classes(folder, image_root, tmp_path):
         measured(folder, f"data.root={tmp_path}")
 
 
-def test_chosen_outputs_rejects_non_classes():
+def test_select_outputs_rejects_non_classes():
     """For example, a box's corners after the logits."""
     places = torch.tensor([2, 0])
     pick = partial(evaluate.select_outputs, torch.nn.Flatten(), indices=places, count=3, flip=False)
@@ -136,7 +136,7 @@ def test_chosen_outputs_rejects_non_classes():
         pick(torch.zeros(1, 5))
 
 
-def test_chosen_outputs_flips_images_only():
+def test_select_outputs_flips_images_only():
     def network(image: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
         return torch.cat([image.flatten(1), age], 1)
 

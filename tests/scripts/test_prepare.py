@@ -574,7 +574,7 @@ def test_prepare_continues_after_full_disk(tmp_path, capsys):
         ("PNG", "RGBA", (300, 200)),
     ],
 )
-def test_reencoded_image(kind, mode, size):
+def test_reencode(kind, mode, size):
     """The image is resized and encoded as by Pillow."""
     exif = Image.Exif()
     exif[0x0112], exif[0x010F] = 6, "maker"  # orientation, viewers rotate by 90 degrees

@@ -13,15 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from conf.errors import UserError
-from scripts.lib.sources.files import (
-    Place,
-    Sample,
-    Tree,
-    check_unique,
-    class_of,
-    damaged,
-    read_place,
-)
+from scripts.lib.sources.files import Sample, Tree, check_unique, class_of, damaged, read_place
 
 
 class Version(NamedTuple):
@@ -69,11 +61,11 @@ def read_version(meta: str, tree: Tree) -> list[Sample]:
     samples = []
     path = meta
     try:
-        classes = unpickle(tree[meta])[f"{prefix}label_names"]
+        classes = unpickle(read_place(tree[meta]))[f"{prefix}label_names"]
         check_unique(classes, meta)
         for name, split in splits.items():
             path = os.path.join(folder, name)
-            fields = unpickle(tree[path])
+            fields = unpickle(read_place(tree[path]))
             labels = fields[f"{prefix}labels"]
             images = np.asarray(fields["data"], np.uint8)
             images = images.reshape(len(labels), 3, 32, 32)
@@ -88,9 +80,9 @@ def read_version(meta: str, tree: Tree) -> list[Sample]:
     return samples
 
 
-def unpickle(place: Place) -> Any:
+def unpickle(content: bytes) -> Any:
     """Load a Python 2 pickle, which may contain arrays."""
-    return _Arrays(io.BytesIO(read_place(place)), encoding="latin1").load()
+    return _Arrays(io.BytesIO(content), encoding="latin1").load()
 
 
 class _Arrays(pickle.Unpickler):

@@ -67,16 +67,14 @@ def class_of(label: Any, classes: Sequence[Any], origin: str) -> str:
     """Return the class name of a label: an index of `classes`, or without them the name itself.
 
     `origin`: the file and the row, for messages. Raises UserError for any other label, and for a
-    name that is no folder name.
+    name that is not a valid folder name.
     """
-    name = label
+    is_integer = type(label) is int  # False for a bool
     expected = f"a class name of 1 to {MAX_NAME} bytes"
-    is_index = type(label) is int and label >= 0
+    name = str(label) if is_integer else label
     if classes:
         expected = f"an integer from 0 to {len(classes) - 1}"
-        name = classes[label] if is_index and label < len(classes) else None
-    elif is_index:
-        name = str(label)
+        name = classes[label] if is_integer and label in range(len(classes)) else None
     if not _is_class_name(name):
         raise UserError(origin, f"label {str(label)[:60]!r}; expected {expected}", "correct it")
     return str(name)
@@ -93,14 +91,13 @@ def _is_class_name(name: Any) -> bool:
 
 def check_unique(classes: Sequence[Any], origin: str) -> None:
     """Raise UserError if classes have equal names."""
-    names = Counter(map(str, classes))
-    repeated = [name for name in names if names[name] > 1]
-    if repeated:
-        raise UserError(origin, f"several classes have the name {repeated[0]}", "rename them")
+    names = list(map(str, classes))
+    for name in Counter(names) - Counter(set(names)):
+        raise UserError(origin, f"several classes have the name {name}", "rename them")
 
 
 def tree_of_tar(path: str, skipped: Ignored, start: int = 0, length: int = sys.maxsize) -> Tree:
-    """List the members of the tar file at byte `start`; add hidden ones to `skipped`.
+    """List the members of the tar file at byte `start` of a file; add hidden ones to `skipped`.
 
     `length`: maximum size of the tar file in bytes. Nested tar files become folders. Raises
     UserError if it is damaged, OSError if it cannot be read.

@@ -60,8 +60,7 @@ def val_labels(source: str, tree: Tree) -> dict[str, str]:
             labels = parsers[name](place)
         except (ValueError, LookupError, csv.Error, zlib.error) as error:
             raise damaged(name, error) from None
-        num_classes = len(set(labels.values()))
-        if num_classes == 1000 and not FIRST_LABELS.items() <= labels.items():
+        if len(set(labels.values())) == 1000 and not FIRST_LABELS.items() <= labels.items():
             raise damaged(name, "these are not the labels of ILSVRC2012")
         return labels
     raise UserError(source, "the validation labels are missing", f"add {LABELS}")
@@ -101,10 +100,10 @@ def parse_devkit(place: Place) -> dict[str, str]:
     """Parse the validation labels in ILSVRC2012_devkit_t12.tar.gz.
 
     Line i of the ground truth is the ILSVRC2012_ID of image i. meta.mat lists the classes by
-    ILSVRC2012_ID, from 1 and not sorted by WordNet ID, followed by the synsets above
-    them. It is a MAT-file: a header of 128 bytes, a tag of 8 bytes and a compressed table, in which
-    a character takes one or two bytes. Sources: the kit's readme.txt; MathWorks, "MAT-File
-    Format". Raises ValueError, LookupError or zlib.error if it is damaged.
+    ILSVRC2012_ID, from 1 and not sorted by WordNet ID, followed by the synsets above them. It is a
+    MAT-file: a header of 128 bytes, a tag of 8 bytes and a compressed table, in which a character
+    takes one or two bytes. Sources: the kit's readme.txt; MathWorks, "MAT-File Format".
+    Raises ValueError, LookupError or zlib.error if it is damaged.
     """
     tree = tree_of_tar(place.file, {})
     files = {os.path.basename(path): at for path, at in tree.items()}
@@ -114,8 +113,7 @@ def parse_devkit(place: Place) -> dict[str, str]:
     table = zlib.decompressobj().decompress(compressed)
     matches = re.findall(rb"n(?:\0?[0-9]){8}(?![0-9])", table)
     wnids = [name.replace(b"\0", b"").decode() for name in matches]
-    counts = Counter(numbers)
-    if len(set(counts.values())) > 1:
+    if len(set(Counter(numbers).values())) > 1:
         raise ValueError("the number of validation images differs between classes")
     classes = dict(enumerate(wnids, 1))
     return {val_name(i): classes[number] for i, number in enumerate(numbers, 1)}

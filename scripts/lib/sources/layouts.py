@@ -8,6 +8,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 import numpy as np
 
@@ -56,15 +57,15 @@ def list_source(source: str) -> tuple[list[Sample], list[str]]:
     listed = list_images(source, skipped)
     if not listed:
         raise UserError(source, "no images in class folders", EXPECTED)
-    used, notes = used_splits({sample.split for sample in listed})
-    folders = class_folders(source, {sample.label for sample in listed})
+    used, notes = used_splits(set(map(attrgetter("split"), listed)))
+    folders = class_folders(source, set(map(attrgetter("label"), listed)))
     samples = []
     for sample in listed:
         if sample.split in used:
             label = folders[sample.label]
             samples.append(sample._replace(split=used[sample.split], label=label))
     check_classes_of_val(source, samples)
-    paths = Counter(sample.path for sample in samples)
+    paths = Counter(map(attrgetter("path"), samples))
     [(path, count)] = paths.most_common(1)
     if count > 1:
         raise UserError(source, f"{count} images would become {path}", "rename them")
@@ -87,11 +88,14 @@ def used_splits(splits: set[str]) -> tuple[dict[str, str], list[str]]:
 
 def check_classes_of_val(source: str, samples: list[Sample]) -> None:
     """Raise UserError if a validation image has a class without training images."""
-    trained = {sample.label for sample in samples if sample.split == "train"}
+    names: dict[str, dict[str, str]] = {"train": {}, "val": {}}  # split -> class -> image name
     for sample in samples:
-        if trained and sample.label not in trained:
-            wrong = f"{sample.name} has the class {sample.label}, which has no training images"
-            raise UserError(source, wrong, "correct its label, or add training images")
+        names[sample.split].setdefault(sample.label, sample.name)
+    unknown = sorted(names["val"].keys() - names["train"].keys())
+    if names["train"] and unknown:
+        label = unknown[0]
+        wrong = f"{names['val'][label]} has the class {label}, which has no training images"
+        raise UserError(source, wrong, "correct its label, or add training images")
 
 
 def class_folders(source: str, labels: set[str]) -> dict[str, str]:
@@ -121,7 +125,9 @@ def list_images(source: str, skipped: Ignored) -> list[Sample]:
         return samples
     tables = [path for path in tree if path.endswith(".parquet")]
     if tables:
-        return list_tables(source, tree, tables)
+        for path, split in split_files(source, tables):
+            samples += read_parquet(path, tree[path].file, split)
+        return with_record_names(samples)
     tars = [path for path in tree if is_container(path)]
     if tars:
         return list_tars(source, tree, tars, skipped)
@@ -140,19 +146,8 @@ def list_files(source: str, skipped: Ignored) -> Tree:
     return dict(sorted(tree.items()))
 
 
-def list_tables(source: str, tree: Tree, tables: list[str]) -> list[Sample]:
-    records: list[Sample] = []
-    for path, split in split_files(source, tables):
-        records += read_parquet(path, tree[path].file, split)
-    return with_record_names(records)
-
-
 def list_tars(source: str, tree: Tree, tars: list[str], skipped: Ignored) -> list[Sample]:
-    """List the images in tar files, which are WebDataset shards or contain class folders.
-
-    Raises UserError if the source also has image files, the tar files' splits are ambiguous, or
-    only some images have labels.
-    """
+    """List the images in tar files, which are WebDataset shards or contain class folders."""
     image = next(filter(is_image, tree), None)
     if image is not None:
         raise UserError(source, f"has both images ({image}) and tar files ({tars[0]})", "pass one")
@@ -337,7 +332,7 @@ def with_record_names(samples: list[Sample]) -> list[Sample]:
     for sample in samples:
         name = os.path.basename(sample.name)
         short.append(sample._replace(label=classes[sample.label], name=name))
-    counts = Counter(sample.path for sample in short)
+    counts = Counter(map(attrgetter("path"), short))
     named = []
     for sample, renamed in zip(samples, short, strict=True):
         if counts[renamed.path] > 1:

@@ -121,7 +121,7 @@ COMMAND = f"evaluate  python scripts/evaluate.py runs/{'long-name' * 9} --all-ou
 
 
 @pytest.mark.parametrize(("columns", "count"), [(80, 6), (120, 4)])
-def test_a_terminal_wraps_lines_at_spaces(columns, count, monkeypatch, capsys):
+def test_say_wraps_lines_at_spaces(columns, count, monkeypatch, capsys):
     """Commands stay in one line, so that they can be copied."""
     say(NOTE, ROW, COMMAND)
     assert capsys.readouterr().out.splitlines() == [NOTE, ROW, COMMAND]  # not a terminal

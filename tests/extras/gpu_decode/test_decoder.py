@@ -113,7 +113,7 @@ def test_engines_support_only_usual_files(kind):
 LATE_CYCLES = 200_000_000  # GPU clock cycles, about 0.1 s
 
 
-def grey_batch(level: int, side: int = 512) -> tuple[Any, ...]:
+def gray_batch(level: int, side: int = 512) -> tuple[Any, ...]:
     """Return `GpuDecoder.make_batch` arguments for two files of one size; `out` is the fourth."""
     data, zeros = encoded(Image.new("RGB", (side, side), (level, level, level))), torch.zeros
     rows = zeros(2, geometry.COLUMNS, dtype=torch.float64).pin_memory()
@@ -139,12 +139,12 @@ def test_gpu_decoder_waits_for_kernels_before_write(monkeypatch):
         crop(*args, **options)
 
     levels = [10, 90, 170, 250]
-    batches = [grey_batch(level) for level in levels]
+    batches = [gray_batch(level) for level in levels]
     with torch.cuda.stream(torch.cuda.Stream()):
         freed = torch.zeros(1 << 24, dtype=torch.uint8, device="cuda")
         address = freed.data_ptr()
         assert freed.sum() == 0
-        gpu_decoder.make_batch(*grey_batch(250, 32))  # loads the kernels
+        gpu_decoder.make_batch(*gray_batch(250, 32))  # loads the kernels
         torch.cuda._sleep(LATE_CYCLES)
         total = freed.sum()
         del freed

@@ -172,7 +172,7 @@ def test_engine_stage_modes_equal_cpu_batches(image_root, workers, batch, monkey
 
 
 CROP: Any = {"random_resized_crop": {"size": 24, "interpolation": "bicubic"}}
-GREY: Any = {"v2.RandomGrayscale": {"p": 0.5}}
+GRAY: Any = {"v2.RandomGrayscale": {"p": 0.5}}
 
 
 def listed(*entries: Any, kind: Any = Files) -> Any:
@@ -201,7 +201,7 @@ def extended(dataset: Any, *overrides: str, device: torch.device = CUDA) -> Any:
         (listed(CROP, "horizontal_flip"), ""),
         (listed({"resize": {"size": [24, 24]}}), ""),
         (listed({"random_crop": {"size": 24, "padding": 2}}), ""),  # only some images need pixels
-        (listed(CROP, GREY), "TorchvisionTransform in augment.train needs decoded pixels"),
+        (listed(CROP, GRAY), "TorchvisionTransform in augment.train needs decoded pixels"),
         (listed({"random_crop": {"size": 500, "padding": 200}}), "RandomCrop in augment.train n"),
         (FakeDataset(9, 2, 24), "the dataset creates the images itself"),
         (listed(CROP, kind=Edges), "the dataset creates the images itself"),

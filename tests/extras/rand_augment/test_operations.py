@@ -63,8 +63,7 @@ def test_operations_equal_torchvision(transforms, operations, name, interpolatio
     mode = transforms.InterpolationMode[interpolation.upper()]
     changed = 0
     for strength, sign in itertools.product(range(STRENGTHS + 1), (1, -1)):
-        # A translation by 16 pixels is 15.999999 in torchvision's float32, which truncates it to
-        # 15.
+        # In float32, torchvision's translation by 16 pixels is 15.999999, truncated to 15.
         size = round(magnitudes[strength].item(), 4) if magnitudes.ndim else 0.0
         size *= sign if signed else 1
         expected = transforms.autoaugment._apply_op(IMAGE, THEIRS[name], size, mode, None)

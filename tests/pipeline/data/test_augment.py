@@ -159,10 +159,10 @@ def test_transform_target_with_resized_images(entries):
     """Pixels near an edge have a color between the two values."""
     for seed in range(4):
         picture = moved(entries, seed)
-        mask, colours = transform_target(MASK, picture) * 100, picture.pixels()[..., 0].astype(int)
-        assert np.median(abs(colours - mask)) < 5, seed
-        assert (abs(colours - mask) > 50).mean() < 0.05, seed
-        assert (abs(colours - mask[::-1]) > 50).mean() > 0.2  # the test can tell the difference
+        mask, colors = transform_target(MASK, picture) * 100, picture.pixels()[..., 0].astype(int)
+        assert np.median(abs(colors - mask)) < 5, seed
+        assert (abs(colors - mask) > 50).mean() < 0.05, seed
+        assert (abs(colors - mask[::-1]) > 50).mean() > 0.2  # the test can tell the difference
         assert matching_fraction(picture) > 0.97, seed
 
 

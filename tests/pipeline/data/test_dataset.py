@@ -70,15 +70,15 @@ def test_fingerprint_equals_earlier_versions(tmp_path):
 
 def test_folder_dataset_notes(tmp_path):
     """Notes count each image by its own kind, because a folder may mix scanners."""
-    grey = np.asarray(drawn("L")).astype(np.uint16)
+    gray = np.asarray(drawn("L")).astype(np.uint16)
     clear = drawn("RGBA").copy()
     clear.putalpha(254)
     several = {"save_all": True, "append_images": [drawn("L").convert("RGB")]}
     files = [
-        encoded(Image.fromarray(grey * 16), "PNG"),  # 12 bits
+        encoded(Image.fromarray(gray * 16), "PNG"),  # 12 bits
         DEEP.read_bytes(),
-        encoded(Image.fromarray(grey * 16), "TIFF", compression="tiff_deflate"),
-        encoded(Image.fromarray(grey * 257), "PNG"),  # 8 bits
+        encoded(Image.fromarray(gray * 16), "TIFF", compression="tiff_deflate"),
+        encoded(Image.fromarray(gray * 257), "PNG"),  # 8 bits
         encoded(clear, "PNG"),
         encoded(drawn("P"), "PNG", transparency=bytes(256)),
         encoded(drawn("RGBA"), "PNG"),  # opaque

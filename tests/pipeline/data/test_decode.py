@@ -98,7 +98,7 @@ def test_picture_quick_resize_is_close(decoder, size, box, scale):
 
 
 @pytest.mark.parametrize("decoder", INSTALLED)
-@pytest.mark.parametrize("kind", ["jpeg", "jpeg grey", "png"])
+@pytest.mark.parametrize("kind", ["jpeg", "jpeg gray", "png"])
 def test_open_picture_checks_number_of_pixels(decoder, kind, monkeypatch):
     assert decode.MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
     data = KINDS[kind][0]()

@@ -50,7 +50,7 @@ def content_of(index: Index) -> list[tuple[str, bytes]]:
     return [(index.name(i), index.read(i)) for i in range(len(index))]
 
 
-def refusal(path: Path) -> str:
+def error_message(path: Path) -> str:
     with pytest.raises(UserError) as caught:
         load_index(path, key="data.train")
     assert "\n" not in str(caught.value)
@@ -138,11 +138,11 @@ def test_tar_index_rejects_damaged_file(image_root, tmp_path):
     end = last.offset_data + (last.size + 511) // 512 * 512
     for length in (0, 100, second, second + 100, second + 600, end // 2, end - 1, end):
         damaged.write_bytes(whole[:length])
-        assert refusal(tmp_path / "train").startswith(f"{damaged}: cannot be read at byte ")
+        assert error_message(tmp_path / "train").startswith(f"{damaged}: cannot be read at byte ")
     damaged.write_bytes(whole[:second] + b"\xff" * 10 + whole[second + 10 :])
-    assert f"cannot be read at byte {second:,}" in refusal(tmp_path / "train")
+    assert f"cannot be read at byte {second:,}" in error_message(tmp_path / "train")
     damaged.write_bytes(b"\x1f\x8b" + bytes(2000))
-    assert "it may be damaged or compressed" in refusal(damaged)
+    assert "it may be damaged or compressed" in error_message(damaged)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])
@@ -151,9 +151,9 @@ def test_tar_index_rejects_zeros_within_file(blocks, tmp_path):
     path = write_tar(tmp_path / "train.tar", *(f"a/{i}.jpg" for i in range(9)))
     whole, start = path.read_bytes(), header_of(path, 4)
     path.write_bytes(whole[:start] + bytes(512 * blocks) + whole[start + 512 * blocks :])
-    assert f"{path}: cannot be read at byte {start:,}: neither a header" in refusal(path)
+    assert f"{path}: cannot be read at byte {start:,}: neither a header" in error_message(path)
     path.write_bytes(whole + whole)
-    assert "neither a header" in refusal(path)
+    assert "neither a header" in error_message(path)
     path.write_bytes(whole + bytes(512 * blocks))  # more padding, as `tar -b` writes
     assert len(content(path)) == 9
 
@@ -167,28 +167,28 @@ def test_tar_index_rejects_negative_size(tmp_path):
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     path.write_bytes(whole[:start] + header + whole[start + 512 :])
-    assert f"{path}: cannot be read at byte {start:,}" in refusal(path)
+    assert f"{path}: cannot be read at byte {start:,}" in error_message(path)
 
 
 def test_tar_index_rejects_members(tmp_path):
     path = tmp_path / "train.tar"
     for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
         write_tar(path, "a/1.jpg", special("a/2.jpg", kind))
-        assert "a/2.jpg is a link; it may be damaged" in refusal(path)
+        assert "a/2.jpg is a link; it may be damaged" in error_message(path)
     sparse = tarfile.TarInfo("a/2.bmp")
     sparse.pax_headers = {"GNU.sparse.map": "0,7", "GNU.sparse.size": "9000"}  # followed by zeros
     write_tar(path, "a/1.jpg", sparse)
-    assert "a/2.bmp is sparse (tar --sparse), or of negative size; it may be" in refusal(path)
+    assert "a/2.bmp is sparse (tar --sparse), or of negative size; it may be" in error_message(path)
     write_tar(path, "a/1.jpg", "b/1.jpg", "./a/1.jpg")
-    assert "./a/1.jpg occurs twice; it may be damaged" in refusal(path)
+    assert "./a/1.jpg occurs twice; it may be damaged" in error_message(path)
     write_tar(path, "000.jpg", "000.cls")
-    assert "contains no <class>/<name> with an image suffix; convert" in refusal(path)
+    assert "contains no <class>/<name> with an image suffix; convert" in error_message(path)
     (tmp_path / "val").mkdir()
     for number in range(2):
         write_tar(tmp_path / "val" / f"{number}.tar", "a/1.jpg", f"b/{number}.jpg")
     write_tar(path, "train/a/1.jpg", "val/a/1.jpg")
-    assert "class folder train contains folders, like a split; " in refusal(path)
-    assert refusal(tmp_path / "val").startswith("a/1.jpg: found in two of the tar files; ")
+    assert "class folder train contains folders, like a split; " in error_message(path)
+    assert error_message(tmp_path / "val").startswith("a/1.jpg: found in two of the tar files; ")
 
 
 def test_load_index_prefers_folder(tmp_path):
@@ -201,8 +201,8 @@ def test_load_index_prefers_folder(tmp_path):
     assert content(tmp_path / "train.tar") == [("a/1.jpg", b"a/1.jpg")]
     shutil.rmtree(tmp_path / "train")
     assert content(tmp_path / "train") == [("a/1.jpg", b"a/1.jpg")]
-    assert "no such folder, .tar or .csv file; " in refusal(tmp_path / "trani")
-    assert refusal(tmp_path / "trani.tar").endswith("; did you mean train.tar?")
+    assert "no such folder, .tar or .csv file; " in error_message(tmp_path / "trani")
+    assert error_message(tmp_path / "trani.tar").endswith("; did you mean train.tar?")
 
 
 def test_csv_index_paths_and_errors(tmp_path):
@@ -214,7 +214,7 @@ def test_csv_index_paths_and_errors(tmp_path):
     (tmp_path / "train.csv").write_text(text, encoding="utf-8-sig")
     index = load_index(tmp_path / "train", key="data.train")
     assert (index.classes, [*dict(content_of(index)).values()]) == (("a b", "z"), [JPEG] * 2)
-    for text, says in (
+    for text, message in (
         ("image,Target\n", "contains no images"),  # no class of that name
         ("1.jpg,a\n2.jpg;a\n", "line 2 is not path,label"),
         ('"1.jpg,a\n2.jpg,a\n"3.jpg,b', "line 3: ',' expected after '\"'; correct it"),
@@ -227,7 +227,7 @@ def test_csv_index_paths_and_errors(tmp_path):
         ("1.jpg,a\n2.jpg,b\n./1.jpg,b", "line 3: ./1.jpg has the label b, but a in"),
     ):
         (tmp_path / "train.csv").write_text(text)
-        assert says in refusal(tmp_path / "train")
+        assert message in error_message(tmp_path / "train")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
@@ -237,6 +237,6 @@ def test_csv_index_accepts_only_regular_files(kind, tmp_path):
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "folder").mkdir()
     (tmp_path / "train.csv").write_text(f"path,label\n{kind},a\n")
-    assert f"line 2: {kind}: no such file (1 of 1 images); remove the" in refusal(
+    assert f"line 2: {kind}: no such file (1 of 1 images); remove the" in error_message(
         tmp_path / "train"
     )

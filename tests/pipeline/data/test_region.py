@@ -38,7 +38,7 @@ def test_region_decoder_every_region():
 
 
 IMAGE = draw_image("plaid", np.random.default_rng(0)).resize((320, 240))
-JPEG, GREY = encoded(IMAGE), encoded(IMAGE.convert("L"))
+JPEG, GRAY = encoded(IMAGE), encoded(IMAGE.convert("L"))
 MIDDLE = len(JPEG) // 2
 
 
@@ -50,7 +50,7 @@ MIDDLE = len(JPEG) // 2
         JPEG[:MIDDLE] + bytes(len(JPEG) - MIDDLE),
         JPEG[:MIDDLE] + bytes(len(JPEG) - MIDDLE - 2) + b"\xff\xd9",
         JPEG[:MIDDLE] + JPEG[MIDDLE + 200 :],
-        GREY[:-3000] + b"\xff\xd9",
+        GRAY[:-3000] + b"\xff\xd9",
     ],
 )
 def test_region_decoder_rejects_damaged_data(data):

@@ -66,7 +66,7 @@ def test_shared_array_allocation_failure():
 
 
 @pytest.mark.parametrize("most", [9, 1])
-def test_page_locked_unlocks_once(monkeypatch, caplog, most):
+def test_pinned_memory_unlocks_once(monkeypatch, caplog, most):
     """A second time is an error that a later CUDA call would report."""
     locked, unlocked = [], []
 
@@ -88,7 +88,7 @@ def test_page_locked_unlocks_once(monkeypatch, caplog, most):
 
 
 @pytest.mark.gpu
-def test_page_locked_on_gpu(caplog):
+def test_pinned_memory_on_gpu(caplog):
     """Locking memory twice is an error, which no later kernel reports."""
     arrays = [SharedArray((4, 8, 24, 24, 3), np.uint8), SharedArray((4, 8), np.int64)]
     pixels, labels = (torch.from_numpy(shared.array) for shared in arrays)

@@ -67,8 +67,8 @@ def test_torch_dataset_channels_and_fields():
     assert split.fields["number"] == Field(np.dtype("f4")) and split[0]["id"] == 7
     assert split[1]["image"].shape == (6, 6, 5)
     assert split.labels is None
-    grey = dataset((RGB[..., 0], 1))
-    np.testing.assert_array_equal(grey[0]["image"], RGB[1:7, 2:8, :1])
+    gray = dataset((RGB[..., 0], 1))
+    np.testing.assert_array_equal(gray[0]["image"], RGB[1:7, 2:8, :1])
 
 
 def test_torch_dataset_transforms_targets():

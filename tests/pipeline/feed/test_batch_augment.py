@@ -54,7 +54,7 @@ def run(transform: Any, images: Tensor, targets: Tensor, step: int = 0, **place:
     return mixed["image"], mixed["target"]
 
 
-def neighbours() -> np.ndarray:
+def neighbors() -> np.ndarray:
     rows = np.arange(COUNT)
     return rows // BLOCK * BLOCK + (rows - 1) % BLOCK
 
@@ -74,11 +74,11 @@ def test_batch_transforms_draw_by_seed_and_step():
 def test_mixup_blends_pixels_and_targets():
     images, targets = run(one("mixup", alpha=5.0), *batch())
     own = targets[range(COUNT), range(COUNT)]
-    other = targets[range(COUNT), neighbours()]
+    other = targets[range(COUNT), neighbors()]
     torch.testing.assert_close(targets.sum(1), torch.ones(COUNT))
     torch.testing.assert_close(own + other, torch.ones(COUNT))
     values = torch.arange(1.0, COUNT + 1)
-    expected = own * values + other * values[neighbours()]
+    expected = own * values + other * values[neighbors()]
     torch.testing.assert_close(images, expected[:, None, None, None].expand_as(images))
     assert len(set(own.tolist())) > COUNT / 2  # separate weights for each image
 
@@ -86,7 +86,7 @@ def test_mixup_blends_pixels_and_targets():
 def test_cutmix_box_area_is_weight():
     images, targets = run(one("cutmix", alpha=1.0), *batch())
     torch.testing.assert_close(targets.sum(1), torch.ones(COUNT))
-    rows, others = torch.arange(COUNT), torch.from_numpy(neighbours())
+    rows, others = torch.arange(COUNT), torch.from_numpy(neighbors())
     pasted = images == others[:, None, None, None] + 1
     assert torch.equal(images, torch.where(pasted[:, :1], images, batch()[0]))
     assert torch.equal(pasted, pasted[:, :1].expand_as(pasted))  # the same in all channels
@@ -143,11 +143,11 @@ def test_mixup_or_cutmix_equals_torchvision(monkeypatch):
     labels = torch.arange(BLOCK)
     kinds = []
     for step in range(64):
-        (cut,), (weight,), centres = drawn(step, 1, 33)
+        (cut,), (weight,), centers = drawn(step, 1, 33)
         theirs = (v2.CutMix if cut else v2.MixUp)(num_classes=BLOCK)
         theirs._dist = SimpleNamespace(sample=lambda _, weight=weight: weight)
         with monkeypatch.context() as patch:
-            places = iter(torch.from_numpy(centres))  # x, then y
+            places = iter(torch.from_numpy(centers))  # x, then y
             patch.setattr(torch, "randint", lambda *_, places=places, **__: next(places))
             expected = theirs(images, labels)
         found = run(transform, images, torch.eye(BLOCK), step)

@@ -66,7 +66,7 @@ EVERYTHING = {
 DEEP = {"image": Field(np.uint16, (SIZE, SIZE, 5), image=True), "depth": Field(np.uint16)}
 
 
-def only(*names: str) -> Fields:
+def pick(*names: str) -> Fields:
     return {name: EVERYTHING[name] for name in names}
 
 
@@ -125,7 +125,7 @@ def test_feed_fields_equal_loaded(fields):
 )
 def test_loader_names_invalid_sample(changed, reason):
     with (
-        opened(only("image", "mask", "number"), **changed) as feed,
+        opened(pick("image", "mask", "number"), **changed) as feed,
         pytest.raises(LoaderError, match=rf"^noise 3: ValueError: the .*{reason}"),
     ):
         list(feed.train.batches(0, 3))
@@ -161,7 +161,7 @@ PARTNERS = torch.tensor([3, 0, 1, 2, 7, 4, 5, 6])
 )
 def test_mix_all_images_and_numbers(names, entry):
     """Images and frames use the same partners and boxes; other fields do not change."""
-    fields = only("image", "view", "frames", *names)
+    fields = pick("image", "view", "frames", *names)
     (transform,) = build_by_name([{entry: {"p": 1.0}}], BATCH_TRANSFORMS, key="augment.batch")
     with (
         opened(fields) as plain,
@@ -188,9 +188,12 @@ def test_mix_all_images_and_numbers(names, entry):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        (only("image"), "augment.batch: .* a sample has image; remove them"),
-        (only("image", "mask"), "augment.batch: .* a sample has image, mask; "),
-        (only("image", "number", "mask"), "augment.batch: .* a sample has image, number, mask; "),
+        (pick("image"), "augment.batch: .* a sample has image; remove them"),
+        (pick("image", "mask"), "augment.batch: .* a sample has image, mask; "),
+        (
+            pick("image", "number", "mask"),
+            "augment.batch: .* a sample has image, number, mask; ",
+        ),
         (EVERYTHING | {"view": DEEP["image"]}, "data.mean: .* differ in"),
     ],
 )
