@@ -18,7 +18,7 @@ def resnet18(
     """Build the model: float [B, C, S, S] -> [B, num_classes].
 
     The stem is one convolution, which keeps the resolution of images up to 192 px. The other
-    convolutions have no stride; instead, `MaxBlurPool` halves the resolution before every stage
+    convolutions have stride 1; instead, `MaxBlurPool` halves the resolution before every stage
     except the first. The activation is SiLU.
     """
     width_in = widths[0]

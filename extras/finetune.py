@@ -40,7 +40,7 @@ def prepare(config: Config, world: World) -> Config:
 
 
 def complete(config: Config, images: int, ranks: int = 1) -> Config:
-    """Return the config with the decided values, which take precedence over its recipe, and notes.
+    """Override the recipe with values from the weights and images; return the config with notes.
 
     The batch size is a multiple of the ranks. Raises UserError for missing or unreadable weights.
     """

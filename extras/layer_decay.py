@@ -58,7 +58,7 @@ def blocks(model: nn.Module) -> list[list[str]]:
         return list(group_parameters(model, matcher(coarse=False)).values())
     parameters = dict(model.named_parameters())
     found: list[list[str]] = []
-    has_weight = False  # whether a layer's weight was found
+    has_weight = False  # whether the first block already has a layer's weight
     for _, group in groupby(parameters, _module_of):
         names = list(group)
         begins = any(name.endswith("weight") and parameters[name].ndim >= 2 for name in names)

@@ -28,7 +28,7 @@ def macro_recall(label: Column, prediction: Column) -> float:
 
 
 def macro_precision(label: Column, prediction: Column) -> float:
-    """Return the mean over classes of the fraction of the class's predictions that are correct."""
+    """Return the mean precision over classes, the correct fraction of each class's predictions."""
     hits, _, predictions = _by_class(label, prediction)
     return _mean_ratio(hits, predictions)
 

@@ -27,7 +27,7 @@ from conf.start import default_cache_dir
 from pipeline.data.index import Index, Storage, load_files
 from pipeline.data.listing import BLOCK, Members, tar_members
 
-# URL -> fsspec's file system, once per process, without listings that would hide changes; path
+# URL -> (file system of fsspec, path), once per process, without listings, which hide changes
 _file_system = cache(partial(url_to_fs, use_listings_cache=False))
 
 

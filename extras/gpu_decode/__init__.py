@@ -89,8 +89,8 @@ def _why_pixels_needed(dataset: Any) -> str:
 class JpegEngineStage(DeviceStage):
     """Send some images from the workers to the engines, as files with their crop geometry.
 
-    In hybrid mode, workers decode the largest fraction that still reaches `demand` images/s, to
-    leave most of the GPU to the step. If both are too slow, they finish at the same time.
+    In hybrid mode, workers decode the largest fraction with which they and the engines reach
+    `demand` images/s, leaving most of the GPU to the step. If both are too slow, they end together.
     """
 
     decode_modes = MODES
@@ -152,9 +152,9 @@ class JpegEngineStage(DeviceStage):
         counts = self.counts.array
         kind = DECODED if IMAGE in fields else SENT
         counts[kind] = min(counts[kind] + 1, AVERAGED)
-        taken = time.perf_counter() - self._began  # includes reading, and writing the last sample
-        seconds[kind] += (taken - seconds[kind]) / counts[kind]
-        self._began += taken
+        elapsed = time.perf_counter() - self._began  # includes reading, and writing the last sample
+        seconds[kind] += (elapsed - seconds[kind]) / counts[kind]
+        self._began += elapsed
         return fields
 
     def _file_or_pixels(self, picture: Picture) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Turn JPEG files into normalized crops on the GPU: hardware engines, then a crop/resize kernel.
+"""Turn JPEG files into normalized crops on the GPU with hardware engines and a crop/resize kernel.
 
 nvJPEG decodes the files of a batch on the hardware engines (14,000 images/s while an H200 also
 trains; one host thread waits without the GIL), and one kernel writes the batch, float [B, 3, S, S].
@@ -83,7 +83,7 @@ class JpegEngines:
 
 @cache  # takes 0.8 s; the engines are never closed
 def open_engines() -> JpegEngines:
-    """Open the engines of this process's device. Raises JpegEngineError.
+    """Open the engines of this process's device. Raises JpegEngineError if this fails.
 
     nvJPEG comes from NVIDIA's wheel, torchvision's wheel or the CUDA toolkit.
     """
@@ -187,7 +187,7 @@ class GpuDecoder:
         total = int(size.sum())
         if total > len(self._decoded[0]):
             self._decoded[0] = self._decoded[0].new_empty(total + total // 4)
-            # Synchronize, because kernels may still use the old buffer. This happens a few times.
+            # Synchronize, because kernels may still use the old buffer. It grows only a few times.
             torch.cuda.current_stream(self.device).synchronize()
         address: np.ndarray = self._decoded[0].data_ptr() + np.cumsum(size) - size
         return address

@@ -34,14 +34,14 @@ STEM_POOLING = {
     "ceil_mode": False,
 }
 BATCH_NORM = {"affine": True, "track_running_stats": True}
-# 2x2 blocks of an RGB image have 12 channels. Pad to a multiple of 8 for tensor cores.
+# 2x2 blocks of an RGB image have 12 channels. Zeros pad them to a multiple of 8 for tensor cores.
 PADDED_CHANNELS = 16
 
 
 def rewrite(model: nn.Module, *, channels_last: bool) -> None:
     """Change the class of layers that have a faster version, in place.
 
-    `channels_last`: whether the model uses this memory format; the convnet layers require it.
+    `channels_last`: whether the model uses this format; the convnet layers are faster only with it.
     """
     for layer in model.modules():
         layer.__class__ = faster(layer, channels_last=channels_last)
@@ -192,7 +192,7 @@ class _AddNorm(torch.autograd.Function):
         total = stream + branch
         normed, mean, inverse = torch.native_layer_norm(total, weight.shape, weight, bias, eps)
         ctx.save_for_backward(total, mean, inverse, weight)
-        # Autocast would convert the norm to this dtype for the next matrix product.
+        # Autocast would convert the norm to this dtype for the next matrix product anyway.
         return total, normed.to(branch.dtype)
 
     @staticmethod

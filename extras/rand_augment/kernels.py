@@ -16,7 +16,7 @@ from extras.rand_augment import BLENDED, LEVELS, NAMES
 COUNTED = 4096  # pixels that a program counts at once
 BLOCK = 512  # pixels that a program computes
 # Values of a row's first number. All operations have tables, except two and those that move pixels.
-# The latter have one number per interpolation, `on_gpu.MOVED` + it; on_gpu imports this file.
+# The latter share three values, `on_gpu.MOVED` + interpolation, but on_gpu imports this file.
 NEAREST = tl.constexpr(len(NAMES) + Resampling.NEAREST)
 BILINEAR = tl.constexpr(len(NAMES) + Resampling.BILINEAR)
 BICUBIC = tl.constexpr(len(NAMES) + Resampling.BICUBIC)

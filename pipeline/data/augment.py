@@ -84,9 +84,10 @@ class Compose:
 
 def _apply(transform: ImageFunction, pixels: np.ndarray, rng: random.Random) -> np.ndarray:
     """Apply a transform to a copy of the pixels. Raises UserError if dtype or channels change."""
-    image = np.asarray(transform(pixels.copy(), rng))
+    result = transform(pixels.copy(), rng)
+    image = np.asarray(result)
     if (image.dtype, image.shape[2:]) != (pixels.dtype, pixels.shape[2:]):
-        wrong = f"returned {image.dtype} {list(image.shape)}"
+        wrong = f"returned {type(result).__name__} {image.dtype} {list(image.shape)}"
         expected = f"return {pixels.dtype} [H, W, {pixels.shape[2]}]"
         raise UserError(f"the transform {name_of(transform)}", wrong, expected)
     return image
@@ -128,7 +129,7 @@ class RandomResizedCrop(Geometry):
         return picture.resized((self.size, self.size), box, interpolation=interpolation, quick=True)
 
     def box(self, width: int, height: int, rng: random.Random) -> Box:
-        """Sample a region like torchvision in ten tries, else the largest valid centered one."""
+        """Sample a region like torchvision: ten tries, then the largest valid centered region."""
         narrowest, widest = self.ratio
         low, high = math.log(narrowest), math.log(widest)
         for _ in range(10):
@@ -268,12 +269,12 @@ def seeded(rng: random.Random) -> Iterator[None]:
 def transform_target(target: np.ndarray, picture: Picture, *, fill: int = 0) -> np.ndarray:
     """Crop, resize and flip a mask or points like their image, without decoding it.
 
-    Raises ValueError if a mask differs in size from the image file, and after other transforms.
+    Raises ValueError if a mask differs in size from the image file, or after any other transform.
 
     Args:
-        target: a mask or a map, [H, W] or [H, W, C] with the image file's size, which is resized to
-            the nearest pixels; or points, float [N, 2] of (x, y) in pixels from the file's upper
-            left corner. Returned points are relative to the result, and may be outside it.
+        target: a mask or a map, [H, W] or [H, W, C] with the image file's size, which is resized by
+            nearest neighbor; or points, float [N, 2] of (x, y) in pixels from the file's upper
+            left corner. Returned points are relative to the result's corner, and may be outside.
         picture: the transformed image.
         fill: value of the pixels outside the mask.
     """

@@ -66,8 +66,9 @@ def build_datasets(
         train = copy(train)  # `val` may be the same object, and keeps its stage
         for entry in data.on_device:
             name, parameters = split_entry(entry, "data.on_device")
-            args = train, config, device
-            train.stage = create_object(name, "data.on_device", DeviceStage, *args, **parameters)
+            train.stage = create_object(
+                name, "data.on_device", DeviceStage, train, config, device, **parameters
+            )
         modes = choose_decode_modes(config, train.stage, stored_decode_mode)
     return Datasets(train, val, classes, decode_modes=modes)
 

@@ -1,4 +1,4 @@
-"""Datasets: map a sample index to named arrays.
+"""Datasets, which map a sample index to named arrays.
 
 Data flow, step 2: (epoch, index) -> file bytes -> {"image": uint8 [S, S, 3], "label": 7}, in a
 worker. The buffers, the copy to the device and the training step's batch use the same names.
@@ -85,13 +85,13 @@ class Dataset(ABC):
     def replacements(self, index: int) -> Iterator[int]:
         """Yield the samples to try instead of an unreadable one (data.on_error=skip), in order.
 
-        Yields the rest of its class, later samples, then those from the first on, whatever other
-        workers have tried, so that the result does not depend on the number of workers.
+        These are the rest of its class, from the next sample on, then from the first. They do not
+        depend on what other workers have tried, so the number of workers does not matter.
         """
         labels = np.zeros(len(self)) if self.labels is None else self.labels
         same = np.flatnonzero(labels == labels[index])
         position = int(np.searchsorted(same, index))
-        yield from map(int, chain(same[position + 1 :], same[:position]))  # lazy: few are used
+        yield from map(int, chain(same[position + 1 :], same[:position]))  # lazy, as few are used
 
     def read_ahead(self, indices: Sequence[int]) -> None:  # noqa: B027 - few datasets have files
         """Start reading the files of these samples, because the worker waits for storage."""

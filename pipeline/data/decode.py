@@ -318,9 +318,9 @@ def open_image(data: bytes) -> ImageFile.ImageFile:
 
 
 def check_tiff(image: Any) -> None:
-    """Raise UnreadableError for a TIFF layout that Pillow 12 reads with wrong levels, silently.
+    """Raise UnreadableError for a TIFF layout that Pillow 12 silently reads with wrong levels.
 
-    These are all of them among 1 to 64 bits, gray, RGB, CMYK and palette, with and without alpha,
+    The list is complete for 1 to 64 bits, gray, RGB, CMYK and palette, with and without alpha,
     signed, float, interleaved and planar (tests/pipeline/data/test_tiff.py).
     """
     tags = image.tag_v2
@@ -379,7 +379,7 @@ def orientation_of(image: Image.Image) -> int:
 
 
 def upright_pixels(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Rotate uint8 [H, W, 3] upright according to an EXIF orientation."""
+    """Rotate (and flip) uint8 [H, W, 3] upright according to an EXIF orientation."""
     image = Image.fromarray(pixels)
     image.getexif()[ORIENTATION] = orientation
     return np.asarray(ImageOps.exif_transpose(image))
@@ -414,7 +414,7 @@ def rgb_pixels(image: Image.Image) -> np.ndarray:
     Raises OSError, ValueError or SyntaxError for damaged data and for 32-bit levels.
     """
     image.load()
-    if image.mode == "La":  # premultiplied gray, which Pillow converts to LA alone
+    if image.mode == "La":  # premultiplied gray, which Pillow converts only to LA
         image = image.convert("LA")
     if image.mode.startswith("I;16"):
         # A copy has the correct shape even if a TIFF's orientation was ignored.

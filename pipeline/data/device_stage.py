@@ -1,4 +1,4 @@
-"""Convert a training sample from a Picture in a worker to an image on the device.
+"""Last stage of a training sample, from a Picture in a worker to an image on the device.
 
 Subclasses move work to the device. Functions in data.on_device select one (docs/fork.md).
 """

@@ -36,7 +36,7 @@ from pipeline.data.shared import SharedArray
 logger = logging.getLogger(__name__)
 
 CACHE_FORMAT = 16  # scan format version, part of the cache file's name
-# Scans sooner after a folder's change are not cached, because a later one may have the same mtime.
+# A scan this soon after a folder's change is not cached, because a later change may keep the mtime.
 SETTLED_SECONDS = 2.0
 # Errors of a network file system or a disk that may be temporary, and the seconds before each
 # further attempt. Python itself repeats a read that a signal interrupted (EINTR).
@@ -138,7 +138,7 @@ class Index:
         return Index(self.root, self.classes, self.sources, self.ignored, *copies)
 
     def name(self, i: int) -> str:
-        """Return an image's path relative to its source, `class/name.jpg`."""
+        """Return an image's path relative to its source, such as `class/name.jpg`."""
         return os.fsdecode(self.paths.array[i])
 
     def path(self, i: int) -> str:
@@ -305,7 +305,7 @@ def _scan(files: Sequence[str], origin: str, tar_kind: Any, ignored: listing.Ign
 def _table(
     files: Collection[Sequence[bytes]], places: listing.Places
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return paths, labels and places for each class's files; no `places` for separate files."""
+    """Return paths, labels and places for each class's files; `places` is empty for image files."""
     paths = list(chain.from_iterable(files))
     counts = list(map(len, files))
     labels = np.repeat(np.arange(len(files)), counts)

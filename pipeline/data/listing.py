@@ -87,8 +87,8 @@ def walk(top: bytes, ignored: Ignored) -> Iterator[tuple[bytes, Paths, Paths]]:
     """Yield each folder, starting at `top`, with the paths of its folders and files, sorted.
 
     The order is depth first. Links are followed. They may form a cycle or point to a parent of
-    `top`, so each folder is yielded once, and the parents never. Everything else that is not read,
-    whatever its suffix, is added to `ignored`. Only links and folders cost a system call.
+    `top`, so each folder is yielded once, and the parents never. Adds everything that is not read,
+    whatever its suffix, to `ignored`. Only links and folders need a stat call.
     """
     path = Path(os.fsdecode(top))
     parents = {path, *path.absolute().parents, *path.resolve().parents}
@@ -180,7 +180,7 @@ def list_tars(
 ) -> tuple[Classes, Places]:
     """List the images in tar files, and the place of each; add the rest to `ignored`.
 
-    Raises UserError if no folder contains an image, or if two tar files contain the same name.
+    Raises UserError if no folder contains an image, or if two tar files contain the same path.
     """
     images: Places = {}
     with ThreadPoolExecutor(THREADS) as pool:
@@ -228,7 +228,7 @@ def tar_members(
 
     The tar file starts at byte `start` of `path` and has `length` bytes, or fewer if `path` ends.
     `shown`: path for messages; `opened`: function like `open`, for `path`. Raises UserError if it
-    is damaged or contains a link or a file stored without its zeros (sparse), OSError for I/O.
+    is damaged or contains a link or a file without its zeros (sparse), OSError for I/O errors.
     """
     members: Members = {}
     at = start
@@ -295,7 +295,7 @@ def read_list(path: str, origin: str) -> Classes:
 
     A first line that is not a file, such as `path,label` or `image,class`, is a header. Returns
     class name -> sorted paths, absolute or relative to the file's folder; the classes are sorted.
-    Raises UserError for any other line, and if an image has a second label.
+    Raises UserError for any other line, if an image has a second label, or if a file is missing.
     """
     classes: Classes = {}
     listed: dict[str, tuple[int, str, str]] = {}  # path -> first line, label, path in that line
@@ -335,7 +335,7 @@ def _path_and_label(row: list[str], line: int, origin: str) -> tuple[str, str]:
 
 
 def _is_header(rows: list[tuple[int, str, str]], folder: str) -> bool:
-    """Whether the first line names no file, and its label is not that of an image."""
+    """Whether the first line names no file, and no other line has its label."""
     (_, image, label), *others = rows
     if is_image(os.fsencode(image)) or os.path.isfile(os.path.join(folder, image)):
         return False

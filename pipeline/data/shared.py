@@ -72,7 +72,7 @@ class SharedObject:
     """A Python object whose NumPy arrays and CPU tensors are not copied to each worker.
 
     The first pickling moves them to shared memory. Each process maps them copy-on-write, like after
-    a fork; memory-mapped files stay files. Raises UserError if the object cannot be pickled.
+    a fork. Memory-mapped files stay files. Raises UserError if the object cannot be pickled.
 
     Attribute `value`: the object.
     """

@@ -103,7 +103,7 @@ def other_classes(train: Index, val: Index) -> UserError:
 
 
 def _load_undivided(root: str, data: DataConfig, held: HeldOut) -> Index:
-    """Load the images to hold some out of, from data.train, or from data.root without it."""
+    """Load the images from data.train, or from data.root without it, before some are held out."""
     val_split = os.path.join(root, data.val)
     if find_split(val_split, data.storage) or data.val != "val":
         wrong = f"not allowed with the validation split {val_split}"

@@ -114,7 +114,7 @@ class TorchDataset(Dataset):
     key: str = "data.source"  # config key=value that names the dataset, for messages
 
     def __post_init__(self) -> None:
-        key, seed = self.key, self.seed
+        key = self.key
         kind = type(self.samples).__name__
         if not hasattr(self.samples, "__len__"):
             cure = "return a map-style dataset for each split, or set data.val_fraction=0.2"
@@ -122,12 +122,12 @@ class TorchDataset(Dataset):
         if not len(self.samples):
             raise UserError(key, f"{kind} has no samples")
         try:
-            first = self.read(0, sample_rng(seed, 0, 0))
+            first = self.read(0, sample_rng(self.seed, 0, 0))
             self.dtypes = dtypes_of(first)
             self._fields = {name: self._batch_field(name, value) for name, value in first.items()}
             self.first_label = first.get("label")
             self.names = sorted(first)  # `image` precedes the masks and points that follow it
-            self.load(0, sample_rng(seed, 0, 0))
+            self.load(0, sample_rng(self.seed, 0, 0))
         except UnreadableError as error:
             raise UserError(key, str(error)) from error
         if self.labels is not None:
@@ -178,7 +178,7 @@ class TorchDataset(Dataset):
         return sample
 
     def read(self, index: int, rng: random.Random) -> Sample:
-        """Return an untransformed sample, images as uint8 or float32 [H, W, C]; raise as `load`."""
+        """Return a raw sample, images as uint8 or float32 [H, W, C]. Raises the same as `load`."""
         try:
             with seeded(rng):
                 sample = self.samples[index]

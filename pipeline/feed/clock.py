@@ -86,7 +86,8 @@ class StepClock:
         """Begin a batch's step. The current stream must already wait for the batch's copy."""
         events.idle = self._current.idle
         events.gpu_idle = self.cuda and events.idle.query()
-        events.begin = events.ready = self.now()
+        events.begin = self.now()
+        events.ready = events.begin
         self._current = events
 
     def ranks_ready(self) -> None:
@@ -110,10 +111,10 @@ class StepClock:
         self.skip()
 
     def step_times(self, steps: int = sys.maxsize, *, skip: int = 0) -> StepTimes:
-        """Return the times of the oldest unread steps, up to `steps`, and mark them as read.
+        """Return the times of up to `steps` of the oldest unread steps, and mark them as read.
 
         At least one step must have ended. Waits until the device has finished these steps. The
-        times exclude the first `skip` of them, but never the last one.
+        times exclude the first `skip` steps, but never the last one.
         """
         events = self._unread[:steps]
         del self._unread[:steps]
@@ -136,8 +137,9 @@ class StepClock:
         data_wait = float(waits.sum()) / total
         late = max(0.0, float(gaps.sum()) / total - data_wait - copying)
         ranks_wait = float(ms("begin", "ready").sum()) / total
-        previous, self._core = self._core, (time.perf_counter(), waited_for_core())
-        elapsed, waited = np.subtract(self._core, previous)
+        previous = self._core
+        self._core = (time.perf_counter(), waited_for_core())
+        elapsed, waited = np.subtract(self._core, previous).tolist()
         return StepTimes(
             steps=len(events),
             seconds=total / 1000,
@@ -146,7 +148,7 @@ class StepClock:
             ranks_wait_fraction=ranks_wait,
             copy_fraction=float(copies.sum()) / total,
             compute_fraction=max(0.0, 1 - data_wait - late - copying - ranks_wait),
-            cpu_wait_fraction=min(1.0, float(waited) / max(float(elapsed), 1e-6)),
+            cpu_wait_fraction=min(1.0, waited / max(elapsed, 1e-6)),
             idle_steps_fraction=float(np.mean(column(events, "gpu_idle"))),
             copy_ms=float(np.median(copies)),
             step_ms=float(np.median(steps_ms)),

@@ -132,12 +132,13 @@ def open_feed(
     highest = datasets.val.fields[IMAGE].highest  # In an evaluation, `train` is a placeholder.
     images = ImageFormat(world.device, data.mean, data.std, dtype, channels_last, highest)
     local_batch_size = batch_size // world.size
-    # The step's batch and 4 ready batches (8 were not faster), or 2 if they exceed 2,048 images.
+    # The step's batch and 4 ready batches (8 were not faster), or 2 if one exceeds 2,048 images.
     in_use = 5 if local_batch_size <= 2048 else 3
     needed = partial(slots_needed, batch_size=local_batch_size, workers=max_workers, in_use=in_use)
     replacements = MAX_REPLACEMENTS if data.on_error == "skip" else 0
-    skipping = replacements, data.max_bad_fraction, REPLACE_OR_SKIP
-    train_ring = Ring(datasets.train, local_batch_size, needed(datasets.train), *skipping)
+    limit = data.max_bad_fraction
+    slots = needed(datasets.train)
+    train_ring = Ring(datasets.train, local_batch_size, slots, replacements, limit, REPLACE_OR_SKIP)
     val_ring = Ring(datasets.val, local_batch_size, needed(datasets.val))
     pool = Pool((train_ring, val_ring), timeout_seconds=config.loader.timeout_seconds)
     train_loader = Loader(pool, 0, train_sampler.samples, in_use)

@@ -40,7 +40,8 @@ def starting_children() -> Iterator[None]:
     main: Any = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     spec = getattr(main, "__spec__", None)
-    main.__file__ = main.__spec__ = None
+    main.__file__ = None
+    main.__spec__ = None
     # Python 3.11 does not pass the program's module path to the forkserver.
     python_path = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)

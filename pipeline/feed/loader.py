@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 # negligible. At 17,000 images/s, the training process handles 530 replies per second.
 TASK_ROWS = 32
 MAX_ROWS, MAX_BYTES = 128, 1 << 19  # limits for small images, which pass at a higher rate
-TASKS_AHEAD = 3  # maximum of unfinished tasks per worker; benchmarked on an H200
+TASKS_AHEAD = 3  # maximum number of unfinished tasks per worker; benchmarked on an H200
 MAX_NAMED = 10  # unreadable images to print
 MAX_READING = 4  # images to name in the message about hanging workers
 STOP_SECONDS = 1.0
@@ -207,9 +207,10 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         if index in self.unreadable:
             return
         self.unreadable.add(index)
-        count, images = len(self.unreadable), len(ring.dataset)
+        count = len(self.unreadable)
         if count <= MAX_NAMED:
             logger.warning("skipped %s", message)
+        images = len(ring.dataset)
         limit = ring.max_bad_fraction
         if count > limit * images:
             bad = f"{count:,} of {images:,} training images cannot be read, for example {message}"

@@ -35,6 +35,6 @@ def cpu_quota() -> float:
 
 
 def cores_for_workers(local_size: int = 1) -> int:
-    """Return a rank's number of cores for workers, at least 1. Each training process needs one."""
+    """Return a rank's number of cores for workers, at least 1. Each training process keeps one."""
     available = min(cores(), cpu_quota()) / local_size
     return max(1, math.floor(available) - 1)

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 def pinned_memory(arrays: Sequence[SharedArray]) -> Iterator[None]:
     """Pin (page-lock) arrays in the `with` block, so that copies to a GPU are asynchronous.
 
-    This saves the copy into pinned memory that torch's DataLoader makes. Pinning takes a second and
-    runs in a thread while the block begins. Arrays that are not pinned yet are copied as pageable
+    This avoids the copy to pinned memory that torch's DataLoader makes. Pinning takes a second and
+    runs in a thread while the block starts. Arrays that are not pinned yet are copied as pageable
     memory. If an array cannot be pinned, it and the rest remain pageable, with a warning. No copy
     from the arrays may be in progress at the end of the block.
     """

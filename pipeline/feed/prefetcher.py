@@ -1,4 +1,4 @@
-"""Prefetching of batches, which copies, augments and normalizes them on a side stream.
+"""Prefetcher that copies, augments and normalizes batches on a side stream, ahead of the step.
 
 Data flow, step 5: uint8 [B, S, S, 3] in a pinned slot -> float [B, 3, S, S] on the device. Fields
 other than images are copied unchanged.
@@ -49,7 +49,7 @@ class Prefetcher:
         self._thread: Executor = InlineExecutor()
         if self.cuda:
             self.depth = self.loader.in_use - 1
-            # The step waits for this stream. On only 8 to 32 SMs, it slows training by 1 to 18 %.
+            # The step waits for this stream. With only 8 to 32 SMs, it slows training by 1 to 18 %.
             self.side = torch.cuda.Stream(device, priority=-1)
             # `DeviceStage.on_device` may block the host for as long as a step takes.
             self._thread = ThreadPoolExecutor(1, "upload", torch.cuda.set_stream, (self.side,))

@@ -22,7 +22,7 @@ class TrainSampler:
     rank: int = 0
     world_size: int = 1
     # With repeated augmentation (arXiv 1902.05509), an epoch is as long, but uses only the first
-    # num_samples / repeats images of its order, each several times with different augmentations,
+    # num_samples / repeats images of its order, each `repeats` times with different augmentations,
     # like timm's RepeatAugSampler. The global batch is sorted by repetition, so that mixup, which
     # blends neighbors, blends no image with itself (unless a batch has very few of a repetition).
     repeats: int = 1
@@ -70,7 +70,7 @@ def val_batches(num_samples: int, batch_size: int, rank: int, world_size: int) -
     """Return the samples of each of a rank's validation batches, int64 [n, 2] of (0, index).
 
     Each sample occurs once, in order. Rank r takes samples r, r + world_size, ... The last batch
-    may be short, n <= batch_size / world_size, or empty. All ranks have the same number of them.
+    may be short, n <= batch_size / world_size, or empty, because ranks have equally many batches.
     """
     indices = np.arange(rank, num_samples, world_size)
     rows = np.stack([np.zeros_like(indices), indices], axis=1)

@@ -46,7 +46,7 @@ def run_task(
     batch = {name: memory.array[task.slot] for name, memory in ring.memory.items()}
     ring.dataset.stage.begin_rows(batch, range(task.row, task.row + len(task.samples)))
     reply = Reply(len(task.samples), skipped=[], traces=[])
-    failure = ""
+    reason = ""
     try:
         for row, (epoch, index) in enumerate(task.samples.tolist(), start=task.row):
             done = row - task.row
@@ -54,20 +54,18 @@ def run_task(
             used = _fill_row(ring, batch, row, epoch, index, reply)
             ring.samples.array[task.slot, row] = epoch, used  # last, because it completes the row
     except LoaderError as error:
-        failure = str(error)
+        reason = str(error)
     cpu = time.thread_time() - cpu_before
     core = waited_for_core() - core_before
     storage = time.perf_counter() - began - cpu - core  # rest of the elapsed time
-    return reply._replace(
-        cpu_seconds=cpu, storage_seconds=storage, core_seconds=core, error=failure
-    )
+    return reply._replace(cpu_seconds=cpu, storage_seconds=storage, core_seconds=core, error=reason)
 
 
 def _fill_row(ring: Ring, batch: SlotArrays, row: int, epoch: int, index: int, reply: Reply) -> int:
     """Fill a row with the first readable one of a sample's `candidates`; return its index.
 
-    Adds the unreadable ones, or a traceback, to the reply. Turns every exception into LoaderError,
-    because the training process would wait for a missing reply.
+    Adds the unreadable ones, or a traceback, to the reply. Raises LoaderError if no candidate
+    is readable and for any other error, because the training process needs a reply.
     """
     unreadable: list[Skipped] = []
     for candidate in ring.candidates(index):
