@@ -118,19 +118,15 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     content = read_file(path, origin=origin, expected=f"{ANY_FILE}, or model.weights=pretrained")
     weights = weights_in(content, origin=origin)
     stored = _stored_classes(path, content)
-    head = [name for name in head_of(model) if len(model.get_parameter(name)) == len(classes)]
+    head = [name for name in head_of(model) if len(weights.get(name, ())) == len(classes)]
     has_same_classes = stored in ("[]", json.dumps(list(classes)))
-    if stored == "[]" and has_two_orders(classes) and _has_outputs(weights, head, len(classes)):
+    if head and stored == "[]" and has_two_orders(classes):
         has_same_classes = False
         logger.warning("%s: the order of its classes is unknown; %s", origin, STATE_CLASSES)
     if not has_same_classes:
         for name in head:
             weights.pop(name, None)
     fit_weights(model, weights, origin=origin, new_head=True)
-
-
-def _has_outputs(weights: Weights, head: Sequence[str], count: int) -> bool:
-    return any(len(weights[name]) == count for name in head if name in weights)
 
 
 def has_two_orders(classes: Sequence[str]) -> bool:

@@ -94,7 +94,7 @@ def _apply(transform: ImageFunction, pixels: np.ndarray, rng: random.Random) -> 
 
 def name_of(transform: Transform) -> str:
     """Return a transform's class or function name."""
-    function = transform.func if isinstance(transform, partial) else transform
+    function = getattr(transform, "func", transform)  # of a partial
     return getattr(function, "__name__", type(function).__name__)
 
 

@@ -48,6 +48,15 @@ OTHER_CONTENTS = {
     b"<!DOCTYPE": "a web page; download the image again",
     b"<html": "a web page; download the image again",
 }
+# Features that together make Pillow 12 read a TIFF with wrong levels, silently
+MISREAD_TIFFS = (
+    {"12 bits"},
+    {"8 bits", "signed samples"},
+    {"16 bits", "several samples", "planes"},
+    {"16 bits", "white zeros"},
+    {"planes", "white zeros"},
+    {"an 8-bit color map"},
+)
 JPEG_START = b"\xff\xd8"  # first bytes of a JPEG
 ORIENTATION = 0x0112  # EXIF tag
 BITS, PHOTOMETRIC, PLANAR, COLOR_MAP, SAMPLE_FORMAT = 258, 262, 284, 320, 339  # TIFF tags
@@ -325,19 +334,18 @@ def check_tiff(image: Any) -> None:
     """
     tags = image.tag_v2
     bits = tags.get(BITS, (1,))
-    is_planar = tags.get(PLANAR) == 2
-    is_inverted = tags.get(PHOTOMETRIC) == 0  # zero is white
-    colors = tags.get(COLOR_MAP)
-    misread = {
-        "12 bits per sample": 12 in bits,
-        "signed 8-bit samples": bits == (8,) and tags.get(SAMPLE_FORMAT) == (2,),
-        "planes of 16 bits": is_planar and 16 in bits and len(bits) > 1,
-        "white zeros in 16 bits": is_inverted and 16 in bits,
-        "white zeros in planes": is_inverted and is_planar,
-        "an 8-bit color map": bool(colors) and max(colors) < 256,
+    features = {
+        f"{bits[0]} bits": True,
+        "several samples": len(bits) > 1,
+        "signed samples": tags.get(SAMPLE_FORMAT) == (2,),
+        "planes": tags.get(PLANAR) == 2,
+        "white zeros": tags.get(PHOTOMETRIC) == 0,
+        "an 8-bit color map": max(tags.get(COLOR_MAP, ()), default=256) < 256,
     }
-    for layout, is_misread in misread.items():
-        if is_misread:
+    present = set(filter(features.get, features))
+    for misread in MISREAD_TIFFS:
+        if misread <= present:
+            layout = " and ".join(sorted(misread))
             raise UnreadableError(f"TIFF with {layout}, which Pillow misreads; convert it to PNG")
 
 

@@ -68,7 +68,7 @@ def torch_splits(
     options: dict[str, Any] = {
         "num_classes": len(classes),
         "seed": config.train.seed,
-        "is_unit": {*data.mean} != {0} or {*data.std} != {1},
+        "is_unit": ({*data.mean}, {*data.std}) != ({0}, {1}),
         "key": key,
     }
     train_split = TorchDataset(splits, 0, train, **options)
@@ -116,11 +116,10 @@ class TorchDataset(Dataset):
     def __post_init__(self) -> None:
         key, seed = self.key, self.seed
         kind = type(self.samples).__name__
-        if not hasattr(self.samples, "__len__"):
+        length = getattr(self.samples, "__len__", int)
+        if length() == 0:
             cure = "return a map-style dataset for each split, or set data.val_fraction=0.2"
-            raise UserError(key, f"{kind} has no __len__", cure)
-        if not len(self.samples):
-            raise UserError(key, f"{kind} has no samples")
+            raise UserError(key, f"{kind} has no samples or no __len__", cure)
         try:
             first = self.read(0, sample_rng(seed, 0, 0))
             self.dtypes = dtypes_of(first)
@@ -251,8 +250,8 @@ def field_array(name: str, value: Any, origin: str) -> np.ndarray:
         raise UserError(origin, wrong, "remove or encode it")
     if array.dtype.kind == "f":
         return array.astype(np.float32)
-    if name == "label" and array.shape == (1,):
-        array = array[0]
+    if name == "label":  # an array of one element is a class index, too
+        array = array.squeeze()
     return array.astype(np.int64) if array.ndim == 0 else array
 
 
@@ -282,20 +281,24 @@ def image_array(name: str, value: Any, origin: str) -> np.ndarray:
 
 def sample_name(samples: Any, index: int) -> str:
     """Return a sample's path if `samples.samples` has it, else `Class[index]`."""
-    while isinstance(samples, Subset):
-        index = int(samples.indices[index])
-        samples = samples.dataset
+    samples, index = unwrap(samples, index)
     pairs = getattr(samples, "samples", None)
     if isinstance(pairs, list) and isinstance(pairs[index], tuple):
         return str(pairs[index][0])
     return f"{type(samples).__name__}[{index}]"
 
 
+def unwrap(samples: Any, rows: Any) -> tuple[Any, Any]:
+    """Return the dataset inside any Subsets, and there the given rows, an index or slice."""
+    while isinstance(samples, Subset):
+        rows = np.asarray(samples.indices)[rows]
+        samples = samples.dataset
+    return samples, rows
+
+
 def labels_of(samples: Any) -> np.ndarray | None:
     """Return the class indices of a dataset, int64 [len], from its attributes, or None."""
-    if isinstance(samples, Subset):
-        labels = labels_of(samples.dataset)
-        return None if labels is None else labels[np.asarray(samples.indices)]
+    samples, rows = unwrap(samples, slice(None))
     found = [getattr(samples, name, None) for name in ("targets", "labels", "_labels")]
     if hugging_face_names(samples):
         found.append(samples.with_format("numpy")["label"][:])
@@ -303,7 +306,7 @@ def labels_of(samples: Any) -> np.ndarray | None:
         with suppress(ValueError, TypeError):  # not an array
             labels = np.asarray(values)
             if labels.size == len(samples) and labels.dtype.kind in "biu":
-                return labels.reshape(-1).astype(np.int64)
+                return labels.reshape(-1)[rows].astype(np.int64)
     return None
 
 
@@ -319,8 +322,7 @@ def hugging_face_names(samples: Any) -> Any:
 
 def classes_of(samples: Any) -> Any:
     """Return the class names of a dataset, or the number of classes in its labels, or ()."""
-    while isinstance(samples, Subset):
-        samples = samples.dataset
+    samples, _ = unwrap(samples, slice(None))
     names = getattr(samples, "classes", hugging_face_names(samples))
     if names is not None:
         return names
