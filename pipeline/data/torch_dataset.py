@@ -18,11 +18,11 @@ other names  a number or an array, which is added to the batch unchanged.
 
 import hashlib
 import os
-import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from conf.schema import Config, DataConfig
 from pipeline.data.augment import Compose, sample_rng, seeded, transform_target
 from pipeline.data.dataset import Dataset
 from pipeline.data.decode import Picture, rgb_pixels
-from pipeline.data.field import IMAGE, LABEL, TARGET, Field
+from pipeline.data.field import IMAGE, LABEL, TARGET, Field, Fields
 from pipeline.data.shared import SharedObject
 from pipeline.data.splits import held_out, hold_out
 
@@ -147,13 +147,13 @@ class TorchDataset(Dataset):
         return self.splits.value[self.position]
 
     @property
-    def fields(self) -> Mapping[str, Field]:
+    def fields(self) -> Fields:
         return self._fields
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
+    def load(self, index: int, rng: Random) -> Mapping[str, Any]:
         """Return a transformed sample. Raises UserError if invalid, UnreadableError for OSError."""
         sample = self.read(index, rng)
         dtypes = dtypes_of(sample)
@@ -166,7 +166,7 @@ class TorchDataset(Dataset):
         pictures = {}
         for name in self.names:
             if name.startswith(IMAGE):
-                pictures[name] = self.transform(Picture(sample[name]), random.Random(seed))
+                pictures[name] = self.transform(Picture(sample[name]), Random(seed))
                 sample[name] = pictures[name].pixels()
                 self._check_range(index, name, sample[name])
             elif name.startswith((MASK, POINTS)):
@@ -176,7 +176,7 @@ class TorchDataset(Dataset):
                     raise UserError(self.name(index), f"{name}: {error}") from None
         return sample
 
-    def read(self, index: int, rng: random.Random) -> Sample:
+    def read(self, index: int, rng: Random) -> Sample:
         """Return an untransformed sample, images as uint8 or float32 [H, W, C]; raise as `load`."""
         try:
             with seeded(rng):
