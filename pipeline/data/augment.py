@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache, partial
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -49,21 +50,21 @@ V2_NAMES = tuple(
 )
 
 
-def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
+def sample_rng(seed: int, epoch: int, index: int) -> Random:
     """Return the generator for the augmentation of one sample."""
     # Unique seeds: epoch < 2**32 (the position in the stream if classes are sampled), index < 2**48
-    return random.Random((seed << 80) | (epoch << 48) | index)
+    return Random((seed << 80) | (epoch << 48) | index)
 
 
 class Geometry(ABC):
     """Base class of crops, resizes and flips, which decode no pixels and which masks follow."""
 
     @abstractmethod
-    def __call__(self, picture: Picture, rng: random.Random) -> Picture: ...
+    def __call__(self, picture: Picture, rng: Random) -> Picture: ...
 
 
 # (image [H, W, C], which it may overwrite, rng) -> image of the same dtype
-ImageFunction = Callable[[np.ndarray, random.Random], np.ndarray]
+ImageFunction = Callable[[np.ndarray, Random], np.ndarray]
 Transform = Geometry | ImageFunction
 
 
@@ -72,7 +73,7 @@ class Compose:
     transforms: Sequence[Transform]  # the result of `build_by_name`
     image_size: int = 0  # height and width of the resulting images in pixels; 0 if unknown
 
-    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+    def __call__(self, picture: Picture, rng: Random) -> Picture:
         for transform in self.transforms:
             if isinstance(transform, Geometry):
                 picture = transform(picture, rng)
@@ -82,7 +83,7 @@ class Compose:
         return picture
 
 
-def _apply(transform: ImageFunction, pixels: np.ndarray, rng: random.Random) -> np.ndarray:
+def _apply(transform: ImageFunction, pixels: np.ndarray, rng: Random) -> np.ndarray:
     """Apply a transform to a copy of the pixels. Raises UserError if dtype or channels change."""
     result = transform(pixels.copy(), rng)
     image = np.asarray(result)
@@ -95,7 +96,7 @@ def _apply(transform: ImageFunction, pixels: np.ndarray, rng: random.Random) -> 
 
 def name_of(transform: Transform) -> str:
     """Return a transform's class or function name."""
-    function = transform.func if isinstance(transform, partial) else transform
+    function = getattr(transform, "func", transform)  # of a partial
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -104,7 +105,7 @@ def parameter(constraint: Constraint, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"constraint": constraint})
 
 
-def draw_interpolation(choice: str, rng: random.Random) -> str:
+def draw_interpolation(choice: str, rng: Random) -> str:
     """Return bilinear or bicubic for `random`, else the choice itself."""
     if choice != "random":
         return choice
@@ -123,12 +124,12 @@ class RandomResizedCrop(Geometry):
     # random selects one per image, like timm's RandomResizedCropAndInterpolation
     interpolation: str = parameter(choice(*INTERPOLATIONS, "random"), "bilinear")
 
-    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+    def __call__(self, picture: Picture, rng: Random) -> Picture:
         box = self.box(*picture.size, rng)
         interpolation = draw_interpolation(self.interpolation, rng)
         return picture.resized((self.size, self.size), box, interpolation=interpolation, quick=True)
 
-    def box(self, width: int, height: int, rng: random.Random) -> Box:
+    def box(self, width: int, height: int, rng: Random) -> Box:
         """Sample a region like torchvision: ten tries, then the largest valid centered region."""
         narrowest, widest = self.ratio
         low, high = math.log(narrowest), math.log(widest)
@@ -160,7 +161,7 @@ class Resize(Geometry):
     crop_ratio: float = parameter(interval(0.01, 1), 1.0)
     interpolation: str = parameter(choice(*INTERPOLATIONS), "bilinear")  # with antialiasing
 
-    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+    def __call__(self, picture: Picture, rng: Random) -> Picture:
         if isinstance(self.size, int):
             width, height = picture.size
             side = round(self.size / self.crop_ratio)
@@ -178,7 +179,7 @@ class CenterCrop(Geometry):
 
     size: int = parameter(PIXELS)
 
-    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+    def __call__(self, picture: Picture, rng: Random) -> Picture:
         width, height = picture.size
         left, top = round((width - self.size) / 2), round((height - self.size) / 2)
         return picture.cropped((left, top, left + self.size, top + self.size))
@@ -194,7 +195,7 @@ class RandomCrop(Geometry):
     # border content: constant is black, reflect the image mirrored at its edge
     padding_mode: str = parameter(choice("constant", "reflect"), "constant")
 
-    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+    def __call__(self, picture: Picture, rng: Random) -> Picture:
         width, height = picture.size
         spare_width = width + 2 * self.padding - self.size
         spare_height = height + 2 * self.padding - self.size
@@ -213,7 +214,7 @@ class HorizontalFlip(Geometry):
 
     p: float = parameter(UNIT_INTERVAL, 0.5)
 
-    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+    def __call__(self, picture: Picture, rng: Random) -> Picture:
         return picture.mirrored() if rng.random() < self.p else picture
 
 
@@ -230,7 +231,7 @@ class TorchvisionTransform:
         self.parameters = parameters
         _v2_transform(self)  # raises for invalid parameters now
 
-    def __call__(self, image: np.ndarray, rng: random.Random) -> np.ndarray:
+    def __call__(self, image: np.ndarray, rng: Random) -> np.ndarray:
         pixels = torch.from_numpy(image).permute(2, 0, 1).contiguous()  # [C, H, W]
         with seeded(rng):
             pixels = _v2_transform(self)(pixels).permute(1, 2, 0)
@@ -245,7 +246,7 @@ def _v2_transform(transform: TorchvisionTransform) -> Any:
 
 
 @contextmanager
-def seeded(rng: random.Random) -> Iterator[None]:
+def seeded(rng: Random) -> Iterator[None]:
     """Seed the global generators of torch (on the CPU), NumPy and Python from `rng`.
 
     Takes 50 us. After the `with` block, the generators continue as before.

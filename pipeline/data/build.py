@@ -1,10 +1,10 @@
 """Build the datasets and the transforms of both splits from a config."""
 
 import inspect
-import random
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,7 @@ def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
     for seed, shape in enumerate(TRIALS):
         picture = Picture(rng.integers(0, 256, shape, np.uint8))
         try:
-            width, height = Compose(transforms)(picture, random.Random(seed)).size
+            width, height = Compose(transforms)(picture, Random(seed)).size
         except Exception as error:  # torchvision raises many types
             if object_names_in(list(entries)):  # the traceback of custom code helps
                 error.add_note(f"{key}: a transform gets (image, rng) and returns an image")

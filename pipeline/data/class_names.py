@@ -16,31 +16,27 @@ def readable(name: str) -> str:
 
 @cache
 def imagenet_names() -> dict[str, str]:
-    """Return WordNet ID -> name, for the 1,000 classes of ImageNet-1k, ordered by label."""
+    """Return WordNet ID -> name, for the 1,000 classes of ImageNet-1k (ILSVRC 2012), by label.
+
+    The IDs are the sorted folder names of the data, as in imagenet_synsets.txt of timm 1.0, the
+    names the categories of torchvision's ImageNet weights, which are in the same order.
+    """
     lines = TABLE.read_text(encoding="utf-8").splitlines()
-    return dict(line.split("\t") for line in lines if not line.startswith("#"))
+    return dict(line.split("\t") for line in lines)
 
 
 def look_alikes(names: Iterable[str]) -> list[str]:
     """Describe groups of class names that a reader cannot tell apart, with their code points.
 
-    Compares Unicode forms (NFKC), case, spaces at the ends and invisible characters (Cf).
+    Compares Unicode forms (NFKC), case, spaces at the ends and invisible characters.
     """
     groups = defaultdict(list)
     for name in sorted(set(names)):
-        groups[_visible(name)].append(name)
-    return [
-        " and ".join(f"{name!r} ({_code_points(name)})" for name in group)
-        for group in groups.values()
-        if len(group) > 1
-    ]
+        code_points = " ".join(f"{ord(character):X}" for character in name)
+        groups[_visible(name)].append(f"{name!r} ({code_points})")
+    return [" and ".join(group) for group in groups.values() if len(group) > 1]
 
 
 def _visible(name: str) -> str:
     characters = unicodedata.normalize("NFKC", name)
-    seen = "".join(c for c in characters if unicodedata.category(c) != "Cf")
-    return seen.casefold().strip()
-
-
-def _code_points(name: str) -> str:
-    return " ".join(f"{ord(character):X}" for character in name)
+    return "".join(filter(str.isprintable, characters)).casefold().strip()

@@ -10,7 +10,6 @@ For image files with a number instead of a class, override `fields` and `targets
 """
 
 import hashlib
-import random
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import chain
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from pipeline.data import decode
 from pipeline.data.augment import Compose, sample_rng
 from pipeline.data.decode import Picture
 from pipeline.data.device_stage import DeviceStage
-from pipeline.data.field import IMAGE, LABEL, Field, image_field
+from pipeline.data.field import IMAGE, LABEL, Fields, image_field
 from pipeline.data.index import Index
 from pipeline.data.listing import THREADS
 
@@ -36,6 +36,7 @@ READ_AHEAD = 64  # maximum number of files that a worker reads concurrently
 READERS = ThreadPoolExecutor(READ_AHEAD)  # starts threads on demand
 NUM_FINGERPRINT_FILES = 256  # files per split whose sizes are part of its fingerprint
 NUM_NOTES_FILES = 32  # files that `notes` inspects
+Sample = Mapping[str, Any]  # field name -> array or number
 
 
 class Dataset(ABC):
@@ -47,14 +48,14 @@ class Dataset(ABC):
 
     @property
     @abstractmethod
-    def fields(self) -> Mapping[str, Field]:
+    def fields(self) -> Fields:
         """A sample's arrays by name, including IMAGE, in the form the training step gets them."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
+    def load(self, index: int, rng: Random) -> Sample:
         """Return a sample: an array or a number for each of `fields`.
 
         `rng`: generator for this sample and epoch, the only source of randomness.
@@ -71,7 +72,7 @@ class Dataset(ABC):
     seed: int = 0  # train.seed, for `sample_rng`
     epoch = 0  # epoch of `dataset[index]`: set it before each epoch of torch's DataLoader
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
+    def __getitem__(self, index: int) -> Sample:
         return self.load(index, sample_rng(self.seed, self.epoch, index))
 
     decoder = "none"  # CPU decoder that the workers use
@@ -124,10 +125,10 @@ class FolderDataset(Dataset):
         return len(self.index)
 
     @property
-    def fields(self) -> Mapping[str, Field]:
+    def fields(self) -> Fields:
         return {IMAGE: image_field(self.transform.image_size), "label": LABEL}
 
-    def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
+    def load(self, index: int, rng: Random) -> Sample:
         """Read, decode and augment a sample.
 
         Raises UnreadableError with the sample's name if the file cannot be read or decoded. Errors
@@ -232,13 +233,13 @@ class FakeDataset(Dataset):
         self._pixels = np.random.default_rng(0).integers(0, 256, (8, size, size, 3), np.uint8)
 
     @property
-    def fields(self) -> Mapping[str, Field]:
+    def fields(self) -> Fields:
         return {IMAGE: image_field(self._pixels.shape[1]), "label": LABEL}
 
     def __len__(self) -> int:
         return self.num_samples
 
-    def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
+    def load(self, index: int, rng: Random) -> Sample:
         return {IMAGE: self._pixels[index % len(self._pixels)], "label": index % self.num_classes}
 
     def name(self, index: int) -> str:

@@ -29,6 +29,7 @@ from pipeline.data import region
 logger = logging.getLogger(__name__)
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
+Size = tuple[int, int]  # width, height in pixels
 INTERPOLATIONS = ("bilinear", "bicubic")
 DARK_LEVEL = 64  # a 16-bit image with only lower levels, in 8 bits, is nearly black
 MAX_PIXELS = 178_956_970  # Pillow's limit: decoding takes up to 17 bytes per pixel
@@ -48,6 +49,15 @@ OTHER_CONTENTS = {
     b"<!DOCTYPE": "a web page; download the image again",
     b"<html": "a web page; download the image again",
 }
+# Features that together make Pillow 12 read a TIFF with wrong levels, silently
+MISREAD_TIFFS = (
+    {"12 bits"},
+    {"8 bits", "signed samples"},
+    {"16 bits", "several samples", "planes"},
+    {"16 bits", "white zeros"},
+    {"planes", "white zeros"},
+    {"an 8-bit color map"},
+)
 JPEG_START = b"\xff\xd8"  # first bytes of a JPEG
 ORIENTATION = 0x0112  # EXIF tag
 BITS, PHOTOMETRIC, PLANAR, COLOR_MAP, SAMPLE_FORMAT = 258, 262, 284, 320, 339  # TIFF tags
@@ -73,7 +83,7 @@ class CropResize:
     """One geometry step: crop the region `box`, resize it to `size`, optionally mirror it."""
 
     box: Box
-    size: tuple[int, int]  # (width, height)
+    size: Size
     interpolation: str = "bilinear"  # one of INTERPOLATIONS, with antialiasing
     # Let the JPEG decoder shrink by 2, 4 or 8 first: less work on large photos, slightly softer
     quick: bool = False
@@ -87,7 +97,7 @@ class JpegFile:
     """A color JPEG of which only the header has been read."""
 
     data: bytes  # file content
-    size: tuple[int, int]  # (width, height)
+    size: Size
     decode: Decode  # one of DECODERS
 
     def cropped(self, step: CropResize) -> np.ndarray:
@@ -127,7 +137,7 @@ class RotatedJpeg:
     orientation: int  # EXIF, from 2 to 8
 
     @property
-    def size(self) -> tuple[int, int]:  # (width, height), upright
+    def size(self) -> Size:  # upright
         if self.orientation in ON_SIDE:
             return self.stored.size[::-1]
         return self.stored.size
@@ -159,27 +169,20 @@ class Picture:
     untracked: bool = False  # changed in a way that `geometry` lacks, so that no mask can follow
 
     @property
-    def full_size(self) -> tuple[int, int]:  # (width, height) before the geometry
+    def full_size(self) -> Size:  # before the geometry
         if isinstance(self.source, np.ndarray):
             return size_of(self.source)
         return self.source.size
 
     @property
-    def size(self) -> tuple[int, int]:  # (width, height)
+    def size(self) -> Size:
         return self.geometry[-1].size if self.geometry else self.full_size
 
-    def resized(
-        self,
-        size: tuple[int, int],
-        box: Box | None = None,
-        *,
-        interpolation: str = "bilinear",
-        quick: bool = False,
-    ) -> "Picture":
-        """Crop the region `box`, None for all, and resize like torchvision; see `CropResize`."""
+    def resized(self, size: Size, box: Box | None = None, **options: Any) -> "Picture":
+        """Crop the region `box`, None for all, and resize with `options` of `CropResize`."""
         if size[0] * size[1] > MAX_PIXELS:
             raise UnreadableError(f"too narrow to resize: {self.size} pixels would become {size}")
-        return self._then(CropResize(box or (0, 0, *self.size), size, interpolation, quick))
+        return self._then(CropResize(box or (0, 0, *self.size), size, **options))
 
     def cropped(self, box: Box, *, fill: int | None = 0) -> "Picture":
         left, top, right, bottom = box
@@ -272,17 +275,17 @@ def _reflected(start: int, stop: int, length: int) -> np.ndarray:
     return abs(shifted % max(1, 2 * last) - last)
 
 
-def size_of(pixels: np.ndarray) -> tuple[int, int]:
+def size_of(pixels: np.ndarray) -> Size:
     """Return (width, height) of [H, W, ...]."""
     height, width = pixels.shape[:2]
     return width, height
 
 
-def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str) -> np.ndarray:
+def resize(pixels: np.ndarray, size: Size, interpolation: str) -> np.ndarray:
     """Resize with the kernel that torchvision uses for uint8 tensors, with antialiasing.
 
     Bilinear is within 2 levels of Pillow, which uses the same filters and takes 5 times as long.
-    `pixels`: uint8 or float32 [H, W, C]; `size`: (width, height).
+    `pixels`: uint8 or float32 [H, W, C].
     """
     if size_of(pixels) == size:
         return pixels
@@ -293,7 +296,7 @@ def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str) -> np.
     return planes[0].permute(1, 2, 0).numpy()
 
 
-def reduction(box: Box, size: tuple[int, int]) -> int:
+def reduction(box: Box, size: Size) -> int:
     """Return the largest of 1, 2, 4, 8 by which the region can shrink and still cover `size`."""
     left, top, right, bottom = box
     factor = min((right - left) / size[0], (bottom - top) / size[1], 8)
@@ -325,20 +328,18 @@ def check_tiff(image: Any) -> None:
     """
     tags = image.tag_v2
     bits = tags.get(BITS, (1,))
-    is_planar = tags.get(PLANAR) == 2
-    is_inverted = tags.get(PHOTOMETRIC) == 0  # zero is white
-    colors = tags.get(COLOR_MAP)
-    misread = {
-        "12 bits per sample": 12 in bits,
-        "signed 8-bit samples": bits == (8,) and tags.get(SAMPLE_FORMAT) == (2,),
-        "planes of 16 bits": is_planar and 16 in bits and len(bits) > 1,
-        "white zeros in 16 bits": is_inverted and 16 in bits,
-        "white zeros in planes": is_inverted and is_planar,
-        "an 8-bit color map": bool(colors) and max(colors) < 256,
+    features = {
+        f"{bits[0]} bits": True,
+        "several samples": len(bits) > 1,
+        "signed samples": tags.get(SAMPLE_FORMAT) == (2,),
+        "planes": tags.get(PLANAR) == 2,
+        "white zeros": tags.get(PHOTOMETRIC) == 0,
+        "an 8-bit color map": max(tags.get(COLOR_MAP, ()), default=256) < 256,
     }
-    for layout, is_misread in misread.items():
-        if is_misread:
-            raise UnreadableError(f"TIFF with {layout}, which Pillow misreads; convert it to PNG")
+    present = set(filter(features.get, features))
+    if any(map(present.issuperset, MISREAD_TIFFS)):
+        layout = ", ".join(sorted(present))
+        raise UnreadableError(f"TIFF that Pillow misreads ({layout}); convert it to PNG")
 
 
 def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
@@ -354,8 +355,8 @@ def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
         start = end
 
 
-def color_size(data: bytes) -> tuple[int, int] | None:
-    """Read (width, height) of a common color JPEG; None if Pillow has to open the file."""
+def color_size(data: bytes) -> Size | None:
+    """Read the size of a common color JPEG; None if Pillow has to open the file."""
     # Opening the file with Pillow takes 50 us, as long as flipping three images.
     for marker, start, end in segments(data):
         if marker in FRAMES:

@@ -4,15 +4,15 @@ Subclasses move work to the device. Functions in data.on_device select one (docs
 """
 
 import math
-import random
 from collections.abc import Mapping, Sequence
+from random import Random
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from pipeline.data.decode import Picture
-from pipeline.data.field import IMAGE, Field
+from pipeline.data.field import IMAGE, Fields
 
 
 class DeviceDecodeError(RuntimeError):
@@ -24,7 +24,7 @@ class DeviceStage:
 
     # Fields of the batch buffers that `Dataset.fields` lacks or that a sample may lack, in which
     # case the row still contains an earlier sample.
-    fields: Mapping[str, Field] = {}
+    fields: Fields = {}
     # Decode modes: `cpu`, the default, and values of loader.decoder that are not CPU decoders.
     # loader.workers=auto compares the first two.
     decode_modes: Sequence[str] = ("cpu",)
@@ -37,7 +37,7 @@ class DeviceStage:
     def begin_rows(self, fields: Mapping[str, np.ndarray], rows: range) -> None:
         """Prepare, in a worker, for samples in these rows of `fields`, a batch's buffers."""
 
-    def draw(self, picture: Picture, rng: random.Random) -> tuple[Picture, dict[str, Any]]:
+    def draw(self, picture: Picture, rng: Random) -> tuple[Picture, dict[str, Any]]:
         """Sample random parameters for the device, in a worker, after augment.train.
 
         Returns the picture, which masks follow, and the fields with the parameters.

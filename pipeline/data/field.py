@@ -31,10 +31,11 @@ class Field:
         return (*rows, channels, height, width)
 
 
+Fields = Mapping[str, Field]
 LABEL = Field(np.int64)  # a class index
 
 
-def describe_fields(fields: Mapping[str, Field]) -> dict[str, Any]:
+def describe_fields(fields: Fields) -> dict[str, Any]:
     """Return the keywords of each Field by its name, for a checkpoint."""
     return {
         name: {"dtype": np.dtype(field.dtype).name, "shape": [*field.shape], "image": field.image}

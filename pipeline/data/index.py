@@ -9,6 +9,7 @@ reading a Python object writes its reference count (pytorch#13246). All paths ar
 """
 
 import errno
+import fnmatch
 import hashlib
 import logging
 import os
@@ -18,6 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import chain
@@ -87,8 +89,6 @@ class TarFile(Storage):
             raise
         if self.stamp_of(file.fileno()) != self.stamp:  # the bytes may belong to different images
             raise OSError(f"{self.path} has changed since the start; start again")
-        if len(data) != length:
-            raise OSError(f"{self.path} is truncated by {length - len(data)} bytes")
         return data
 
     @staticmethod
@@ -191,7 +191,7 @@ def find_storage(place: str | os.PathLike[str]) -> list[str]:
     path = os.path.abspath(place)
     if os.path.isdir(path):
         _, folders, files = next(listing.walk(os.fsencode(path), {}))
-        tars = [os.fsdecode(file) for file in files if file.endswith(b".tar")]
+        tars = fnmatch.filter(map(os.fsdecode, files), "*.tar")
         if tars and not folders:
             return tars
         return [path]
@@ -322,13 +322,12 @@ def _stamps(files: Sequence[bytes], tar_kind: Any) -> np.ndarray:
 
 def _read_cache(file: Path, tar_kind: Any) -> Scan | None:
     """Return the cached scan; None if there is none, or if a file or folder in it has changed."""
-    try:
+    with suppress(Exception):  # numpy raises many types for a damaged file; or a folder is gone
         with np.load(file, allow_pickle=False) as stored:
             scan = Scan(**stored)
-        unchanged = np.array_equal(_stamps(scan.listed.tolist(), tar_kind), scan.stamps)
-    except Exception:  # numpy raises almost any type for a damaged file; or a folder is gone
-        return None
-    return scan if unchanged else None
+        if np.array_equal(_stamps(scan.listed.tolist(), tar_kind), scan.stamps):
+            return scan
+    return None
 
 
 def _write_cache(file: Path, scan: Scan) -> None:

@@ -33,15 +33,15 @@ FUNCTIONS = tuple(
     "jpeg_destroy_decompress jpeg12_crop_scanline".split()
 )
 
-# (file, (left, top, right, bottom), scale, result address) -> whether it was decoded. The result
-# is uint8 [bottom - top, right - left, 3], an image region at 1 / scale. Raises
-# UnreadableError for a truncated file, and for damage found up to the end of the region.
-DecodeRegion = Callable[[bytes, tuple[int, int, int, int], int, int], bool]
-
 
 @cache
-def load() -> DecodeRegion:
-    """Return the decoder. Raises UserError with advice if it does not work on this machine."""
+def load() -> Callable[..., bool]:
+    """Return the decoder. Raises UserError with advice if it does not work on this machine.
+
+    Its arguments are (file, (left, top, right, bottom), scale, result address). It returns whether
+    it decoded the image region at 1 / scale to uint8 [bottom - top, right - left, 3]. It raises
+    UnreadableError for a truncated file, and for damage found up to the end of the region.
+    """
     pillow_advice = "install Pillow from pip or conda: this one is not linked with libjpeg-turbo 3"
     try:
         # A loaded library also exports the functions in its linked libraries.

@@ -55,10 +55,6 @@ class SharedArray:
         shared.array[...] = values
         return shared
 
-    def map_private(self) -> memoryview:
-        """Map the memory copy-on-write, so that other processes do not see this one's writes."""
-        return memoryview(mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY))
-
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedArray, (self.array.shape, self.array.dtype, reduction.DupFd(self._fd))
 
@@ -104,7 +100,8 @@ class SharedObject:
 
     def _load(self) -> None:
         assert self._memory is not None
-        mapped = self._memory.map_private()
+        # Other processes do not see this one's writes.
+        mapped = memoryview(mmap.mmap(self._memory._fd, 0, access=mmap.ACCESS_COPY))
         *buffers, pickled = [mapped[each] for each in self._slices]
         self.value = pickle.loads(pickled, buffers=buffers)
 

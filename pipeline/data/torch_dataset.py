@@ -18,11 +18,11 @@ other names  a number or an array, which is added to the batch unchanged.
 
 import hashlib
 import os
-import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from conf.schema import Config, DataConfig
 from pipeline.data.augment import Compose, sample_rng, seeded, transform_target
 from pipeline.data.dataset import Dataset
 from pipeline.data.decode import Picture, rgb_pixels
-from pipeline.data.field import IMAGE, LABEL, TARGET, Field
+from pipeline.data.field import IMAGE, LABEL, TARGET, Field, Fields
 from pipeline.data.shared import SharedObject
 from pipeline.data.splits import held_out, hold_out
 
@@ -68,7 +68,7 @@ def torch_splits(
     options: dict[str, Any] = {
         "num_classes": len(classes),
         "seed": config.train.seed,
-        "is_unit": {*data.mean} != {0} or {*data.std} != {1},
+        "is_unit": ({*data.mean}, {*data.std}) != ({0}, {1}),
         "key": key,
     }
     train_split = TorchDataset(splits, 0, train, **options)
@@ -148,13 +148,13 @@ class TorchDataset(Dataset):
         return self.splits.value[self.position]
 
     @property
-    def fields(self) -> Mapping[str, Field]:
+    def fields(self) -> Fields:
         return self._fields
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def load(self, index: int, rng: random.Random) -> Mapping[str, Any]:
+    def load(self, index: int, rng: Random) -> Mapping[str, Any]:
         """Return a transformed sample. Raises UserError if invalid, UnreadableError for OSError."""
         sample = self.read(index, rng)
         dtypes = dtypes_of(sample)
@@ -167,7 +167,7 @@ class TorchDataset(Dataset):
         pictures = {}
         for name in self.names:
             if name.startswith(IMAGE):
-                pictures[name] = self.transform(Picture(sample[name]), random.Random(seed))
+                pictures[name] = self.transform(Picture(sample[name]), Random(seed))
                 sample[name] = pictures[name].pixels()
                 self._check_range(index, name, sample[name])
             elif name.startswith((MASK, POINTS)):
@@ -177,7 +177,7 @@ class TorchDataset(Dataset):
                     raise UserError(self.name(index), f"{name}: {error}") from None
         return sample
 
-    def read(self, index: int, rng: random.Random) -> Sample:
+    def read(self, index: int, rng: Random) -> Sample:
         """Return a raw sample, images as uint8 or float32 [H, W, C]. Raises the same as `load`."""
         try:
             with seeded(rng):
@@ -251,8 +251,8 @@ def field_array(name: str, value: Any, origin: str) -> np.ndarray:
         raise UserError(origin, wrong, "remove or encode it")
     if array.dtype.kind == "f":
         return array.astype(np.float32)
-    if name == "label" and array.shape == (1,):
-        array = array[0]
+    if name == "label":  # an array of one element is a class index, too
+        array = array.squeeze()
     return array.astype(np.int64) if array.ndim == 0 else array
 
 
@@ -282,20 +282,24 @@ def image_array(name: str, value: Any, origin: str) -> np.ndarray:
 
 def sample_name(samples: Any, index: int) -> str:
     """Return a sample's path if `samples.samples` has it, else `Class[index]`."""
-    while isinstance(samples, Subset):
-        index = int(samples.indices[index])
-        samples = samples.dataset
+    samples, index = unwrap(samples, index)
     pairs = getattr(samples, "samples", None)
     if isinstance(pairs, list) and isinstance(pairs[index], tuple):
         return str(pairs[index][0])
     return f"{type(samples).__name__}[{index}]"
 
 
+def unwrap(samples: Any, rows: Any) -> tuple[Any, Any]:
+    """Return the dataset inside any Subsets, and there the given rows, an index or slice."""
+    while isinstance(samples, Subset):
+        rows = np.asarray(samples.indices)[rows]
+        samples = samples.dataset
+    return samples, rows
+
+
 def labels_of(samples: Any) -> np.ndarray | None:
     """Return the class indices of a dataset, int64 [len], from its attributes, or None."""
-    if isinstance(samples, Subset):
-        labels = labels_of(samples.dataset)
-        return None if labels is None else labels[np.asarray(samples.indices)]
+    samples, rows = unwrap(samples, slice(None))
     found = [getattr(samples, name, None) for name in ("targets", "labels", "_labels")]
     if hugging_face_names(samples):
         found.append(samples.with_format("numpy")["label"][:])
@@ -303,7 +307,7 @@ def labels_of(samples: Any) -> np.ndarray | None:
         with suppress(ValueError, TypeError):  # not an array
             labels = np.asarray(values)
             if labels.size == len(samples) and labels.dtype.kind in "biu":
-                return labels.reshape(-1).astype(np.int64)
+                return labels.reshape(-1)[rows].astype(np.int64)
     return None
 
 
@@ -319,8 +323,7 @@ def hugging_face_names(samples: Any) -> Any:
 
 def classes_of(samples: Any) -> Any:
     """Return the class names of a dataset, or the number of classes in its labels, or ()."""
-    while isinstance(samples, Subset):
-        samples = samples.dataset
+    samples, _ = unwrap(samples, slice(None))
     names = getattr(samples, "classes", hugging_face_names(samples))
     if names is not None:
         return names

@@ -1,6 +1,6 @@
 """Batches of named arrays, on the host and on the device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from pipeline.data.field import Field
+from pipeline.data.field import Fields
 from pipeline.feed.clock import BatchEvents
 
 NO_MEMORY = torch.empty(0)
@@ -36,7 +36,7 @@ class Batch:
         return self.fields[name]
 
     @classmethod
-    def zeros(cls, fields: Mapping[str, Field], device: torch.device, samples: int = 1) -> "Batch":
+    def zeros(cls, fields: Fields, device: torch.device, samples: int = 1) -> "Batch":
         """Return samples of zeros to probe a network's outputs; images are contiguous float32."""
         tensors = {}
         for name, field in fields.items():

@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import Generator
 from torch import Tensor
 
 from conf.errors import UserError
 from conf.schema import UNIT_INTERVAL, Config, integer_interval, interval, ordered_pair
 from pipeline.data.augment import build_by_name, parameter
 from pipeline.data.build import Datasets
-from pipeline.data.field import TARGET, Field
+from pipeline.data.field import TARGET, Fields
 from pipeline.feed.batch import Batch
 
 # Images are mixed within blocks of this many rows. If a rank's batch is a multiple of it, the rank
@@ -42,7 +43,7 @@ class Mixup:
     alpha: float = parameter(ALPHA, 0.2)
     p: float = parameter(UNIT_INTERVAL, 1.0)  # probability that an image is blended
 
-    def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
+    def draw(self, rng: Generator, rows: int, size: int) -> np.ndarray:
         return _draw_weights(self.alpha, self.p, rng, rows)[None]
 
     def __call__(self, images: Tensor, targets: Tensor, numbers: Tensor, partners: Tensor) -> Pair:
@@ -61,7 +62,7 @@ class Cutmix:
     alpha: float = parameter(ALPHA, 1.0)  # the box's fraction of the area is 1 - Beta(alpha, alpha)
     p: float = parameter(UNIT_INTERVAL, 1.0)  # probability that an image gets a box
 
-    def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
+    def draw(self, rng: Generator, rows: int, size: int) -> np.ndarray:
         areas = 1 - _draw_weights(self.alpha, self.p, rng, rows)
         boxes, areas = _pasted_boxes(areas, size, rng)
         return np.vstack([1 - areas, boxes])
@@ -89,7 +90,7 @@ class MixupOrCutmix:
     # size (a draw per batch). The last group is smaller if the batch is not a multiple of it.
     group: int = parameter(integer_interval(1, 10**6), 128)
 
-    def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
+    def draw(self, rng: Generator, rows: int, size: int) -> np.ndarray:
         num_groups = math.ceil(rows / self.group)
         changed = rng.random(num_groups) < self.p
         is_cutmix = rng.random(num_groups) < self.switch_p
@@ -116,7 +117,7 @@ class RandomErasing:
     scale: Sequence[float] = parameter(ordered_pair(1), (0.02, 0.33))  # box area / image area
     ratio: Sequence[float] = parameter(ordered_pair(1000), (0.3, 3.3))  # box height / width
 
-    def draw(self, rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
+    def draw(self, rng: Generator, rows: int, size: int) -> np.ndarray:
         """Draw boxes like torchvision, with up to ten tries for a box smaller than the image.
 
         Returns left, top, right and bottom; the box is empty if nothing is erased.
@@ -220,15 +221,13 @@ def blend(rows: Tensor, weights: Tensor, partners: Tensor) -> Tensor:
     return torch.lerp(rows[partners], rows, weights)
 
 
-def _draw_weights(alpha: float, p: float, rng: np.random.Generator, rows: int) -> np.ndarray:
+def _draw_weights(alpha: float, p: float, rng: Generator, rows: int) -> np.ndarray:
     """Draw float [rows] from Beta(alpha, alpha) with probability p, otherwise 1."""
     chosen = rng.random(rows) < p
     return np.where(chosen, rng.beta(alpha, alpha, rows), 1.0)
 
 
-def _pasted_boxes(
-    areas: np.ndarray, size: int, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
+def _pasted_boxes(areas: np.ndarray, size: int, rng: Generator) -> tuple[np.ndarray, np.ndarray]:
     """Draw cutmix boxes, which may extend beyond the image, and clip them to it.
 
     `areas`: fractions of the image's area, float [B]. Returns left, top, right and bottom of the
@@ -268,7 +267,7 @@ def build_batch_transforms(config: Config, datasets: Datasets) -> BatchTransform
 
 
 def find_mixed_field(
-    transforms: Sequence[Any], fields: Mapping[str, Field], images: Sequence[str]
+    transforms: Sequence[Any], fields: Fields, images: Sequence[str]
 ) -> str | None:
     """Return the only field that is not an image, which is mixed like the images.
 

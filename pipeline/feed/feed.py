@@ -20,7 +20,7 @@ from pipeline.feed.batch_augment import build_batch_transforms
 from pipeline.feed.loader import Loader, Pool, slots_needed
 from pipeline.feed.pinned import pinned_memory
 from pipeline.feed.prefetcher import Prefetcher
-from pipeline.feed.ring import MAX_REPLACEMENTS, REPLACE_OR_SKIP, Ring
+from pipeline.feed.ring import MAX_REPLACEMENTS, Ring
 from pipeline.feed.sampler import TrainSampler, val_batches
 from pipeline.feed.step_times import StepTimes
 
@@ -136,9 +136,8 @@ def open_feed(
     in_use = 5 if local_batch_size <= 2048 else 3
     needed = partial(slots_needed, batch_size=local_batch_size, workers=max_workers, in_use=in_use)
     replacements = MAX_REPLACEMENTS if data.on_error == "skip" else 0
-    limit = data.max_bad_fraction
     slots = needed(datasets.train)
-    train_ring = Ring(datasets.train, local_batch_size, slots, replacements, limit, REPLACE_OR_SKIP)
+    train_ring = Ring(datasets.train, local_batch_size, slots, replacements, data.max_bad_fraction)
     val_ring = Ring(datasets.val, local_batch_size, needed(datasets.val))
     pool = Pool((train_ring, val_ring), timeout_seconds=config.loader.timeout_seconds)
     train_loader = Loader(pool, 0, train_sampler.samples, in_use)

@@ -30,8 +30,8 @@ from pipeline.feed.step_times import column
 
 EMPTY_ROW = -1  # epoch and index of a row without a sample, which validation does not count
 CHECK = "run `python scripts/doctor.py --all` with the same overrides to check every file"
-REPLACE = f"replace or remove it; {CHECK}"
-REPLACE_OR_SKIP = f"{REPLACE}; data.on_error=skip skips such images, up to data.max_bad_fraction"
+SKIP = "data.on_error=skip skips such training images, up to data.max_bad_fraction"
+REMEDY = f"replace or remove it; {CHECK}; {SKIP}"  # advice about an unreadable sample
 MAX_REPLACEMENTS = 100  # samples to try in place of an unreadable one
 
 SlotArrays = dict[str, np.ndarray]  # field name -> [B, *shape] of one batch
@@ -68,7 +68,6 @@ class Ring:
     slots: int
     replacements: int = 0  # samples to try in place of an unreadable one; with 0, it is an error
     max_bad_fraction: float = 0.0  # fraction of unreadable samples above which the run fails
-    remedy: str = REPLACE  # advice about an unreadable sample
 
     def __post_init__(self) -> None:
         rows = self.slots, self.local_batch_size

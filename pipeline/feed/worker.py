@@ -21,7 +21,7 @@ from pipeline.data.augment import sample_rng
 from pipeline.data.dataset import READ_AHEAD
 from pipeline.feed.clock import waited_for_core
 from pipeline.feed.forkserver import IGNORED_SIGNALS
-from pipeline.feed.ring import Reply, Ring, Skipped, SlotArrays, Task
+from pipeline.feed.ring import REMEDY, Reply, Ring, Skipped, SlotArrays, Task
 
 WORKER_NAME = "loader worker"  # name of each worker process; other processes unblock signals
 # A worker that waits longer for storage per sample (mean of about ten tasks) reads FIRST_AHEAD
@@ -87,7 +87,7 @@ def _fill_row(ring: Ring, batch: SlotArrays, row: int, epoch: int, index: int, r
     _, text = unreadable[0]
     if len(unreadable) > 1:
         text += f"; its {len(unreadable) - 1} replacements cannot be read either"
-    raise LoaderError(f"{text}; {ring.remedy}")
+    raise LoaderError(f"{text}; {REMEDY}")
 
 
 def _write(ring: Ring, batch: SlotArrays, row: int, sample: Mapping[str, Any]) -> None:

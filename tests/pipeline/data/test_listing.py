@@ -218,11 +218,11 @@ def test_csv_index_paths_and_errors(tmp_path):
         ("image,Target\n", "contains no images"),  # no class of that name
         ("1.jpg,a\n2.jpg;a\n", "line 2 is not path,label"),
         ('"1.jpg,a\n2.jpg,a\n"3.jpg,b', "line 3: ',' expected after '\"'; correct it"),
-        ("a,1.jpg\nb,2.jpg", "the columns are label,path in line 1; write path,label"),
+        ("a,1.jpg\nb,2.jpg", "line 1 is not path,label; write one image per line"),
         ("gone,a\nthree.jpg,a\n", "line 1: gone: no such file (1 of 2 images)"),  # no header
-        ("label,path\na,1.jpg", "the columns are label,path in line 2; "),
+        ("label,path\na,1.jpg", "line 2 is not path,label; write one image per line"),
         ("path,label\nthree.jpg,a\nfour.jpg,a\n", "line 3: four.jpg: no such file (1 of 2 images)"),
-        ("sub\\4.jpg,a\n", "sub\\4.jpg: no such file (1 of 1 images); write paths with /, not"),
+        ("sub\\4.jpg,a\n", "sub\\4.jpg: no such file (1 of 1 images); remove the line, or"),
         (f"1.jpg,a\n{tmp_path}/1.jpg,b", "1.jpg has the label b, but a in"),
         ("1.jpg,a\n2.jpg,b\n./1.jpg,b", "line 3: ./1.jpg has the label b, but a in"),
     ):

@@ -125,7 +125,7 @@ def test_torch_dataset_seeds_global_generators():
         ),
         ([(RGB / 1, 1)], r"image has values from 0 to 2\d\d, expected \[0, 1\]; .* data.std=\[1\]"),
         ([(RGB / np.nan, 1)], r"image has values from nan to nan"),
-        ([], "data.source=tests.helpers.own_data:rows: Rows has no samples"),
+        ([], "data.source=tests.helpers.own_data:rows: Rows has no samples or no __len"),
         ([{"image": RGB, "target": 1}], "a sample has the fields image, target; rename"),
         ([(RGB[:0], 1)], r"image is uint8 \[0, 10, 3\]; expected"),
         ([{"image": RGB, "mask": RGB[:4, :, 0]}], r"mask: the mask's .width, height. is .10, 4."),
@@ -208,9 +208,9 @@ def test_torch_splits_classes_and_labels():
     ("found", "message"),
     [
         ((Rows((RGB, 0)), Rows((RGB, 0))), "the classes are unknown; return .train, val, classes."),
-        ((iter(()), Rows((RGB, 0)), "abc"), "tuple_iterator has no __len__; return a map-style"),
+        ((iter(()), Rows((RGB, 0)), "abc"), "tuple_iterator has no samples or no __len__; "),
         ((Rows((RGB, 0)),), "returns an object of type tuple; return .train, val. or"),
-        ((Rows((RGB, 0)), None, "ab"), "NoneType has no __len__; return a map-style dataset for"),
+        ((Rows((RGB, 0)), None, "ab"), "NoneType has no samples or no __len__; return"),
     ],
 )
 def test_torch_splits_invalid(found, message):
