@@ -145,8 +145,7 @@ class RunLog:
         names = self.metrics.computations(result.rows)
         epochs = self.config.train.epochs
         self.tracker.print(console.val_line(row, names, self.metrics, epochs, best=best))
-        added = self._observers.notify(lambda observer: observer.validated(row, result.rows))
-        self._write(row | added)
+        self._write(self._observers.extend(row, lambda each: each.validated(row, result.rows)))
 
     def _report(self) -> None:
         """Write a row for the interval that was sent and not yet read, if any."""
@@ -203,7 +202,7 @@ class RunLog:
             "workers": self.feed.pool.active,
             "unreadable_images": len(unreadable),  # number of training images replaced on any rank
         }
-        summary |= self._observers.notify(lambda observer: observer.finish(summary))
+        summary = self._observers.extend(summary, lambda each: each.finish(summary))
         self.world.on_rank_0(lambda: write_json(self.path / "summary.json", summary))
         resumes = self.config.checkpoint.resume != "never"
         self.tracker.print(*console.outcome(self.path, summary, self.metrics, resumes=resumes))
