@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from conf.errors import UserError
-from conf.named import check_signature, import_object, split_entry
+from conf.named import check_signature, import_object, installed, split_entry
 from conf.schema import Config
 from engine.compute import Compute
 from engine.distributed import World
@@ -46,8 +46,8 @@ class Observer:
     """Base class of observers, with callbacks that do nothing. Only rank 0 has observers.
 
     The constructor takes an ObservedRun and the parameters in `log.observers`. If it raises
-    UserError, the run ends before its first step. Any other exception, and UserError in a method,
-    causes one warning, and the run continues without the observer.
+    UserError or needs a missing package, the run ends before its first step. Any other exception,
+    and UserError in a method, causes one warning, and the run continues without the observer.
     """
 
     def __init__(self, log: ObservedRun) -> None:
@@ -98,13 +98,17 @@ class Observers:
         tracker.callback(self._started.clear)  # otherwise, observers keep the run alive
 
     def start(self, log: ObservedRun) -> None:
-        """Create the observers in log.observers. Raises UserError if a constructor does."""
+        """Create the observers in log.observers.
+
+        Raises UserError if a constructor does, or if it imports a package that is not installed.
+        """
         for name, observer, parameters in named_observers(log.config):
             create = partial(observer, log, **parameters)
             self._tracker.guard(name, self._start, name, create, reraise=UserError)
 
     def _start(self, name: str, create: Callable[[], Observer]) -> None:
-        observer = create()
+        with installed(f"log.observers={name}"):
+            observer = create()
         self._started.append((name, observer))
         self._tracker.callback(self._tracker.guard, name, observer.close)
 

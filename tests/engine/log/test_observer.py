@@ -92,7 +92,7 @@ def test_observer_calls_and_results(image_root, tmp_path):
     assert Recorder.newest() is None  # its run can be freed for the next one
 
 
-@pytest.mark.parametrize("event", ["made", "begin", "end", "logged", "validated", "finish"])
+@pytest.mark.parametrize("event", ["begin", "end", "logged", "validated", "finish"])
 def test_observer_failure_is_one_warning(event, image_root, tmp_path, caplog):
     """A failing observer is not called again; other observers continue."""
     assert observed(image_root, tmp_path, f"{{fails: {event}}}")["status"] == "finished"
@@ -151,6 +151,14 @@ def test_observer_user_error_ends_run_only_at_creation(image_root, tmp_path, cap
     (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert warning.getMessage().endswith("not on a Sunday; training continues without it")
     assert not warning.exc_info
+
+
+def test_observer_without_its_package_ends_run_at_creation(image_root, tmp_path, caplog):
+    with pytest.raises(UserError) as error:
+        observed(image_root, tmp_path, "{fails: made}")
+    name = f"log.observers={__name__}:Recorder"
+    assert str(error.value) == f"{name}: box not installed; run `pip install box`"
+    assert not rows(tmp_path, "train")
 
 
 def test_runlog_repeats_header_in_each_start(image_root, tmp_path, monkeypatch, capsys):
