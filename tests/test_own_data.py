@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import train
 from conf.errors import LoaderError, UserError
 from scripts.lib.trained import open_trained
 from scripts.predict import Predictor
@@ -124,6 +125,22 @@ def test_predictor_rejects_one_channel_run(image_root, tmp_path, frozen_gc):
     small_run.run(image_root, tmp_path / "run", *words, "train.max_steps=1")
     with pytest.raises(UserError, match="expects images with 1 channels, but image files have 3; "):
         Predictor(open_trained(tmp_path / "run"), torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("toy_runs", "restored_logging")
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["data.source=tests.helpers.own_data:exit_at_start"], "sys.exit(3) was called in "),
+        (["data.source=tests.helpers.own_data:exit_later"], "Exit[20]: SystemExit: 3: a transform"),
+        (["train.prepare=tests.helpers.own_data:exit_in_prepare"], "sys.exit(3) was called in "),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_exit_in_user_code_is_reported(words, named, workers, image_root, tmp_path, capsys):
+    words = [*words, f"loader.workers={workers}"]
+    assert train.main(small_run.compose(image_root, tmp_path / "run", *words)) == 1
+    assert capsys.readouterr().err.count(named) == 1
 
 
 NO_SAMPLES = "dataset has no samples; return at least one$"

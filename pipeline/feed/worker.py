@@ -80,7 +80,7 @@ def _fill_row(ring: Ring, batch: SlotArrays, row: int, epoch: int, index: int, r
             unreadable.append((candidate, str(error)))
         except UserError as error:  # invalid sample, named by the message
             raise LoaderError(str(error)) from None
-        except Exception as error:  # raised by a transform or the dataset, or out of memory
+        except (Exception, SystemExit) as error:  # of a transform or the dataset, or out of memory
             reply.traces.append(traceback.format_exc())
             failed = "a transform or the dataset failed; see the traceback above"
             text = f"{ring.dataset.name(candidate)}: {describe(error)}: {failed}"

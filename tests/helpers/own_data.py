@@ -1,6 +1,7 @@
 """Datasets as PyTorch users write them, for data.source=tests.helpers.own_data:NAME."""
 
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -199,3 +200,28 @@ def direct_pair(data, train, val, options):
 
 def fake_pair():
     return FakeDataset(36, 3, 32), FakeDataset(15, 3, 32)
+
+
+class Exit(Squares):
+    """Sample `last` ends the process."""
+
+    def __init__(self, count, last):
+        super().__init__(count)
+        self.last = last
+
+    def __getitem__(self, index):
+        if index == self.last:
+            sys.exit(3)
+        return super().__getitem__(index)
+
+
+def exit_at_start(data):
+    return Exit(36, 0), Squares(15)
+
+
+def exit_later(data):
+    return Exit(36, 20), Squares(15)
+
+
+def exit_in_prepare(config, world):
+    sys.exit(3)

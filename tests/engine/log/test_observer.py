@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+import train
 from conf.errors import UserError
 from engine.log.observer import ObservedRun, Observer
 from pipeline.feed.batch import Batch
 from tests.helpers.results import rows
-from tests.helpers.small_run import run
+from tests.helpers.small_run import compose, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs")
 SHORT = ["loader.workers=0", "train.max_steps=2", "log.trackers=[tensorboard]"]
@@ -25,9 +27,11 @@ RETURNED: list[Any] = [None]
 
 
 class Recorder(Observer):
-    def __init__(self, log: ObservedRun, *, fails: str = "", rejects: str = "") -> None:
+    def __init__(
+        self, log: ObservedRun, *, fails: str = "", rejects: str = "", exits: str = ""
+    ) -> None:
         super().__init__(log)
-        self.fails, self.rejects = fails, rejects
+        self.fails, self.rejects, self.exits = fails, rejects, exits
         Recorder.newest = weakref.ref(self)
         self.called("made")
 
@@ -35,6 +39,8 @@ class Recorder(Observer):
         CALLS.append((event, *content))
         if event == self.fails:
             raise ModuleNotFoundError(f"no {event}", name="box")
+        if event == self.exits:
+            sys.exit(3)
         if event == self.rejects:
             raise UserError("log.observers: not on a Sunday")
 
@@ -159,6 +165,17 @@ def test_observer_without_its_package_ends_run_at_creation(image_root, tmp_path,
     name = f"log.observers={__name__}:Recorder"
     assert str(error.value) == f"{name}: box not installed; run `pip install box`"
     assert not rows(tmp_path, "train")
+
+
+@pytest.mark.parametrize(("event", "saved"), [("made", 0), ("end", 1), ("validated", 1)])
+@pytest.mark.usefixtures("restored_logging")
+def test_observer_exit_saves_and_fails(event, saved, image_root, tmp_path, capsys):
+    """One line names the call, and the same command continues after the last step."""
+    entry = f"{{{__name__}:Recorder: {{exits: {event}}}}}"
+    status = train.main(compose(image_root, tmp_path, f"log.observers=[{entry}]", *SHORT))
+    line = f"sys.exit(3) was called in {__file__}, line "
+    assert (status, capsys.readouterr().err.count(line)) == (1, 1)
+    assert len([*(tmp_path / "checkpoints").glob("step-*.pt")]) == saved
 
 
 def test_runlog_repeats_header_in_each_start(image_root, tmp_path, monkeypatch, capsys):
