@@ -8,11 +8,14 @@ named. After `rm` of the file, YAML files that name it raise an error until the 
 
 import importlib
 import inspect
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError, did_you_mean
+from conf.start import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,11 +54,13 @@ def check_module(value: str, key: str) -> None:
 def import_object(value: str, key: str) -> Any:
     """Import the module of `module:name`, and return the object.
 
-    Raises UserError with the config key if this checkout has no such module or object.
+    Raises UserError with the config key if this checkout has no such module or object, or if the
+    module imports a package that is not installed.
     """
     check_module(value, key)
     module, _, name = value.partition(":")
-    imported = importlib.import_module(module)
+    with installed(f"{key}={value}"):
+        imported = importlib.import_module(module)
     attribute = getattr(imported, name, None)
     if attribute is None:
         problem = f"{module} has no {name}{did_you_mean(name, vars(imported))}"
@@ -63,11 +68,25 @@ def import_object(value: str, key: str) -> Any:
     return attribute
 
 
+@contextmanager
+def installed(origin: str) -> Iterator[None]:
+    """Raise UserError if the `with` block imports a package that is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if error.name is None or find_spec(package) is not None:
+            raise  # not an import, or the package lacks a module
+        fix = f"run `pip install {PACKAGES.get(package, package)}`"
+        raise UserError(origin, f"{package} not installed", fix) from None
+
+
 def create_object(value: str, key: str, kind: Any, /, *arguments: Any, **parameters: Any) -> Any:
     """Call `module:name`. Raises UserError for invalid arguments or a result not of type `kind`."""
     create = import_object(value, key)
     check_signature(create, f"{key}={value}", *arguments, **parameters)
-    created = create(*arguments, **parameters)
+    with installed(f"{key}={value}"):
+        created = create(*arguments, **parameters)
     if not isinstance(created, kind):
         name = getattr(kind, "__name__", kind)
         problem = f"returned an object of type {type(created).__name__}, not {name}"

@@ -16,9 +16,16 @@ def json_text(content: Any, *, indent: int | None = None) -> str:
 
     Python would write NaN or Infinity, which make most other readers reject the whole line.
     """
-    text = json.dumps(content)
+    text = json.dumps(content, default=to_list)
     finite = json.loads(text, parse_constant=lambda constant: None)
     return json.dumps(finite, indent=indent)
+
+
+def to_list(value: Any) -> Any:
+    """Return a tensor or an array as a number or a list. Raises TypeError for other types."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"JSON cannot store {type(value).__name__}; return numbers, text or lists")
 
 
 def write_json(path: Path, content: Any) -> None:

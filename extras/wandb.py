@@ -21,7 +21,7 @@ class WandB(Observer):
     """Start or continue the run with the ID in the run directory, and send each row."""
 
     def __init__(self, log: ObservedRun) -> None:
-        from wandb import Settings, init, setup  # a missing package is only a warning
+        from wandb import Settings, init, setup  # scripts/evaluate.py needs no wandb
 
         folder, config = log.path, log.config
         path = folder / "wandb" / "id"

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from conf.errors import UserError
+import train
+from conf.errors import LoaderError, UserError
 from scripts.lib.trained import open_trained
 from scripts.predict import Predictor
 from tests.helpers import own_data, small_run
@@ -124,3 +125,59 @@ def test_predictor_rejects_one_channel_run(image_root, tmp_path, frozen_gc):
     small_run.run(image_root, tmp_path / "run", *words, "train.max_steps=1")
     with pytest.raises(UserError, match="expects images with 1 channels, but image files have 3; "):
         Predictor(open_trained(tmp_path / "run"), torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("toy_runs", "restored_logging")
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["data.source=tests.helpers.own_data:exit_at_start"], "sys.exit(3) was called in "),
+        (["data.source=tests.helpers.own_data:exit_later"], "Exit[20]: SystemExit: 3: a transform"),
+        (["train.prepare=tests.helpers.own_data:exit_in_prepare"], "sys.exit(3) was called in "),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_exit_in_user_code_is_reported(words, named, workers, image_root, tmp_path, capsys):
+    words = [*words, f"loader.workers={workers}"]
+    assert train.main(small_run.compose(image_root, tmp_path / "run", *words)) == 1
+    assert capsys.readouterr().err.count(named) == 1
+
+
+NO_SAMPLES = "dataset has no samples; return at least one$"
+NO_CLASSES = r"returns no two datasets with classes; return \(train, val, classes\), two instances"
+INVALID = {
+    "empty_val": "Squares has no samples; return at least one for each split$",
+    "iterable data.val_fraction=0.2": "list_iterator has no __len__; return a map-style dataset",
+    "no_names": r"the classes are unknown; return \(train, val, classes\)",
+    "direct_val": f"the validation {NO_SAMPLES}",
+    "direct_train": f"the training {NO_SAMPLES}",
+    "direct_classes": NO_CLASSES,
+    "direct_pair": NO_CLASSES,
+}
+
+
+@pytest.mark.parametrize(("words", "message"), INVALID.items())
+def test_invalid_splits_end_run_at_start(words, message, image_root, tmp_path, toy_runs):
+    kind, *others = words.split()
+    with pytest.raises(UserError, match=f"^data.source=tests.helpers.own_data:{kind}: {message}"):
+        small_run.run(image_root, tmp_path / "run", *words_of(kind), *others)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("label", [999, -1, -100])
+@pytest.mark.parametrize(("kind", "error"), [("known", UserError), ("late", LoaderError)])
+def test_label_outside_classes_is_named(
+    kind, error, label, image_root, tmp_path, toy_runs, monkeypatch
+):
+    """Known labels are checked at the start, others when a worker loads the sample."""
+    monkeypatch.setattr(own_data, "WRONG_LABEL", label)
+    named = rf"^Wrong\[20\]: label {label} is not in \[0, 3\); use class indices from 0, or return"
+    with pytest.raises(error, match=named):
+        small_run.run(image_root, tmp_path / "run", *words_of(f"wrong_{kind}"), "loader.workers=0")
+    assert (tmp_path / "run").exists() == (kind == "late")
+
+
+def test_label_outside_classes_of_own_dataset_is_named(image_root, tmp_path, toy_runs):
+    """A subclass of Dataset that does not know its labels."""
+    with pytest.raises(LoaderError, match=r"^fake sample \d+: label [34] is not in \[0, 3\)"):
+        small_run.run(image_root, tmp_path / "run", *words_of("direct_labels"), "loader.workers=2")

@@ -1,15 +1,18 @@
 """Optional observers of a run, whose methods the run calls; `log.observers` lists them."""
 
+import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from conf.errors import UserError
-from conf.named import check_signature, import_object, split_entry
+from conf.named import check_signature, import_object, installed, split_entry
 from conf.schema import Config
 from engine.compute import Compute
 from engine.distributed import World
+from engine.files import to_list
 from engine.log.tracker import Tracker
 from engine.metrics import Metrics
 from engine.schedule import Schedule
@@ -19,6 +22,8 @@ from pipeline.data.build import Datasets
 from pipeline.data.dataset import Dataset
 from pipeline.feed.batch import Batch
 from pipeline.feed.feed import Feed
+
+logger = logging.getLogger(__name__)
 
 
 class ObservedRun(Protocol):
@@ -41,8 +46,8 @@ class Observer:
     """Base class of observers, with callbacks that do nothing. Only rank 0 has observers.
 
     The constructor takes an ObservedRun and the parameters in `log.observers`. If it raises
-    UserError, the run ends before its first step. Any other exception, and UserError in a method,
-    causes one warning, and the run continues without the observer.
+    UserError or needs a missing package, the run ends before its first step. Any other exception,
+    and UserError in a method, causes one warning, and the run continues without the observer.
     """
 
     def __init__(self, log: ObservedRun) -> None:
@@ -58,8 +63,9 @@ class Observer:
         """Called with each row of metrics.jsonl, of training steps or of a validation."""
 
     def validated(self, row: Mapping[str, Any], rows: Rows) -> Mapping[str, Any] | None:
-        """Called after a validation; the returned values are added to its row.
+        """Called after a validation; the returned values are added to its row, under new keys.
 
+        A value is anything that JSON can store, a tensor or an array.
         `rows`: results of `validation_values` for every sample.
         """
 
@@ -88,25 +94,46 @@ class Observers:
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._started: list[tuple[str, Observer]] = []
+        self._ignored: set[str] = set()  # keys of returned values that already existed
         tracker.callback(self._started.clear)  # otherwise, observers keep the run alive
 
     def start(self, log: ObservedRun) -> None:
-        """Create the observers in log.observers. Raises UserError if a constructor does."""
+        """Create the observers in log.observers.
+
+        Raises UserError if a constructor does, or if it imports a package that is not installed.
+        """
         for name, observer, parameters in named_observers(log.config):
             create = partial(observer, log, **parameters)
             self._tracker.guard(name, self._start, name, create, reraise=UserError)
 
     def _start(self, name: str, create: Callable[[], Observer]) -> None:
-        observer = create()
+        with installed(f"log.observers={name}"):
+            observer = create()
         self._started.append((name, observer))
         self._tracker.callback(self._tracker.guard, name, observer.close)
 
-    def notify(self, event: Callable[[Observer], Any]) -> dict[str, Any]:
-        """Call a method of each observer; return all values to add."""
-        added: dict[str, Any] = {}
+    def notify(self, event: Callable[[Observer], Any]) -> None:
+        """Call a method of each observer."""
         for name, observer in self._started:
-            added |= self._tracker.guard(name, event, observer) or {}
-        return added
+            self._tracker.guard(name, event, observer)
+
+    def extend(self, row: dict[str, Any], event: Callable[[Observer], Any]) -> dict[str, Any]:
+        """Return `row` and the values that a method of each observer returns, under new keys."""
+        for name, observer in self._started:
+            added = self._tracker.guard(name, _returned_values, event, observer) or {}
+            for key in sorted(added.keys() & row.keys() - self._ignored):
+                self._ignored.add(key)
+                text = "%s: returns the existing key %s, which is ignored; rename it"
+                logger.warning(text, name, key)
+            row = row | added | row  # in the order of the keys
+        return row
+
+
+def _returned_values(event: Callable[[Observer], Any], observer: Observer) -> dict[str, Any]:
+    """Return a method's values as plain numbers and lists. Raises TypeError for other objects."""
+    values = dict(event(observer) or {})
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=to_list))
+    return plain
 
 
 def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str, Any]]]:

@@ -32,10 +32,20 @@ HEADER_ROWS = 40  # rows between two headers, because a terminal has fewer lines
 
 @contextmanager
 def open_log(parts: Parts, feed: Feed, step: StepGraph, run: Run) -> Iterator["RunLog"]:
-    """Print the table's header and start the observers; close all outputs on exit. Collective."""
+    """Print the table's header and start the observers; close all outputs on exit. Collective.
+
+    If an observer of a single process calls sys.exit, the steps since the newest checkpoint are
+    saved.
+    """
     with Tracker(run.path, run.config, parts.state, writes=run.world.is_main) as tracker:
         tracker.print(f"loader    workers={feed.pool.active} decoder={feed.decoder_name}")
-        yield RunLog(parts, feed, step, run, tracker)
+        try:
+            yield RunLog(parts, feed, step, run, tracker)
+        except SystemExit:
+            if run.world.size == 1 and parts.state.step > run.last_saved_step:
+                run.save(parts.state)
+                run.wait()
+            raise
 
 
 class RunLog:
@@ -145,8 +155,7 @@ class RunLog:
         names = self.metrics.computations(result.rows)
         epochs = self.config.train.epochs
         self.tracker.print(console.val_line(row, names, self.metrics, epochs, best=best))
-        added = self._observers.notify(lambda observer: observer.validated(row, result.rows))
-        self._write(row | added)
+        self._write(self._observers.extend(row, lambda each: each.validated(row, result.rows)))
 
     def _report(self) -> None:
         """Write a row for the interval that was sent and not yet read, if any."""
@@ -203,7 +212,7 @@ class RunLog:
             "workers": self.feed.pool.active,
             "unreadable_images": len(unreadable),  # number of training images replaced on any rank
         }
-        summary |= self._observers.notify(lambda observer: observer.finish(summary))
+        summary = self._observers.extend(summary, lambda each: each.finish(summary))
         path = self.path / "summary.json"
         self.tracker.guard(path.name, write_json, path, summary, reraise=Exception)
         resumes = self.config.checkpoint.resume != "never"

@@ -114,7 +114,8 @@ class Tracker(ExitStack):
 
     def _add_scalars(self, row: Mapping[str, Any]) -> None:
         for tag, value in curves(row).items():
-            self._board.add_scalar(tag, value, row["step"])
+            if isinstance(value, int | float):  # an observer may return text and lists
+                self._board.add_scalar(tag, value, row["step"])
 
     def write_images(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
         """Draw images if TensorBoard is enabled; `draw` returns images by tag."""

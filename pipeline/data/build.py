@@ -14,7 +14,7 @@ from conf.errors import UserError, describe, did_you_mean
 from conf.named import create_object, import_object, object_names_in, split_entry
 from conf.schema import Config, DataConfig
 from pipeline.data.augment import TRANSFORMS, Compose, build_by_name
-from pipeline.data.dataset import Dataset, FakeDataset, FolderDataset
+from pipeline.data.dataset import Dataset, FakeDataset, FolderDataset, check_label
 from pipeline.data.decode import DECODERS, Picture
 from pipeline.data.device_stage import DeviceStage
 from pipeline.data.field import IMAGE, LABEL
@@ -133,6 +133,25 @@ Options = dict[str, Any]  # arguments of FolderDataset
 
 
 def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:
+    """Build both splits. Raises UserError if one is empty, or if a known label is no class."""
+    key = f"data.source={data.source}"
+    match call_source(config, data, train, val):
+        case [Dataset() as train_split, Dataset() as val_split, [_, *_] as classes]:
+            splits = {"training": train_split, "validation": val_split}
+        case _:
+            cure = "return (train, val, classes), two instances of Dataset and all class names"
+            raise UserError(key, "returns no two datasets with classes", cure)
+    for name, split in splits.items():
+        if not len(split):
+            raise UserError(key, f"the {name} dataset has no samples", "return at least one")
+        labels = split.labels
+        if labels is not None and split.fields.get("label") == LABEL:
+            for index in (int(labels.argmin()), int(labels.argmax())):
+                check_label(split, index, labels[index], len(classes))
+    return train_split, val_split, tuple(classes)
+
+
+def call_source(config: Config, data: DataConfig, train: Compose, val: Compose) -> Any:
     """Call the function that data.source names, in DATASETS or as module:function."""
     source = data.source
     options: Options = {

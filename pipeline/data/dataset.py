@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.errors import UnreadableError, describe
+from conf.errors import UnreadableError, UserError, describe
 from pipeline.data import decode
 from pipeline.data.augment import Compose, sample_rng
 from pipeline.data.decode import Picture
@@ -104,6 +104,14 @@ class Dataset(ABC):
     def notes(self) -> list[str]:
         """Return remarks about the files to show the user before training."""
         return []
+
+
+def check_label(dataset: Dataset, index: int, label: Any, num_classes: int) -> None:
+    """Raise UserError with the sample's name unless its label is a class index."""
+    if not 0 <= label < num_classes:
+        wrong = f"label {label} is not in [0, {num_classes})"
+        cure = "use class indices from 0, or return all class names"
+        raise UserError(dataset.name(index), wrong, cure)
 
 
 @dataclass(eq=False)

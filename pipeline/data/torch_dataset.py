@@ -59,14 +59,13 @@ def torch_splits(
     if not isinstance(found, tuple | list) or len(found) not in (2, 3):
         wrong = f"returns an object of type {type(found).__name__}"
         raise UserError(key, wrong, "return (train, val) or (train, val, classes)")
-    first, second, *names = found
-    classes = class_names(names[0] if names else classes_of(first))
+    first, second, given = [*found, None][:3]
+    classes = class_names(classes_of(first) if given is None else given)
     if not classes:
         cure = "return (train, val, classes), or set the attribute `classes` of the dataset"
         raise UserError(key, "the classes are unknown", cure)
     splits = SharedObject(divided(first, second, data, classes))
     options: dict[str, Any] = {
-        "num_classes": len(classes),
         "seed": config.train.seed,
         "is_unit": ({*data.mean}, {*data.std}) != ({0}, {1}),
         "key": key,
@@ -86,6 +85,7 @@ def divided(first: Any, second: Any, data: DataConfig, classes: Sequence[str]) -
     if second is not None:
         cure = "return (train, None), or omit this key"
         raise UserError(held.origin, "the function returns a validation split", cure)
+    check_map_style(first, f"data.source={data.source}")
     labels = labels_of(first)
     if labels is None or not is_in_range(labels, len(classes)):
         labels = np.zeros(len(first), np.int64)
@@ -108,19 +108,12 @@ class TorchDataset(Dataset):
     position: int  # index of this split in `splits`
     transform: Compose
     _: KW_ONLY
-    num_classes: int  # labels must be in [0, num_classes)
     seed: int = 0
     is_unit: bool = True  # float images must be in [0, 1], the range of data.mean and data.std
     key: str = "data.source"  # config key=value that names the dataset, for messages
 
     def __post_init__(self) -> None:
-        key = self.key
-        kind = type(self.samples).__name__
-        if not hasattr(self.samples, "__len__"):
-            cure = "return a map-style dataset for each split, or set data.val_fraction=0.2"
-            raise UserError(key, f"{kind} has no __len__", cure)
-        if not len(self.samples):
-            raise UserError(key, f"{kind} has no samples")
+        check_map_style(self.samples, key)
         try:
             first = self.read(0, sample_rng(self.seed, 0, 0))
             self.dtypes = dtypes_of(first)
@@ -130,9 +123,6 @@ class TorchDataset(Dataset):
             self.load(0, sample_rng(self.seed, 0, 0))
         except UnreadableError as error:
             raise UserError(key, str(error)) from error
-        if self.labels is not None:
-            for index in (int(self.labels.argmin()), int(self.labels.argmax())):
-                self._check_label(index, self.labels[index])
 
     def _batch_field(self, name: str, value: np.ndarray) -> Field:
         """Return the batch field, after the transforms, for an untransformed array."""
@@ -161,8 +151,6 @@ class TorchDataset(Dataset):
         if dtypes != self.dtypes:
             expected = f"the first sample has {self.dtypes}"
             raise UserError(self.name(index), f"has the fields {dtypes}", expected)
-        if self.fields.get("label") == LABEL:
-            self._check_label(index, sample["label"])
         seed = rng.getrandbits(64)  # all images get the same draws
         pictures = {}
         for name in self.names:
@@ -185,12 +173,6 @@ class TorchDataset(Dataset):
             return arrays_of(sample, self.name(index))  # loads a Pillow image
         except OSError as error:
             raise UnreadableError(f"{self.name(index)}: {describe(error)}") from error
-
-    def _check_label(self, index: int, label: Any) -> None:
-        if not is_in_range(label, self.num_classes):
-            wrong = f"label {label} is not in [0, {self.num_classes})"
-            cure = "use class indices from 0, or return all class names"
-            raise UserError(self.name(index), wrong, cure)
 
     def _check_range(self, index: int, name: str, image: np.ndarray) -> None:
         if image.dtype == np.uint8 or not self.is_unit:
@@ -219,6 +201,16 @@ class TorchDataset(Dataset):
         for index in range(len(self)):
             digest.update(os.fsencode(self.name(index)))
         return f"{len(self):,} samples, SHA-256 {digest.hexdigest()[:16]}"
+
+
+def check_map_style(samples: Any, key: str) -> None:
+    """Raise UserError with `key` unless a dataset has a length, of at least 1."""
+    kind = type(samples).__name__
+    if not hasattr(samples, "__len__"):
+        cure = "return a map-style dataset for each split, or set data.val_fraction=0.2"
+        raise UserError(key, f"{kind} has no __len__", cure)
+    if not len(samples):
+        raise UserError(key, f"{kind} has no samples", "return at least one for each split")
 
 
 def dtypes_of(sample: Sample) -> dict[str, str]:
@@ -335,7 +327,7 @@ def classes_of(samples: Any) -> Any:
 
 def class_names(classes: Any) -> tuple[str, ...]:
     """Return class names as strings. `classes`: an iterable of names, or the number of classes."""
-    if isinstance(classes, int):
+    if isinstance(classes, int | np.integer):
         classes = range(classes)
     # Each class of torchvision's ImageNet is a tuple of synonyms.
     return tuple(", ".join(name) if isinstance(name, tuple) else str(name) for name in classes)

@@ -137,8 +137,11 @@ def open_feed(
     needed = partial(slots_needed, batch_size=local_batch_size, workers=max_workers, in_use=in_use)
     replacements = MAX_REPLACEMENTS if data.on_error == "skip" else 0
     slots = needed(datasets.train)
-    train_ring = Ring(datasets.train, local_batch_size, slots, replacements, data.max_bad_fraction)
-    val_ring = Ring(datasets.val, local_batch_size, needed(datasets.val))
+    classes = len(datasets.classes)
+    train_ring = Ring(
+        datasets.train, local_batch_size, slots, replacements, data.max_bad_fraction, classes
+    )
+    val_ring = Ring(datasets.val, local_batch_size, needed(datasets.val), num_classes=classes)
     pool = Pool((train_ring, val_ring), timeout_seconds=config.loader.timeout_seconds)
     train_loader = Loader(pool, 0, train_sampler.samples, in_use)
     val_loader = Loader(pool, 1, val_samples.__getitem__, in_use)

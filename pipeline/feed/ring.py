@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.data.dataset import Dataset
+from pipeline.data.field import LABEL
 from pipeline.data.shared import SharedArray
 from pipeline.feed.step_times import column
 
@@ -68,10 +69,13 @@ class Ring:
     slots: int
     replacements: int = 0  # samples to try in place of an unreadable one; with 0, it is an error
     max_bad_fraction: float = 0.0  # fraction of unreadable samples above which the run fails
+    num_classes: int | None = None  # labels must be below it, if they are class indices
 
     def __post_init__(self) -> None:
         rows = self.slots, self.local_batch_size
         fields = {**self.dataset.fields, **self.dataset.stage.fields}
+        if fields.get("label") != LABEL:
+            self.num_classes = None
         self.memory: dict[str, SharedArray] = {}  # field name -> [slots, B, *shape]
         for name, field in fields.items():
             self.memory[name] = SharedArray((*rows, *field.shape), field.dtype)

@@ -18,7 +18,7 @@ import torch
 
 from conf.errors import LoaderError, UnreadableError, UserError, describe
 from pipeline.data.augment import sample_rng
-from pipeline.data.dataset import READ_AHEAD
+from pipeline.data.dataset import READ_AHEAD, check_label
 from pipeline.feed.clock import waited_for_core
 from pipeline.feed.forkserver import IGNORED_SIGNALS
 from pipeline.feed.ring import REMEDY, Reply, Ring, Skipped, SlotArrays, Task
@@ -72,11 +72,13 @@ def _fill_row(ring: Ring, batch: SlotArrays, row: int, epoch: int, index: int, r
         rng = sample_rng(ring.dataset.seed, epoch, candidate)
         try:
             _write(ring, batch, row, ring.dataset.load(candidate, rng))
+            if ring.num_classes is not None:
+                check_label(ring.dataset, candidate, batch["label"][row], ring.num_classes)
         except UnreadableError as error:
             unreadable.append((candidate, str(error)))
         except UserError as error:  # invalid sample, named by the message
             raise LoaderError(str(error)) from None
-        except Exception as error:  # raised by a transform or the dataset, or out of memory
+        except (Exception, SystemExit) as error:  # of a transform or the dataset, or out of memory
             reply.traces.append(traceback.format_exc())
             failed = "a transform or the dataset failed; see the traceback above"
             text = f"{ring.dataset.name(candidate)}: {describe(error)}: {failed}"

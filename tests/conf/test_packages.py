@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from conf import start
+from conf.errors import UserError
+from conf.named import import_object
 from tests.helpers.processes import ROOT, run_command
 
 PROGRAMS = ["train.py", *(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))]
@@ -35,3 +37,12 @@ def test_start_packages_equal_requirements():
     required = [re.split("[>=]", line)[0] for line in required]
     assert set(start.PACKAGES.values()) | {"plotly"} == set(required) - {"jinja2", "tensorboard"}
     assert all(importlib.util.find_spec(name) for name in start.PACKAGES)
+
+
+def test_import_object_reports_missing_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    monkeypatch.delitem(sys.modules, "extras.sweep", raising=False)
+    with pytest.raises(UserError) as error:
+        import_object("extras.sweep:main", "key")
+    message = "key=extras.sweep:main: hydra not installed; run `pip install hydra-core`"
+    assert str(error.value) == message

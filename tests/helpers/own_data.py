@@ -1,6 +1,7 @@
 """Datasets as PyTorch users write them, for data.source=tests.helpers.own_data:NAME."""
 
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ from PIL import Image
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, FakeData, ImageFolder
 from torchvision.transforms import v2
+
+from pipeline.data.dataset import FakeDataset
 
 CLASSES = ["checks", "dots", "stripes"]
 
@@ -130,3 +133,95 @@ def hugging_face(data):
 
 def lambdas(data):
     return ImageFolder(f"{data.root}/train", lambda image: image), ImageFolder(f"{data.root}/val")
+
+
+def not_installed(data):
+    import no_such_package  # noqa: F401
+
+
+WRONG_LABEL = -1
+
+
+class Wrong(Squares):
+    """Sample 20 has the label WRONG_LABEL."""
+
+    def __init__(self, count, labels):
+        super().__init__(count)
+        self.values = self.targets.tolist()
+        self.values[20] = WRONG_LABEL
+        self.targets = np.array(self.values) if labels else None
+
+    def __getitem__(self, index):
+        return self.images[index], self.values[index]
+
+
+def wrong_known(data):
+    return Wrong(36, labels=True), Squares(15), CLASSES
+
+
+def wrong_late(data):
+    return Wrong(36, labels=False), Squares(15), CLASSES
+
+
+def empty_val(data):
+    return Squares(36), Squares(0), CLASSES
+
+
+def iterable(data):
+    return iter([1]), None, CLASSES
+
+
+def no_names(data):
+    return Squares(36), Squares(15), []
+
+
+class Unlabeled(FakeDataset):
+    labels = None
+
+
+def direct(train, val, classes, kind=FakeDataset):
+    def build(data, train_transform, val_transform, options):
+        return kind(train, classes, 32), kind(val, classes, 32), CLASSES
+
+    return build
+
+
+direct_val, direct_train = direct(36, 0, 3), direct(0, 15, 3)
+direct_labels = direct(36, 15, 5, Unlabeled)
+
+
+def direct_classes(data, train, val, options):
+    return (*fake_pair(), ())
+
+
+def direct_pair(data, train, val, options):
+    return fake_pair()
+
+
+def fake_pair():
+    return FakeDataset(36, 3, 32), FakeDataset(15, 3, 32)
+
+
+class Exit(Squares):
+    """Sample `last` ends the process."""
+
+    def __init__(self, count, last):
+        super().__init__(count)
+        self.last = last
+
+    def __getitem__(self, index):
+        if index == self.last:
+            sys.exit(3)
+        return super().__getitem__(index)
+
+
+def exit_at_start(data):
+    return Exit(36, 0), Squares(15)
+
+
+def exit_later(data):
+    return Exit(36, 20), Squares(15)
+
+
+def exit_in_prepare(config, world):
+    sys.exit(3)

@@ -1,29 +1,37 @@
 """log.observers: their calls, the values they add, and failures, which do not stop a run."""
 
+import json
 import logging
 import re
+import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+import train
 from conf.errors import UserError
 from engine.log.observer import ObservedRun, Observer
 from pipeline.feed.batch import Batch
 from tests.helpers.results import rows
-from tests.helpers.small_run import run
+from tests.helpers.small_run import compose, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs")
 SHORT = ["loader.workers=0", "train.max_steps=2", "log.trackers=[tensorboard]"]
 CALLS: list[tuple[Any, ...]] = []
+RETURNED: list[Any] = [None]
 
 
 class Recorder(Observer):
-    def __init__(self, log: ObservedRun, *, fails: str = "", rejects: str = "") -> None:
+    def __init__(
+        self, log: ObservedRun, *, fails: str = "", rejects: str = "", exits: str = ""
+    ) -> None:
         super().__init__(log)
-        self.fails, self.rejects = fails, rejects
+        self.fails, self.rejects, self.exits = fails, rejects, exits
         Recorder.newest = weakref.ref(self)
         self.called("made")
 
@@ -31,6 +39,8 @@ class Recorder(Observer):
         CALLS.append((event, *content))
         if event == self.fails:
             raise ModuleNotFoundError(f"no {event}", name="box")
+        if event == self.exits:
+            sys.exit(3)
         if event == self.rejects:
             raise UserError("log.observers: not on a Sunday")
 
@@ -55,6 +65,20 @@ class Recorder(Observer):
         self.called("close")
 
 
+class Returner(Observer):
+    """Returns RETURNED for the validation and for the summary."""
+
+    def validated(self, row: Mapping[str, Any], rows: Any) -> Any:
+        return RETURNED[0]
+
+    def finish(self, summary: Mapping[str, Any]) -> Any:
+        return RETURNED[0]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
 def observed(root: Path, folder: Path, parameters: str = "{}") -> dict[str, Any]:
     CALLS.clear()
     entry = f"{{{__name__}:Recorder: {parameters}}}"
@@ -74,14 +98,53 @@ def test_observer_calls_and_results(image_root, tmp_path):
     assert Recorder.newest() is None  # its run can be freed for the next one
 
 
-@pytest.mark.parametrize("event", ["made", "begin", "end", "logged", "validated", "finish"])
+@pytest.mark.parametrize("event", ["begin", "end", "logged", "validated", "finish"])
 def test_observer_failure_is_one_warning(event, image_root, tmp_path, caplog):
     """A failing observer is not called again; other observers continue."""
     assert observed(image_root, tmp_path, f"{{fails: {event}}}")["status"] == "finished"
     assert CALLS[-1][0] == event
-    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    (warning,) = warnings_of(caplog)
     text = f"no {event}; training continues without it"
     assert f"Recorder: ModuleNotFoundError: {text}" in warning
+
+
+def returned(root: Path, folder: Path, values: Any) -> dict[str, Any]:
+    RETURNED[0] = values
+    summary = run(root, folder, f"log.observers=[{__name__}:Returner]", *SHORT)
+    assert summary["status"] == "finished"
+    assert list((folder / "checkpoints").glob("step-00000002.pt"))
+    return summary
+
+
+def test_observer_values_become_json(image_root, tmp_path, caplog):
+    """Lists and text have no curve, and do not disable TensorBoard."""
+    values = {"tensor": torch.ones(2, requires_grad=True), "f32": np.float32(0.5), "count": 3}
+    values |= {"nan": np.array(np.nan), "text": "a", "nested": {"line": torch.tensor(7)}}
+    returned(image_root, tmp_path, values)
+    expected = {"tensor": [1.0, 1.0], "f32": 0.5, "count": 3, "nan": None, "text": "a"}
+    expected["nested"] = {"line": 7}
+    for written in (rows(tmp_path, "val")[0], json.loads((tmp_path / "summary.json").read_text())):
+        assert {name: written[name] for name in expected} == expected
+    assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize(
+    "values", [{"own": object()}, {"own": 1j}, {(1, 2): 3}, 2.5, torch.ones(2)]
+)
+def test_observer_values_that_json_cannot_hold(values, image_root, tmp_path, caplog):
+    summary = returned(image_root, tmp_path, values)
+    assert "own" not in summary and "own" not in rows(tmp_path, "val")[0]
+    (warning,) = warnings_of(caplog)
+    assert re.match(r"\S+:Returner: \w+Error: .*; training continues without it$", warning)
+
+
+def test_observer_values_do_not_replace_others(image_root, tmp_path, caplog):
+    summary = returned(image_root, tmp_path, {"step": -1, "own": 2})
+    row = rows(tmp_path, "val")[0]
+    assert (row["step"], row["own"], summary["step"], summary["own"]) == (2, 2, 2, 2)
+    (warning,) = warnings_of(caplog)
+    name = f"{__name__}:Returner"
+    assert warning == f"{name}: returns the existing key step, which is ignored; rename it"
 
 
 def test_observer_user_error_ends_run_only_at_creation(image_root, tmp_path, caplog):
@@ -94,6 +157,25 @@ def test_observer_user_error_ends_run_only_at_creation(image_root, tmp_path, cap
     (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert warning.getMessage().endswith("not on a Sunday; training continues without it")
     assert not warning.exc_info
+
+
+def test_observer_without_its_package_ends_run_at_creation(image_root, tmp_path, caplog):
+    with pytest.raises(UserError) as error:
+        observed(image_root, tmp_path, "{fails: made}")
+    name = f"log.observers={__name__}:Recorder"
+    assert str(error.value) == f"{name}: box not installed; run `pip install box`"
+    assert not rows(tmp_path, "train")
+
+
+@pytest.mark.parametrize(("event", "saved"), [("made", 0), ("end", 1), ("validated", 1)])
+@pytest.mark.usefixtures("restored_logging")
+def test_observer_exit_saves_and_fails(event, saved, image_root, tmp_path, capsys):
+    """One line names the call, and the same command continues after the last step."""
+    entry = f"{{{__name__}:Recorder: {{exits: {event}}}}}"
+    status = train.main(compose(image_root, tmp_path, f"log.observers=[{entry}]", *SHORT))
+    line = f"sys.exit(3) was called in {__file__}, line "
+    assert (status, capsys.readouterr().err.count(line)) == (1, 1)
+    assert len([*(tmp_path / "checkpoints").glob("step-*.pt")]) == saved
 
 
 def test_runlog_repeats_header_in_each_start(image_root, tmp_path, monkeypatch, capsys):
