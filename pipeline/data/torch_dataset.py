@@ -113,7 +113,7 @@ class TorchDataset(Dataset):
     key: str = "data.source"  # config key=value that names the dataset, for messages
 
     def __post_init__(self) -> None:
-        check_map_style(self.samples, key)
+        check_map_style(self.samples, self.key)
         try:
             first = self.read(0, sample_rng(self.seed, 0, 0))
             self.dtypes = dtypes_of(first)
@@ -122,7 +122,7 @@ class TorchDataset(Dataset):
             self.names = sorted(first)  # `image` precedes the masks and points that follow it
             self.load(0, sample_rng(self.seed, 0, 0))
         except UnreadableError as error:
-            raise UserError(key, str(error)) from error
+            raise UserError(self.key, str(error)) from error
 
     def _batch_field(self, name: str, value: np.ndarray) -> Field:
         """Return the batch field, after the transforms, for an untransformed array."""

@@ -206,9 +206,9 @@ def test_torch_splits_classes_and_labels():
     ("found", "message"),
     [
         ((Rows((RGB, 0)), Rows((RGB, 0))), "the classes are unknown; return .train, val, classes."),
-        ((iter(()), Rows((RGB, 0)), "abc"), "tuple_iterator has no samples or no __len__; "),
+        ((iter(()), Rows((RGB, 0)), "abc"), "tuple_iterator has no __len__; "),
         ((Rows((RGB, 0)),), "returns an object of type tuple; return .train, val. or"),
-        ((Rows((RGB, 0)), None, "ab"), "NoneType has no samples or no __len__; return"),
+        ((Rows((RGB, 0)), None, "ab"), "NoneType has no __len__; return"),
     ],
 )
 def test_torch_splits_invalid(found, message):
