@@ -125,7 +125,7 @@ def test_torch_dataset_seeds_global_generators():
         ),
         ([(RGB / 1, 1)], r"image has values from 0 to 2\d\d, expected \[0, 1\]; .* data.std=\[1\]"),
         ([(RGB / np.nan, 1)], r"image has values from nan to nan"),
-        ([], "data.source=tests.helpers.own_data:rows: Rows has no samples or no __len"),
+        ([], "data.source=tests.helpers.own_data:rows: Rows has no samples; return at least one"),
         ([{"image": RGB, "target": 1}], "a sample has the fields image, target; rename"),
         ([(RGB[:0], 1)], r"image is uint8 \[0, 10, 3\]; expected"),
         ([{"image": RGB, "mask": RGB[:4, :, 0]}], r"mask: the mask's .width, height. is .10, 4."),
