@@ -22,6 +22,7 @@ from engine.checkpoint import host_copy, load, load_newest, save
 from engine.distributed import World
 from engine.files import json_text
 from tests.engine.run_dirs import content_of, directory, open_run, resume_with, state_of
+from tests.helpers.limits import file_size_limit
 from tests.helpers.processes import HANG_SECONDS, needs_linux
 from tests.helpers.results import same
 
@@ -47,6 +48,13 @@ def test_save_keeps_newest_and_best(tmp_path):
     assert {*os.listdir(tmp_path)} == {"step-00000006.pt", "step-00000007.pt"}
     with pytest.raises(UserError, match="contains no checkpoints; pass a run directory"):
         checkpoint.find_checkpoint(tmp_path.parent)
+
+
+def test_save_reports_reason_of_full_disk(tmp_path):
+    """The disk takes no byte, so closing the file also fails."""
+    message = r"step-00000001.pt: cannot be written \(\[Errno 27\] File too large\); earlier"
+    with file_size_limit(0), pytest.raises(RunError, match=message):
+        save(tmp_path, content(1), keep=1)
 
 
 def test_save_copies_best_without_hard_links(tmp_path, monkeypatch):
