@@ -21,6 +21,7 @@ from engine import checkpoint
 from engine.checkpoint import host_copy, load, load_newest, save
 from engine.distributed import World
 from engine.files import json_text
+from engine.run import _lock
 from tests.engine.run_dirs import content_of, directory, open_run, resume_with, state_of
 from tests.helpers.limits import file_size_limit
 from tests.helpers.processes import HANG_SECONDS, needs_linux
@@ -221,6 +222,23 @@ def test_run_save_fails_if_directory_was_moved(tmp_path):
         with pytest.raises(RunError, match="was moved or removed; set run"):
             run.wait()
     assert not os.listdir(other.checkpoints)
+
+
+def test_run_save_locks_again_after_lock_was_deleted(tmp_path):
+    with directory(tmp_path / "run") as run:
+        resume_with(run, state_of(), {})
+        (run.path / ".lock").unlink()
+        run.save(state_of(5))
+        run.wait()
+        with pytest.raises(UserError, match="in use by a process"):
+            _lock(run.path)
+        (run.path / ".lock").unlink()
+        other = _lock(run.path)
+        run.save(state_of(6))
+        with pytest.raises(RunError, match=r"its \.lock was deleted, and a different process"):
+            run.wait()
+        os.close(other)
+    assert os.listdir(run.checkpoints) == ["step-00000005.pt"]
 
 
 def test_run_save_rejects_non_finite_weights(tmp_path):
