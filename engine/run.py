@@ -83,7 +83,6 @@ class Run(AbstractContextManager["Run"]):
         self._writing: futures.Future[None] = futures.Future()  # write of the newest checkpoint
         self._writing.set_result(None)
         self._lock: int | None = None  # file descriptor on rank 0 while the directory is locked
-        self._locked: os.stat_result | None = None  # the locked directory
 
     def read_checkpoint(self) -> dict[str, Any]:
         """Return the contents of the checkpoint to resume, or {} to begin at step 0. Collective.
@@ -178,7 +177,6 @@ class Run(AbstractContextManager["Run"]):
             logger.info("moved the earlier run to %s", aside)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.path)
-        self._locked = os.stat(self.path)
         if self._list_checkpoints() != self._found:
             wrong = "a different process trained in it during this start"
             raise UserError(f"run.dir={self.path}", wrong, "run the same command again")
@@ -234,23 +232,17 @@ class Run(AbstractContextManager["Run"]):
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 
     def check_lock(self) -> None:
-        """Raise RunError if run.dir is no longer the directory that this start has locked.
-
-        Locks it again if its .lock was deleted and no other process has locked it.
-        """
-        assert self._lock is not None and self._locked is not None
-        text = "was moved or removed; set run.dir to its new path to resume it"
+        """Raise RunError if run.dir is no longer ours; lock it again if its .lock was deleted."""
+        assert self._lock is not None
+        path = self.path / ".lock"
         with suppress(OSError):  # the directory was removed
-            if os.path.samestat(self._locked, os.stat(self.path)):
-                if not (self.path / ".lock").exists():
-                    os.close(self._lock)
-                    self._lock = _lock(self.path)
-                if os.path.samestat(os.fstat(self._lock), os.stat(self.path / ".lock")):
-                    return
-                text = (
-                    "its .lock was deleted, and a different process trains in it; end one of them"
-                )
-        raise RunError(f"run.dir={self.path}: {text}")
+            if not path.exists() and (self.path / "config.yaml").exists():
+                os.close(self._lock)
+                self._lock = _lock(self.path)
+            if os.path.samestat(os.fstat(self._lock), os.stat(path)):
+                return
+        text = "was moved or removed, or its .lock was deleted and a different process trains in it"
+        raise RunError(f"run.dir={self.path}: {text}; set run.dir to its new path to resume it")
 
     def wait(self) -> None:
         """Wait until the newest checkpoint is on disk. Collective. Raises RunError like `save`."""
