@@ -77,7 +77,9 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
         for old in set(paths) - kept:
             old.unlink()
     except (OSError, RuntimeError) as error:
-        reason = error.__context__ or error  # torch.save reports a full disk as RuntimeError
+        reason: BaseException = error
+        while reason.__context__ is not None:  # torch.save hides a full disk behind RuntimeError
+            reason = reason.__context__
         problem = f"{path}: cannot be written ({reason}); earlier checkpoints are intact"
         fix = "free disk space or check the disk, then run the same command again"
         raise RunError(f"{problem}; {fix}") from error

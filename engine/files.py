@@ -7,8 +7,11 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
+
+to_list = methodcaller("tolist")  # of tensors, arrays and NumPy's numbers
 
 
 def json_text(content: Any, *, indent: int | None = None) -> str:
@@ -19,13 +22,6 @@ def json_text(content: Any, *, indent: int | None = None) -> str:
     text = json.dumps(content, default=to_list)
     finite = json.loads(text, parse_constant=lambda constant: None)
     return json.dumps(finite, indent=indent)
-
-
-def to_list(value: Any) -> Any:
-    """Return a tensor or an array as a number or a list. Raises TypeError for other types."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"JSON cannot store {type(value).__name__}; return numbers, text or lists")
 
 
 def write_json(path: Path, content: Any) -> None:

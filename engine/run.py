@@ -233,14 +233,17 @@ class Run(AbstractContextManager["Run"]):
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 
     def check_lock(self) -> None:
-        """Raise RunError if run.dir is no longer the directory that this start has locked."""
+        """Raise RunError if run.dir is no longer ours; lock it again if its .lock was deleted."""
         assert self._lock is not None
-        is_ours = False
+        path = self.path / ".lock"
         with suppress(OSError):  # the directory was removed
-            is_ours = os.path.samestat(os.fstat(self._lock), os.stat(self.path / ".lock"))
-        if not is_ours:
-            text = "was moved or removed; set run.dir to its new path to resume it"
-            raise RunError(f"run.dir={self.path}: {text}")
+            if not path.exists() and (self.path / "config.yaml").exists():
+                os.close(self._lock)
+                self._lock = _lock(self.path)
+            if os.path.samestat(os.fstat(self._lock), os.stat(path)):
+                return
+        text = "was moved or removed, or its .lock was deleted and a different process trains in it"
+        raise RunError(f"run.dir={self.path}: {text}; set run.dir to its new path to resume it")
 
     def wait(self) -> None:
         """Wait until the newest checkpoint is on disk. Collective. Raises RunError like `save`."""

@@ -39,6 +39,7 @@ import shlex
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import date
 from functools import partial
 from html import escape
@@ -87,6 +88,7 @@ class Run:
         typed = yaml.safe_load(read_text(folder / "overrides.yaml") or "[]")
         self.command = shlex.join(["python", "train.py", *typed])
         self.summary = read_json(folder / "summary.json")  # empty until the run ends
+        set(map(self.summary.get, (*SAMPLES, "device", "params_sha256")))  # text, not a list
         if self.keys.get("data.val_fold", "null") == "null":  # each fold has different images
             for name in SAMPLES & self.summary.keys():
                 self.keys[name] = self.summary[name]
@@ -146,6 +148,12 @@ class Evaluation:
         self.classes.sort(key=lambda row: float(row["top1"] or 0))  # empty without images
         self.confusions = read_table(self.folder / "confusion.csv")
         self.worst = read_table(self.folder / "worst.csv")
+        for path in chain(self.folder.glob("*.csv"), self.folder.glob("worst.jpg")):
+            check_file(path)
+        # Raise an error now if a column or number that the page needs is missing or no number.
+        list(map(itemgetter("images"), self.classes))
+        list(map(itemgetter("confidence", "loss", "path"), self.worst))
+        f"{self.values.get('images', 1):,} {self.values.get('step') or 0:,}"
 
 
 class Group:
@@ -163,7 +171,14 @@ class Group:
                 self.deviation = float(np.std(scores, ddof=1))
 
 
+def check_file(path: Path) -> None:
+    """Raise OSError for a FIFO, whose read would wait, and for a device or a folder."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path.name} is not a regular file")
+
+
 def read_text(path: Path) -> str:
+    check_file(path)
     return path.read_text("utf-8", "surrogateescape") if path.exists() else ""
 
 
@@ -178,6 +193,7 @@ def read_table(path: Path) -> list[dict]:
 def read_rows(folder: Path, split: str) -> Rows:
     """Return the rows of split "train" or "val" without parsing the other one, which is slow."""
     splits: dict = {"train": [], "val": []}
+    check_file(folder / "metrics.jsonl")
     complete, _, _ = (folder / "metrics.jsonl").read_bytes().rpartition(b"\n")
     for line in complete.splitlines():  # the last line of a killed run may be incomplete
         if OTHER_SPLIT[split] not in line:
@@ -185,8 +201,11 @@ def read_rows(folder: Path, split: str) -> Rows:
             float(row["epoch"])  # a row without it is damaged
             splits[row.pop("split")].append(row)
     rows = splits[split]
-    names = dict.fromkeys(chain.from_iterable(rows))
-    return {name: np.array([row.get(name) for row in rows], float) for name in names}
+    columns = {}
+    for name in dict.fromkeys(chain.from_iterable(rows)):
+        with suppress(TypeError, ValueError):  # an observer may add text and lists
+            columns[name] = np.array([row.get(name) for row in rows], float).reshape(len(rows))
+    return columns
 
 
 def run_folders(folder: Path) -> list[Path]:

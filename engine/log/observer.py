@@ -98,10 +98,7 @@ class Observers:
         tracker.callback(self._started.clear)  # otherwise, observers keep the run alive
 
     def start(self, log: ObservedRun) -> None:
-        """Create the observers in log.observers.
-
-        Raises UserError if a constructor does, or if it imports a package that is not installed.
-        """
+        """Create the observers. Raises UserError if a constructor does or misses a package."""
         for name, observer, parameters in named_observers(log.config):
             create = partial(observer, log, **parameters)
             self._tracker.guard(name, self._start, name, create, reraise=UserError)
@@ -123,14 +120,13 @@ class Observers:
             added = self._tracker.guard(name, _returned_values, event, observer) or {}
             for key in sorted(added.keys() & row.keys() - self._ignored):
                 self._ignored.add(key)
-                text = "%s: returns the existing key %s, which is ignored; rename it"
-                logger.warning(text, name, key)
+                logger.warning("%s: returns the existing key %s; rename it", name, key)
             row = row | added | row  # in the order of the keys
         return row
 
 
 def _returned_values(event: Callable[[Observer], Any], observer: Observer) -> dict[str, Any]:
-    """Return a method's values as plain numbers and lists. Raises TypeError for other objects."""
+    """Return a method's values as plain numbers and lists. Raises an error for other types."""
     values = dict(event(observer) or {})
     plain: dict[str, Any] = json.loads(json.dumps(values, default=to_list))
     return plain

@@ -32,16 +32,12 @@ HEADER_ROWS = 40  # rows between two headers, because a terminal has fewer lines
 
 @contextmanager
 def open_log(parts: Parts, feed: Feed, step: StepGraph, run: Run) -> Iterator["RunLog"]:
-    """Print the table's header and start the observers; close all outputs on exit. Collective.
-
-    If an observer of a single process calls sys.exit, the steps since the newest checkpoint are
-    saved.
-    """
+    """Print the table's header and start the observers; close all outputs on exit. Collective."""
     with Tracker(run.path, run.config, parts.state, writes=run.world.is_main) as tracker:
         tracker.print(f"loader    workers={feed.pool.active} decoder={feed.decoder_name}")
         try:
             yield RunLog(parts, feed, step, run, tracker)
-        except SystemExit:
+        except SystemExit:  # called by an observer; other ranks would not save
             if run.world.size == 1 and parts.state.step > run.last_saved_step:
                 run.save(parts.state)
                 run.wait()

@@ -175,6 +175,8 @@ def open_trained(
         state = stored.pop("state")
         stored["validation"] = state.get("last", {})  # may be from an earlier step
         averaged = bool(state.get("ema"))
+        if not content["config"].keys() >= {"loader.batch_size", "model.name"}:
+            raise UserError(str(path), "its config is incomplete", "pass a different checkpoint")
         metadata: Metadata | None = _run_metadata(content, overrides)
     else:
         metadata = exported_metadata(path)

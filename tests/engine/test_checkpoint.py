@@ -21,7 +21,9 @@ from engine import checkpoint
 from engine.checkpoint import host_copy, load, load_newest, save
 from engine.distributed import World
 from engine.files import json_text
+from engine.run import _lock
 from tests.engine.run_dirs import content_of, directory, open_run, resume_with, state_of
+from tests.helpers.limits import file_size_limit
 from tests.helpers.processes import HANG_SECONDS, needs_linux
 from tests.helpers.results import same
 
@@ -47,6 +49,13 @@ def test_save_keeps_newest_and_best(tmp_path):
     assert {*os.listdir(tmp_path)} == {"step-00000006.pt", "step-00000007.pt"}
     with pytest.raises(UserError, match="contains no checkpoints; pass a run directory"):
         checkpoint.find_checkpoint(tmp_path.parent)
+
+
+def test_save_reports_reason_of_full_disk(tmp_path):
+    """The disk takes no byte, so closing the file also fails."""
+    message = r"step-00000001.pt: cannot be written \(\[Errno 27\] File too large\); earlier"
+    with file_size_limit(0), pytest.raises(RunError, match=message):
+        save(tmp_path, content(1), keep=1)
 
 
 def test_save_copies_best_without_hard_links(tmp_path, monkeypatch):
@@ -210,9 +219,26 @@ def test_run_save_fails_if_directory_was_moved(tmp_path):
         with directory(run.path) as other:
             resume_with(other, state_of(), {})
         run.save(state_of(5))
-        with pytest.raises(RunError, match="was moved or removed; set run"):
+        with pytest.raises(RunError, match=r"was moved or removed, or .*; set run"):
             run.wait()
     assert not os.listdir(other.checkpoints)
+
+
+def test_run_save_locks_again_after_lock_was_deleted(tmp_path):
+    with directory(tmp_path / "run") as run:
+        resume_with(run, state_of(), {})
+        (run.path / ".lock").unlink()
+        run.save(state_of(5))
+        run.wait()
+        with pytest.raises(UserError, match="in use by a process"):
+            _lock(run.path)
+        (run.path / ".lock").unlink()
+        other = _lock(run.path)
+        run.save(state_of(6))
+        with pytest.raises(RunError, match=r"its \.lock was deleted and a different process"):
+            run.wait()
+        os.close(other)
+    assert os.listdir(run.checkpoints) == ["step-00000005.pt"]
 
 
 def test_run_save_rejects_non_finite_weights(tmp_path):

@@ -320,6 +320,51 @@ def test_report_names_and_skips_damaged_runs(folder, tmp_path, capsys):
         page_of(tmp_path / "goo")
 
 
+def test_report_names_and_skips_special_files_and_types(folder, tmp_path, capsys):
+    copied(folder, tmp_path / "good")
+    skipped = []
+    for file in ("metrics.jsonl", "summary.json", "config.yaml"):
+        to = copied(folder, tmp_path / file)
+        (to / file).unlink()
+        os.mkfifo(to / file)
+        skipped.append(f"{to}: damaged, skipped: OSError: {file} is not a regular file")
+    for name in ("device", "params_sha256", "training_images"):
+        change_summary(copied(folder, tmp_path / name), **{name: [1]})
+        skipped.append(f"{tmp_path / name}: damaged, skipped: TypeError: unhashable")
+    page = page_of(tmp_path)
+    printed = capsys.readouterr().out
+    for line in skipped:
+        assert line in page.text and line in printed
+    assert dict(page.table("facts"))["best top1"].startswith("30.00 %")  # of the good one
+
+
+def test_report_skips_text_and_lists_of_observers(folder, tmp_path):
+    to = copied(folder, tmp_path / "run")
+    added = {"note": "text", "per_class": [1, 2], "one": 5.0}
+    write_rows(to, [row | added for row in read_rows(to, "val")])
+    page = page_of(to)
+    assert dict(page.table("facts"))["best top1"].startswith("30.00 %")
+    assert page.curves("one")["validation"][1] == [5.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / "worst.jpg").unlink() or os.mkfifo(folder / "worst.jpg"),
+        lambda folder: os.mkfifo(folder / "other.csv"),
+        lambda folder: (folder / "worst.csv").write_text("name\na\n"),
+        lambda folder: (folder / "evaluation.json").write_text('{"images": "1"}'),
+        lambda folder: (folder / "evaluation.json").write_text('{"images": 1, "step": [1]}'),
+    ],
+)
+def test_report_names_and_skips_damaged_evaluations(change, folder, tmp_path):
+    to = copied(folder, tmp_path / "run")
+    change(to / "evaluation")
+    page = page_of(to)
+    assert "evaluation.json: damaged, skipped: " in page.text
+    assert "30.00 %" in page.text
+
+
 @needs_extras
 def test_report_escapes_names(folder, tmp_path):
     to = copied(folder, tmp_path / HOSTILE.replace("/", "|"), model__name=HOSTILE)

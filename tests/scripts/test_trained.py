@@ -13,6 +13,7 @@ from engine import checkpoint
 from pipeline.data.field import Field
 from scripts.lib.trained import open_trained
 from tests.conftest import CLASSES
+from tests.helpers.processes import run_python
 from tests.helpers.results import same
 from tests.helpers.second_input import with_age
 
@@ -86,6 +87,17 @@ def test_open_trained_checkpoint(folder, name):
     for key in ("data.image_size", "model"):
         with pytest.raises(UserError, match=f"^{key}: is fixed by the checkpoint; remove"):
             open_trained(folder, [f"{key}=40"])
+
+
+@pytest.mark.parametrize("script", ["evaluate", "predict"])
+def test_scripts_reject_checkpoint_without_config(script, folder, photos, tmp_path):
+    content = checkpoint.load(checkpoint.find_checkpoint(folder))
+    torch.save(content | {"config": {}}, tmp_path / "file.pt")
+    words = [tmp_path / "file.pt", *[photos] * (script == "predict")]
+    done = run_python(f"scripts/{script}.py", *words)
+    message = f"{script}.py: {tmp_path}/file.pt: its config is incomplete; pass a different check"
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(message)
 
 
 def test_open_trained_sample_fields(folder, tmp_path, monkeypatch):

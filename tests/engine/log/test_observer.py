@@ -144,7 +144,7 @@ def test_observer_values_do_not_replace_others(image_root, tmp_path, caplog):
     assert (row["step"], row["own"], summary["step"], summary["own"]) == (2, 2, 2, 2)
     (warning,) = warnings_of(caplog)
     name = f"{__name__}:Returner"
-    assert warning == f"{name}: returns the existing key step, which is ignored; rename it"
+    assert warning == f"{name}: returns the existing key step; rename it"
 
 
 def test_observer_user_error_ends_run_only_at_creation(image_root, tmp_path, caplog):
