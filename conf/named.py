@@ -116,3 +116,12 @@ def split_entry(entry: Any, key: str) -> tuple[str, dict[str, Any]]:
     except (AttributeError, TypeError, ValueError):  # not {name: dict} or {name: null}
         fix = "expected `name` or `name: {parameter: value}`"
         raise UserError(key, f"invalid entry {entry!r}", fix) from None
+
+
+def with_parameter(entry: Any, key: str, parameter: str, value: Any) -> Any:
+    """Return an entry of `split_entry` with a parameter, if its function has it and it is unset."""
+    with suppress(TypeError, ValueError):  # null, or an error that is raised on use
+        name, parameters = split_entry(entry, key)
+        if parameter in inspect.signature(import_object(name, key)).parameters:
+            return {name: {parameter: value} | parameters}
+    return entry

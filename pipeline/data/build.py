@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from conf.errors import UserError, describe, did_you_mean
-from conf.named import create_object, import_object, object_names_in, split_entry
+from conf.named import create_object, import_object, object_names_in, split_entry, with_parameter
 from conf.schema import Config, DataConfig
 from pipeline.data.augment import TRANSFORMS, Compose, build_by_name
 from pipeline.data.dataset import Dataset, FakeDataset, FolderDataset, check_label
@@ -45,7 +45,8 @@ def build_datasets(
 
     Raises UserError if a transform, a folder or its content is invalid.
     """
-    data = config.data
+    limit = "timeout_seconds", config.loader.timeout_seconds
+    data = replace(config.data, storage=with_parameter(config.data.storage, "data.storage", *limit))
     train_transform = build_image_transforms(config.augment.train, "augment.train")
     val_transform = build_image_transforms(config.augment.val, "augment.val")
     train, val, classes = build_splits(config, data, train_transform, val_transform)

@@ -19,7 +19,10 @@ class Bucket(ThreadingHTTPServer):
     """A bucket `photos`, available as s3://photos and url/photos.
 
     Attributes:
-        fault: maps a range request's index, from 0, to "", "500", "cut" or "stall".
+        fault: maps a range request's index, from 0, to "" or a fault: an HTTP status, "cut",
+            "stall", "loop" (redirects to itself), "unsized" (no Content-Length) or "etag" (a
+            different one).
+        broken: maps a path, such as /photos/val.tar, to the faults of all its next requests.
         ranges: number of range requests per path.
         redirects: whether each request is redirected to a URL with a new signature.
     """
@@ -35,17 +38,18 @@ class Bucket(ThreadingHTTPServer):
 
     def reset(self) -> None:
         self.fault: Callable[[int], str] = lambda number: ""
+        self.broken: dict[str, Iterator[str]] = {}
         self.ranges: Counter[str] = Counter()
         self.redirects = False
 
     def put(self, folder: Path, name: str = "") -> None:
         """Upload the files in a directory as photos/<name>/<relative path>."""
         for path in filter(Path.is_file, folder.rglob("*")):
-            key = f"/photos/{name}/{path.relative_to(folder)}"
-            public = {"x-amz-acl": "public-read"}
-            assert (
-                self.send("PUT", key.replace("//", "/"), path.read_bytes(), **public).status == 200
-            )
+            self.write(f"{name}/{path.relative_to(folder)}".lstrip("/"), path.read_bytes())
+
+    def write(self, path: str, data: bytes) -> None:
+        public = {"x-amz-acl": "public-read"}  # moto lets nobody replace a private object
+        assert self.send("PUT", f"/photos/{path}", data, **public).status == 200
 
     def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> Any:
         connection = http.client.HTTPConnection("127.0.0.1", self.behind)
@@ -63,32 +67,49 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.server.redirects and "?" not in self.path:
-            self.send_response(302)
-            self.send_header("Location", f"{self.path}?signature={time.time_ns()}")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.redirect(f"{self.path}?signature={time.time_ns()}")
             return
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         headers = {key: value for key, value in self.headers.items() if key.lower() not in HOPS}
-        fault = ""
-        if headers.get("Range", "bytes=1-1") != "bytes=1-1":  # each process tests it once
-            fault = self.server.fault(self.server.ranges.total())
-            self.server.ranges[self.path.partition("?")[0]] += 1
+        fault = self.next_fault()
         if fault == "stall":
             time.sleep(STALL_SECONDS)
         answer = self.server.send(self.command, self.path, body, **headers)
+        if fault == "loop":
+            self.redirect(self.path)
+        elif fault.isdigit():
+            self.send_error(int(fault))
+        else:
+            self.answer(answer, fault)
+
+    def next_fault(self) -> str:
+        path = self.path.partition("?")[0]
+        fault = next(self.server.broken.get(path, iter(())), "")
+        if self.headers.get("Range", "bytes=1-1") != "bytes=1-1":  # each process tests it once
+            fault = fault or self.server.fault(self.server.ranges.total())
+            self.server.ranges[path] += 1
+        return fault
+
+    def redirect(self, path: str) -> None:
+        self.send_response(302)
+        self.send_header("Location", path)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def answer(self, answer: Any, fault: str) -> None:
         data = answer.read()
-        if fault == "500":
-            self.send_error(500)
-            return
+        headers = {key: value for key, value in answer.getheaders() if key.lower() not in HOPS}
+        headers["Content-Length"] = answer.getheader("Content-Length", str(len(data)))
+        if fault == "etag":
+            headers["ETag"] = '"other"'
+        if fault == "unsized":
+            del headers["Content-Length"]
         self.send_response(answer.status)
-        for key, value in answer.getheaders():
-            if key.lower() not in HOPS:
-                self.send_header(key, value)
-        self.send_header("Content-Length", answer.getheader("Content-Length", str(len(data))))
+        for key, value in headers.items():
+            self.send_header(key, value)
         self.end_headers()
         self.wfile.write(data[: len(data) // 2] if fault == "cut" else data)
-        self.close_connection = fault == "cut"
+        self.close_connection = fault in ("cut", "unsized")
 
     do_HEAD = do_GET  # noqa: N815
 

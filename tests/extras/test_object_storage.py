@@ -1,31 +1,39 @@
 """data.root=s3://bucket/photos: images in tar files behind URLs, served by moto's S3 server."""
 
+import json
+import math
 import os
 import shutil
 import signal
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, repeat
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer, get_ident
+from threading import enumerate as enumerate_threads
 
 import pytest
 
 from conf.errors import UserError
+from conf.schema import show
+from conf.start import default_cache_dir
 from pipeline.data import index
 from pipeline.data.index import Index, load_index
 from scripts import prepare
 from tests.extras.buckets import Bucket, serving
 from tests.helpers.limits import file_size_limit
-from tests.helpers.processes import run_command, wait_for
+from tests.helpers.processes import Started, run_command, wait_for
 from tests.helpers.results import logged_steps, summary_of
 from tests.helpers.small_run import command, run
 from tests.helpers.stored import as_tar, as_tars
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
+object_storage = pytest.importorskip("extras.object_storage")
 S3 = "s3://photos"
 STORAGE = "extras.object_storage:tars"
+BOTH = pytest.mark.parametrize("protocol", [S3, "http"])
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +72,10 @@ def bucket(server: Bucket, cache: Path) -> Bucket:
 
 def content(found: Index) -> list[bytes]:
     return list(map(found.read, range(len(found))))
+
+
+def root_of(bucket: Bucket, protocol: str) -> str:
+    return S3 if protocol == S3 else f"{bucket.url}/photos"
 
 
 def load(url: str, **parameters: object) -> Index:
@@ -106,7 +118,7 @@ def test_tars_ignore_stale_index_file(bucket, tars, monkeypatch):
     bucket.put(tars / "prepared", "stale")
     members = (tars / "prepared/train.tar.json").read_bytes()
     bucket.send("PUT", "/photos/stale/train.tar.json", members.replace(b"dots/", b"dots/x"))
-    with pytest.raises(OSError, match=r"found .*\.jpg instead; delete .*/train\.tar\.json, if"):
+    with pytest.raises(OSError, match=r"found .*\.jpg .* instead; delete .*/train\.tar\.json, if"):
         content(load(f"{S3}/stale/train"))
 
 
@@ -120,16 +132,199 @@ def test_tars_reject_server_without_ranges(tars):
     handler = partial(SimpleHTTPRequestHandler, directory=tars)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(UserError, match="; use a server that supports range requests"):
+        with pytest.raises(UserError, match="and that the server supports ranges"):
             load(f"http://127.0.0.1:{server.server_port}/one/train")
         server.shutdown()
 
 
-@pytest.mark.parametrize("protocol", [S3, "http"])
+LISTING = "/photos"  # the path of S3's requests that list the bucket
+TEMPORARY = ["500", "503", "429", "loop", "cut"]
+
+
+@BOTH
+@pytest.mark.parametrize("fault", TEMPORARY)
+@pytest.mark.parametrize("path", ["one/val.tar", "prepared/val.tar.json", LISTING])
+def test_tars_retry_requests_at_startup(bucket, tars, monkeypatch, protocol, fault, path):
+    """One line follows if the error lasts; so do statuses that a retry cannot fix, at once."""
+    if path == LISTING and protocol != S3:
+        pytest.skip("a web server lists no directory")
+    monkeypatch.setattr(index, "PAUSES", (0, 0, 0))
+    name = "many" if path == LISTING else path.partition("/")[0]
+    url = f"{root_of(bucket, protocol)}/{name}/val"
+    broken = path if path == LISTING else f"/photos/{path}"
+    bucket.broken[broken] = iter([fault] * 3)
+    assert len(load(url)) == 15
+    if (protocol, fault) in ((S3, "loop"), (S3, "cut")):
+        return  # botocore and s3fs pause for seconds between their own attempts
+    for path in default_cache_dir().glob("*.npz"):
+        path.unlink()
+    bucket.broken[broken] = repeat(fault)
+    with pytest.raises(UserError, match=f"^{url}.*; check the network, the credentials") as caught:
+        load(url)
+    assert "\n" not in str(caught.value)
+
+
+@BOTH
+@pytest.mark.parametrize("status", ["401", "403", "404"])
+def test_tars_do_not_retry_lasting_errors(bucket, monkeypatch, protocol, status):
+    monkeypatch.setattr(index, "PAUSES", (1000,))
+    url = f"{root_of(bucket, protocol)}/one/val"
+    bucket.broken["/photos/one/val.tar"] = repeat(status)
+    with pytest.raises(UserError, match=f"{url}.*(no such folder|check the network)"):
+        load(url)
+    bucket.broken = {"/photos/one/val.tar.json": repeat(status)}
+    assert len(load(url)) == 15
+
+
+@BOTH
+def test_tars_reject_server_without_sizes(bucket, monkeypatch, protocol):
+    monkeypatch.setattr(index, "PAUSES", ())
+    bucket.broken["/photos/one/val.tar"] = repeat("unsized")
+    with pytest.raises(UserError, match=r"one/val.*Content-?Length"):
+        load(f"{root_of(bucket, protocol)}/one/val")
+
+
+FORGED = {  # places that a tar file cannot have
+    "words": ["a", None],
+    "negative": [-512, 1],
+    "outside": [1 << 40, 1],
+    "no header": [0, 1],
+    "fraction": [512.5, 1],
+}
+
+
+def forged(content: bytes, kind: str) -> bytes:
+    """Damage a list of members in one way; `kind` may be a prefix of a name."""
+    listed = json.loads(content)
+    members = listed["members"]
+    first, second, *_ = members
+    if kind == "overlap":
+        members[first] = members[second]
+    elif kind in FORGED:
+        members[first] = FORGED[kind]
+    elif kind == "size":
+        listed["size"] += 512
+    elif kind == "list":
+        listed["members"] = list(members)
+    else:
+        members[f"{kind}{first}"] = members.pop(first)
+    return json.dumps(listed).encode()
+
+
+@pytest.mark.parametrize("kind", [*FORGED, "overlap", "size", "list", "/", "../"])
+def test_tars_ignore_forged_index_file(bucket, tars, kind):
+    listed = (tars / "prepared/val.tar.json").read_bytes()
+    bucket.put(tars / "prepared", "forged")
+    bucket.write("forged/val.tar.json", forged(listed, kind))
+    local = load_index(tars / "prepared/val", key="data.val")
+    found = load(f"{S3}/forged/val")
+    assert bucket.ranges.total() == 1  # the tar file is listed
+    assert found.digest == local.digest and content(found) == content(local)
+
+
+@pytest.mark.parametrize("listed", [b"no JSON", b"[1]", b"{}", b"\xff", b"[" * 200_000])
+def test_tars_ignore_damaged_index_file(bucket, tars, listed):
+    bucket.put(tars / "one", "damaged")
+    bucket.write("damaged/val.tar.json", listed)
+    assert len(load(f"{S3}/damaged/val")) == 15
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        *[("gigabytes", value, "a number >= 0") for value in (-1, math.nan, math.inf, "x", True)],
+        ("cache", 3, "a name or a path"),
+        ("timeout_seconds", 0, "a number > 0"),
+    ],
+)
+def test_tars_reject_invalid_parameters(name, value, expected):
+    with pytest.raises(UserError) as caught:
+        load(f"{S3}/one/val", **{name: value})
+    says = f"data.storage: {STORAGE}: {name}={show(value)}: invalid value; expected {expected}"
+    assert str(caught.value) == says
+
+
+@BOTH
+def test_tars_call_lost_server_unreachable(bucket, tars, monkeypatch, protocol):
+    monkeypatch.setattr(index, "PAUSES", ())
+    found = load(f"{root_of(bucket, protocol)}/one/val")
+    assert found.read(0)
+    bucket.broken["/photos/one/val.tar"] = iter(["etag"])  # only in the image's reply
+    with pytest.raises(OSError, match=r"/one/val\.tar has changed since the run started"):
+        found.read(1)
+    bucket.broken["/photos/one/val.tar"] = repeat("503")
+    with pytest.raises(OSError, match=r"/one/val\.tar is unreachable: .*503"):
+        found.read(0)
+
+
+def test_tars_follow_no_link_in_cache(bucket, tars, tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    words = {"cache": str(tmp_path / "disk"), "gigabytes": 1}
+    name = "{:x}-{}.tar".format(*load(f"{S3}/one/val").sources[0].stamp)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / name).symlink_to(tmp_path / "mine")
+    local = load_index(tars / "one/val", key="data.val")
+    assert content(load(f"{S3}/one/val", **words)) == content(local)
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@BOTH
+@pytest.mark.parametrize("path", ["one/val.tar", "one/val.tar.json", "one/train.tar"])
+def test_tars_end_on_stall_at_startup(bucket, monkeypatch, caplog, protocol, path):
+    monkeypatch.setattr(object_storage, "SILENT_SECONDS", 0.2)
+    root = root_of(bucket, protocol)
+    load(f"{root}/many/train/0.tar")  # imports the plugin
+    bucket.broken[f"/photos/{path}"] = repeat("stall")
+    with pytest.raises(UserError, match=f"^{root}/{path.partition('.')[0]}.*: no reply for loader"):
+        load(f"{root}/{path.partition('.')[0]}", timeout_seconds=1)
+    assert [line for line in caplog.messages if "wait" in line] == [f"waiting for {root}/{path}"]
+
+
+@BOTH
+@pytest.mark.parametrize("replies", [0, 4, 9])
+def test_tars_end_at_ctrl_c_in_stall(bucket, protocol, replies):
+    """The stall is at the first request, or later in a thread pool that lists the tar file."""
+    root = root_of(bucket, protocol)
+    load(f"{root}/many/train/0.tar")
+    bucket.broken["/photos/one/val.tar"] = chain([""] * replies, repeat("stall"))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as `cli.run_main` does
+    Timer(0.7, signal.pthread_kill, (get_ident(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        load(f"{root}/one/val")
+    signal.signal(signal.SIGINT, before)
+    pools = [thread for thread in enumerate_threads() if "ThreadPool" in thread.name]
+    for thread in pools:
+        thread.join(1)
+    assert not any(thread.is_alive() for thread in pools)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replies", [0, 7])
+def test_run_on_tars_ends_at_ctrl_c_in_stall(bucket, tmp_path, replies):
+    bucket.broken["/photos/one/val.tar"] = chain([""] * replies, repeat("stall"))
+    path = tmp_path / "log"
+    with path.open("w") as log, Started(start(f"{S3}/one", tmp_path / "run"), stderr=log) as run:
+        wait_for("a line", lambda: "waiting for" in path.read_text(), run)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(10) == 130
+    text = path.read_text()
+    assert text.count("waiting for") == 1 and "Traceback" not in text
+
+
+@pytest.mark.slow
+def test_run_on_tars_has_loader_timeout(bucket, tmp_path):
+    bucket.broken["/photos/one/val.tar"] = repeat("stall")
+    done = run_command(start(f"{S3}/one", tmp_path / "run", "loader.timeout_seconds=4"))
+    assert done.returncode == 2
+    assert f"{S3}/one/val.tar: no reply for loader.timeout_seconds=4; check" in done.stderr
+    assert f"waiting for {S3}/one/val.tar\n" in done.stderr
+
+
+@BOTH
 @pytest.mark.parametrize("fault", ["500", "cut"])
 def test_tars_retry_failed_requests(bucket, tars, monkeypatch, fault, protocol):
     monkeypatch.setattr(index, "PAUSES", (0, 0, 0))
-    found = load(f"{protocol}/one/val".replace("http/", f"{bucket.url}/photos/"))
+    found = load(f"{root_of(bucket, protocol)}/one/val")
     bucket.fault = lambda number: fault if number % 3 else ""
     assert content(found) == content(load_index(tars / "one/val", key="data.val"))
     bucket.fault = lambda number: fault
@@ -188,7 +383,7 @@ def test_tars_errors_hide_credentials(bucket, tmp_path):
         (f"{secret}/photos/one", "/photos/one/val: has a password or a query"),
         (f"{bucket.url}/photos/one?key=hidden", "/photos/one: has a password or a query"),
         (f"{S3}/none", "data.val=s3://photos/none/val: no such folder, .tar or .csv file"),
-        ("s3://nothing/none", "; check the network, the credentials, and that the plugin"),
+        ("s3://nothing/none", "bucket does not exist; check the network, the credentials, fsspec"),
         ("abc://photos", "Protocol not known: abc"),
     ):
         with pytest.raises(UserError) as caught:
