@@ -24,8 +24,6 @@ Weights = dict[str, Tensor]
 # torchvision report the EMA's accuracy if there is one.
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
 ANY_FILE = "a checkpoint, a run directory, or a file with weights (.pth, .pt, .safetensors)"
-# How to write a file of weights with class names
-STATE_CLASSES = "to keep its head, name them: export.py FILE --to safetensors --classes NAMES"
 OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")  # torchvision's files
 
 
@@ -124,7 +122,8 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     has_same_classes = stored in ("[]", json.dumps(list(classes)))
     if stored == "[]" and len(classes) in outputs and has_two_orders(classes):
         has_same_classes = False
-        logger.warning("%s: the order of its classes is unknown; %s", origin, STATE_CLASSES)
+        fix = "to keep its head, name them: export.py FILE --to safetensors --classes NAMES"
+        logger.warning("%s: the order of its classes is unknown; %s", origin, fix)
     if not has_same_classes:
         for name in head:
             weights.pop(name, None)
@@ -175,7 +174,7 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     missing = own.keys() - weights.keys() - set(counters)
     unknown = weights.keys() - own.keys()
     misshapen = shared - fitting
-    examples = [*sorted(missing)[:1], *sorted(unknown)[:1], *sorted(misshapen)[:1]]
+    examples = list(map(min, filter(None, (missing, unknown, misshapen))))
     if examples:
         counts = f"keys: {len(missing)} missing, {len(unknown)} unknown, "
         counts += f"{len(misshapen)} with a different shape, such as {', '.join(examples)}"

@@ -18,8 +18,8 @@ def readable(name: str) -> str:
 def imagenet_names() -> dict[str, str]:
     """Return WordNet ID -> name, for the 1,000 classes of ImageNet-1k (ILSVRC 2012), by label.
 
-    The IDs are the sorted folder names of the data, as in imagenet_synsets.txt of timm 1.0, the
-    names the categories of torchvision's ImageNet weights, which are in the same order.
+    The IDs are the sorted folder names of the data, as in imagenet_synsets.txt of timm 1.0. The
+    names are the categories of torchvision's ImageNet weights, which are in the same order.
     """
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     return dict(line.split("\t") for line in lines)

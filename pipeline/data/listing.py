@@ -301,7 +301,7 @@ def read_list(path: str, origin: str) -> Classes:
     classes: Classes = {}
     listed: dict[str, tuple[int, str, str]] = {}  # path -> first line, label, path in that line
     folder = os.path.join(os.path.dirname(os.path.abspath(path)), "")
-    rows = [(line, *_path_and_label(cells, line, origin)) for line, cells in csv_rows(path)]
+    rows = list(_listed_rows(path, origin))
     if rows and _is_header(rows, folder):
         del rows[0]
     for line, image, label in rows:
@@ -325,13 +325,15 @@ def read_list(path: str, origin: str) -> Classes:
     return {label: sorted(classes[label]) for label in sorted(classes)}
 
 
-def _path_and_label(row: list[str], line: int, origin: str) -> tuple[str, str]:
-    cells = list(filter(None, row))
-    if len(cells) != 2 or is_image(os.fsencode(cells[1])):
-        cure = "write one image per line; the columns are path,label"
-        raise UserError(origin, f"line {line} is not path,label", cure)
-    image, label = cells
-    return image, label
+def _listed_rows(path: str, origin: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the line number, path and label of each image in a list, and of a header."""
+    for line, row in csv_rows(path):
+        cells = list(filter(None, row))
+        if len(cells) != 2 or is_image(os.fsencode(cells[1])):
+            cure = "write one image per line; the columns are path,label"
+            raise UserError(origin, f"line {line} is not path,label", cure)
+        image, label = cells
+        yield line, image, label
 
 
 def _is_header(rows: list[tuple[int, str, str]], folder: str) -> bool:

@@ -243,7 +243,7 @@ def field_array(name: str, value: Any, origin: str) -> np.ndarray:
         raise UserError(origin, wrong, "remove or encode it")
     if array.dtype.kind == "f":
         return array.astype(np.float32)
-    if name == "label":  # an array of one element is a class index, too
+    if name == "label":  # may be an array of one element
         array = array.squeeze()
     return array.astype(np.int64) if array.ndim == 0 else array
 

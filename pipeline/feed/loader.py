@@ -89,10 +89,10 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
     def activate(self, workers: int) -> None:
         """Send tasks to the first `workers` workers, and start the missing ones.
 
-        The remaining workers finish their tasks and become idle. Once a worker has been started, at
-        least one stays active. Raises LoaderError if the system cannot start one.
+        The remaining workers finish their tasks and become idle. Once a worker has been started,
+        `workers` must not be 0. Raises LoaderError if the system cannot start one.
         """
-        self.active = max(workers, min(1, len(self.workers)))
+        self.active = workers
         context: Any = multiprocessing.get_context(self.start_method)
         while len(self.workers) < self.active:
             ours, theirs = context.Pipe()
