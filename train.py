@@ -274,7 +274,7 @@ def validate(parts: Parts, feed: Feed, stop: StopSignal, log: RunLog) -> None:
     networks = [state.model] if state.ema is None else [state.ema.module, state.model]
     with log.pause(f"validating {len(parts.datasets.val):,} images"):
         for network in networks:
-            world.broadcast_buffers(network)
+            world.broadcast(network.buffers())
         batches = validation_batches(feed, stop, schedule.num_micro_batches)
         with parts.compute.for_validation(), feed.for_validation():
             result, *raw_results = evaluate(networks, validation_values, batches, world)

@@ -86,22 +86,24 @@ class World(RankInfo):
         local = torch.stack(sums).tolist()
         return self.all_gather(local).count(local) == self.size
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum a tensor over all ranks, in place. Collective."""
+    def all_reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce a tensor over all ranks, in place. Collective."""
         if self.size > 1:
-            dist.all_reduce(values)
+            dist.all_reduce(values, op)
         return values
 
     def max(self, number: int) -> int:
         """Return the maximum over all ranks. Collective; does not synchronize the GPU."""
-        values = torch.tensor(number)
-        if self.size > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return int(values)
+        return int(self.all_reduce(torch.tensor(number), dist.ReduceOp.MAX))
 
-    def broadcast_buffers(self, model: nn.Module) -> None:
-        """Copy rank 0's buffers, such as BatchNorm statistics, to all ranks. Collective."""
-        self._copy_from_rank_0(model.buffers())
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Copy rank 0's tensors, such as BatchNorm statistics, to all ranks. Collective."""
+        if self.size == 1:
+            return
+        for tensor in tensors:
+            values = tensor.detach().contiguous()  # shares memory unless it is channels_last
+            dist.broadcast(values, src=0)
+            tensor.detach().copy_(values)
 
     def wrap(self, model: nn.Module, call: Callable[[nn.Module], Tensor]) -> nn.Module:
         """Return the module to call in training, `model` or DDP around it. Collective.
@@ -113,10 +115,10 @@ class World(RankInfo):
         """
         if self.size == self.local_size:
             # A model may draw its initial weights without torch's generator.
-            self._copy_from_rank_0([*model.parameters(), *model.buffers()])
+            self.broadcast([*model.parameters(), *model.buffers()])
             return model
         network = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        # `World.broadcast_buffers` copies before validation. torch 2.13 deprecates the argument.
+        # `World.broadcast` copies buffers before validation. torch 2.13 deprecates the argument.
         network.broadcast_buffers = False
         # DDP rebuilds its gradient buckets in the forward pass after the first backward pass. With
         # three or more ranks, sums round differently from then on. Run both here on an example, so
@@ -132,14 +134,6 @@ class World(RankInfo):
         with network.no_sync():
             call(network)
         return models.train_mode(network)
-
-    def _copy_from_rank_0(self, tensors: Iterable[Tensor]) -> None:
-        if self.size == 1:
-            return
-        for tensor in tensors:
-            values = tensor.detach().contiguous()  # shares memory unless it is channels_last
-            dist.broadcast(values, src=0)
-            tensor.detach().copy_(values)
 
 
 @contextmanager

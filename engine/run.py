@@ -213,7 +213,7 @@ class Run(AbstractContextManager["Run"]):
             text = "step %d: the weights differ between ranks, and the checkpoint has rank 0's; "
             text += "train_step must draw equal random numbers on all ranks after average_gradients"
             logger.warning(text, state.step)
-        self.world.broadcast_buffers(state.model)
+        self.world.broadcast(state.model.buffers())
         if self.world.is_main:
             copied = checkpoint.host_copy(state.state_dict(), self.world.device)
             content = {"step": state.step, "state": copied, **self.metadata}

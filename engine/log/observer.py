@@ -5,20 +5,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from conf.errors import UserError
 from conf.named import check_signature, import_object, installed, split_entry
 from conf.schema import Config
-from engine.compute import Compute
-from engine.distributed import World
 from engine.files import to_list
 from engine.log.tracker import Tracker
-from engine.metrics import Metrics
-from engine.schedule import Schedule
-from engine.state import TrainState
+from engine.run import Parts, Run
 from engine.validation import Rows
-from pipeline.data.build import Datasets
 from pipeline.data.dataset import Dataset
 from pipeline.feed.batch import Batch
 from pipeline.feed.feed import Feed
@@ -26,20 +21,21 @@ from pipeline.feed.feed import Feed
 logger = logging.getLogger(__name__)
 
 
-class ObservedRun(Protocol):
-    """Attributes of a run that observers may use, provided by `engine.log.runlog.RunLog`."""
+class ObservedRun:
+    """Attributes of a run that observers may use; base class of `engine.log.runlog.RunLog`."""
 
-    config: Config
-    path: Path  # run directory
-    world: World
-    datasets: Datasets
-    feed: Feed  # loads batches; `feed.train.clock` times the steps
-    schedule: Schedule
-    compute: Compute
-    state: TrainState  # model, latest and best validation
-    metrics: Metrics
-    tracker: Tracker  # prints lines and writes files
-    row: dict[str, Any]  # latest row of training steps
+    def __init__(self, parts: Parts, feed: Feed, run: Run, tracker: Tracker) -> None:
+        self.config = run.config
+        self.path = run.path  # run directory
+        self.world = run.world
+        self.datasets = parts.datasets
+        self.feed = feed  # loads batches; `feed.train.clock` times the steps
+        self.schedule = parts.schedule
+        self.compute = parts.compute
+        self.state = parts.state  # model, latest and best validation
+        self.metrics = parts.metrics
+        self.tracker = tracker  # prints lines and writes files
+        self.row: dict[str, Any] = {}  # latest row of training steps
 
 
 class Observer:

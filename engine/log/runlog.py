@@ -12,7 +12,7 @@ from engine.checkpoint import file_name
 from engine.compute import device_name
 from engine.files import write_json
 from engine.log import console
-from engine.log.observer import Observers
+from engine.log.observer import ObservedRun, Observers
 from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.log.tracker import TIME, Tracker
 from engine.log.verdict import SHORT_EPOCH, SHORT_RUN, verdict_of
@@ -44,26 +44,16 @@ def open_log(parts: Parts, feed: Feed, step: StepGraph, run: Run) -> Iterator["R
             raise
 
 
-class RunLog:
+class RunLog(ObservedRun):
     """Reports a run through a tracker, whose exit also closes the observers."""
 
     def __init__(
         self, parts: Parts, feed: Feed, step: StepGraph, run: Run, tracker: Tracker
     ) -> None:
-        self.config = run.config
-        self.path = run.path
-        self.world = run.world
-        self.datasets = parts.datasets
-        self.feed = feed
-        self.schedule = parts.schedule
-        self.compute = parts.compute
-        self.state = parts.state
-        self.metrics = parts.metrics
-        self.tracker = tracker
+        super().__init__(parts, feed, run, tracker)
         self._run = run
         self._step = step
         self._meter = Meter(self.world, feed.train.clock)
-        self.row: dict[str, Any] = {}  # latest row of training steps
         self._times: list[StepTimes] = []  # times of each training row since launch
         self._epoch_start = 0  # index of the epoch's first row in _times
         self._cause = ""  # cause in the latest epoch's verdict

@@ -48,14 +48,14 @@ def check_objects(world: World) -> None:
 
 def check_tensors(world: World) -> None:
     values = torch.tensor([1.0, 10.0]) * (world.rank + 1)
-    assert world.sum(values) is values
+    assert world.all_reduce(values) is values
     assert values.tolist() == [3, 30]
     assert (world.max(world.rank), world.max(-world.rank)) == (1, 0)
     model = nn.BatchNorm1d(3)
     model.running_mean.fill_(world.rank + 1)
     model.num_batches_tracked.fill_(world.rank + 5)
     nn.init.constant_(model.weight, world.rank + 7)
-    world.broadcast_buffers(model)
+    world.broadcast(model.buffers())
     assert (model.running_mean.tolist(), model.num_batches_tracked) == ([1, 1, 1], 5)
     assert model.weight[0] == world.rank + 7
 
