@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 STEP_SECONDS = 0.1  # between checks whether a request has ended
 SILENT_SECONDS = 3.0  # then a line says which request the run waits for
-NOT_FOUND, GONE = 404, 410
-PERMANENT = (401, 403, NOT_FOUND, GONE)  # HTTP status of errors that a retry cannot fix
+GONE = 410  # also the status of errors without a reply that a retry cannot fix
+PERMANENT = (401, 403, 404, GONE)
 FIX = "check the network, the credentials, fsspec's plugin, and that the server supports ranges"
 CHANGED = "has changed since the run started; restart the run"
 
@@ -75,7 +75,9 @@ class RemoteTar(Storage):
         try:
             block = _range_reader(self)(start - BLOCK, start + length)
             header = TarInfo.frombuf(block[:BLOCK], "utf-8", "surrogateescape")
-            if _is_named(header, name) and len(block) - BLOCK == header.size == length:
+            is_cut = len(header.name) >= 99 or not name.isascii()  # an extra header has the name
+            is_named = is_cut or os.path.normpath(header.name).endswith(name)
+            if is_named and len(block) - BLOCK == header.size == length:
                 return block[BLOCK:]
             files = f"{self.path}.json, if it exists, and {default_cache_dir()}"
             problem = f"found {header.name} ({len(block)} bytes) instead; delete {files}"
@@ -101,10 +103,7 @@ class Requests:
         self.ended: BaseException | None = None  # error or Ctrl-C, which ends the other threads
 
     def ask(self, url: str, call: Callable[[], Any], absent: Sequence[int] = ()) -> Any:
-        """Call a function that sends requests for a URL, and retry like Index.read.
-
-        Returns None if the reply's HTTP status is in `absent`. Converts all errors to UserError.
-        """
+        """Retry like Index.read. Return None for an HTTP status in `absent`, or raise UserError."""
         for pause in (*index.PAUSES, 0):
             reply = self._wait(url, _start(call))
             error = reply.exception()
@@ -136,11 +135,11 @@ class Requests:
     def find(self, url: str) -> list[str]:
         """Return the URLs of the tar files of a split; [] if there are none."""
         file_system, path = self.ask(url, lambda: _file_system(url))
-        if self.ask(f"{url}.tar", lambda: file_system.info(f"{path}.tar"), [NOT_FOUND]):
+        if self.ask(f"{url}.tar", lambda: file_system.info(f"{path}.tar"), [404]):
             return [f"{url}.tar"]
         for folder, start in ((os.path.dirname(path), f"{path}-"), (path, f"{path}/")):
             listing = partial(file_system.ls, folder, detail=False)
-            listed = self.ask(url, listing, [NOT_FOUND]) or []
+            listed = self.ask(url, listing, [404]) or []
             found = [name for name in listed if name.startswith(start) and name.endswith(".tar")]
             if found:
                 return list(map(file_system.unstrip_protocol, sorted(found)))
@@ -154,12 +153,11 @@ class Requests:
     def members(self, url: str, _: str) -> Members:
         """List a tar file's members: read its index file, or all headers if that is invalid."""
         tar = RemoteTar(url, self.stamp_of(url))
-        options: Any = {"size": tar.stamp[1], "block_size": 1 << 22}  # 40 images
         file_system, path = _file_system(url)
         content = self.ask(f"{url}.json", lambda: file_system.cat_file(f"{path}.json"), PERMANENT)
         with suppress(Exception):  # it is missing, or damaged in any way
             return _indexed_members(content, tar.stamp[1])
-        file = AbstractBufferedFile(file_system, path, **options)
+        file = AbstractBufferedFile(file_system, path, block_size=1 << 22, size=tar.stamp[1])
         file.cache.fetcher = lambda *place: self.ask(url, lambda: _range_reader(tar)(*place))
         return tar_members(path, url, opened=lambda *_: file)
 
@@ -191,16 +189,14 @@ def tars(
     return partial(_load, requests, files, url, folder, gigabytes * 1e9) if files else None
 
 
-def _load(
-    requests: Requests, files: list[str], url: str, cache: str, limit: float, key: str
-) -> Index:
-    first = RemoteTar(files[0], requests.stamp_of(files[0]))
-    requests.ask(files[0], lambda: _range_reader(first)(1, 2))
+def _load(site: Requests, files: list[str], url: str, cache: str, limit: float, key: str) -> Index:
+    first = RemoteTar(files[0], site.stamp_of(files[0]))
+    site.ask(files[0], lambda: _range_reader(first)(1, 2))
     try:
-        found = _start(partial(load_files, files, url, key, requests)).result()
+        found = _start(partial(load_files, files, url, key, site)).result()
     except BaseException as error:  # also Ctrl-C, which ends the thread pools
-        requests.ended = requests.ended or error
-        raise requests.ended from None
+        site.ended = site.ended or error
+        raise site.ended from None
     fraction = limit / sum(tar.stamp[1] for tar in found.sources)
     os.makedirs(cache, exist_ok=True)  # raise errors here, because workers hide theirs
     copies = []
@@ -261,12 +257,6 @@ def _indexed_members(content: bytes, size: int) -> Members:
     if not all(valid):
         raise ValueError(valid)
     return {os.fsencode(name): tuple(place) for name, place in listed["members"].items()}
-
-
-def _is_named(header: TarInfo, name: str) -> bool:
-    """Whether a header may belong to an image. An extra header with a long name may precede it."""
-    is_cut = len(header.name) >= 99
-    return is_cut or not name.isascii() or os.path.normpath(header.name).endswith(name)
 
 
 @cache

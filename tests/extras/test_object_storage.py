@@ -16,6 +16,7 @@ from threading import enumerate as enumerate_threads
 import pytest
 
 from conf.errors import UserError
+from conf.named import with_parameter
 from conf.schema import show
 from conf.start import default_cache_dir
 from pipeline.data import index
@@ -242,6 +243,21 @@ def test_tars_reject_invalid_parameters(name, value, expected):
         load(f"{S3}/one/val", **{name: value})
     says = f"data.storage: {STORAGE}: {name}={show(value)}: invalid value; expected {expected}"
     assert str(caught.value) == says
+
+
+def test_tars_name_unreachable_server(monkeypatch):
+    monkeypatch.setattr(index, "PAUSES", (0,))
+    with pytest.raises(UserError, match=r"^http://127.0.0.1:9/one/val.tar: .*Connect call failed"):
+        load("http://127.0.0.1:9/one/val")
+
+
+def test_storage_gets_parameter_by_name():
+    add = partial(with_parameter, key="data.storage", parameter="timeout_seconds", value=3)
+    assert add(STORAGE) == {STORAGE: {"timeout_seconds": 3}}
+    entry = {STORAGE: {"cache": "a", "timeout_seconds": 2}}
+    assert add(entry) == entry
+    for other in (None, "extras.object_storage:Index", "extras.missing:tars", 3):
+        assert add(other) == other
 
 
 @BOTH
