@@ -76,7 +76,7 @@ class World(RankInfo):
                     raise UserError(name, problem, "start all ranks with the same command and data")
 
     def has_equal_weights(self, model: nn.Module) -> bool:
-        """Return whether all ranks have bitwise identical parameters. Collective; synchronizes."""
+        """Return whether parameters have equal checksums on all ranks. Collective; synchronizes."""
         if self.size == 1:
             return True
         sums = []
@@ -192,7 +192,8 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
         device = torch.device("cuda", local_rank)
     if num_devices < num_needed:
         problem = f"torch sees {num_devices} of {num_needed} devices on {socket.gethostname()}"
-        fix = "omit the key, or start one rank per device and make all GPUs visible to each rank"
+        fix = "start at most one rank per device, make all GPUs visible to each rank, or set "
+        fix += "train.device=cpu"
         raise UserError(f"train.device={choice}", problem, fix)
     return device
 
@@ -213,8 +214,9 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             local_rank = int(os.environ["LOCAL_RANK"])
             local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     except (KeyError, ValueError) as error:
-        problem = f"invalid, or set without torchrun's other variables ({error})"
-        raise UserError("WORLD_SIZE", problem, "unset it, or start with torchrun") from None
+        names = "WORLD_SIZE, RANK, LOCAL_RANK or LOCAL_WORLD_SIZE"
+        fix = "start with torchrun, or unset WORLD_SIZE"
+        raise UserError(names, f"missing or invalid ({error})", fix) from None
     device = resolve_device(device_choice, local_rank, local_size)
     with ExitStack() as stack:
         if device.type == "cuda":

@@ -172,17 +172,19 @@ def tars(
         ("timeout_seconds", timeout_seconds, greater_than(0)),
     ):
         if not kind.check(value):
-            wrong = f"{name}={show(value)}: invalid value"
-            raise UserError(f"data.storage: {__name__}:tars", wrong, f"expected {kind.description}")
+            problem = f"{name}={show(value)}: invalid value"
+            raise UserError(
+                f"data.storage: {__name__}:tars", problem, f"expected {kind.description}"
+            )
     before, separator, rest = place.rpartition("://")  # data.train may be a URL after data.root
     url = f"{before.rpartition('/')[2]}://{rest}"
     parts = urlsplit(url)
     if not separator:
         return None
     if parts.password or parts.query:
-        wrong = "has a password or a query, which the run would store"
+        problem = "has a password or a query, which the run would store"
         fix = "set the credentials in the environment (docs/performance.md#object-storage)"
-        raise UserError(f"{parts.scheme}://{parts.hostname}{parts.path}", wrong, fix)
+        raise UserError(f"{parts.scheme}://{parts.hostname}{parts.path}", problem, fix)
     requests = Requests(timeout_seconds)
     files = requests.find(url.removesuffix(".tar"))
     folder = os.path.abspath(os.path.expanduser(cache))

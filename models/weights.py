@@ -36,6 +36,8 @@ def read_file(path: Path, *, origin: str, expected: str = ANY_FILE) -> Any:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
+        if path.exists() and not path.is_file():  # a pipe would block
+            raise OSError("not a regular file")
         check_sums(path)
         # timm and torchvision store their arguments. A Namespace only contains attributes.
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -123,7 +125,9 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     if stored == "[]" and len(classes) in outputs and has_two_orders(classes):
         has_same_classes = False
         fix = "to keep its head, name them: export.py FILE --to safetensors --classes NAMES"
-        logger.warning("%s: the order of its classes is unknown; %s", origin, fix)
+        logger.warning(
+            "%s: its head is not loaded, because its class order is unknown; %s", origin, fix
+        )
     if not has_same_classes:
         for name in head:
             weights.pop(name, None)
@@ -166,7 +170,8 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     head = head_of(model)
     if new_head and fitting.isdisjoint(head):
         new = _new_head(own, head)
-        logger.info(f"{origin}: the file has no head for these classes: {', '.join(head)} are new")
+        text = "%s: the file's head does not match the classes, so %s are newly initialized"
+        logger.info(text, origin, ", ".join(head))
         weights |= new
         fitting |= new.keys()
     # torchvision's oldest weights have no num_batches_tracked.

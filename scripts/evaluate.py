@@ -110,8 +110,8 @@ def select_outputs(
         return outputs
     if outputs.shape[1:] != (count,):
         shape = list(outputs.shape)
-        wrong = f"has only some of the classes, but the outputs {shape} are not one per class"
-        raise UserError("data.val", wrong, "use images of all classes")
+        problem = f"has only some of the classes, but the outputs {shape} are not one per class"
+        raise UserError("data.val", problem, "use images of all classes")
     return outputs[:, indices]
 
 
@@ -264,12 +264,12 @@ def outputs_of(trained: Trained, datasets: Datasets, *, all_outputs: bool = Fals
         unknown = sorted(set(classes) - set(known))
         raise UserError(origin, f"the model has no class {', '.join(unknown[:10])}", FIX)
     if len(classes) != len(every):
-        wrong = f"has {len(classes):,} classes, the model has {len(every):,}"
-        raise UserError(origin, wrong, FIX)
+        problem = f"has {len(classes):,} classes, the model has {len(every):,}"
+        raise UserError(origin, problem, FIX)
     if has_two_orders(classes):
         order = ", ".join(classes[:3])
-        wrong = f"has the classes {order}, ...; the model may have them in timm's natural order"
-        raise UserError(origin, wrong, FIX)
+        problem = f"has the classes {order}, ...; but timm sorts them differently"
+        raise UserError(origin, problem, FIX)
     return classes, every
 
 
@@ -305,8 +305,8 @@ def read_real(path: Path, dataset: Dataset, classes: Names) -> list[list[str | N
     Reads real.json of arXiv 2006.07159. Raises UserError if it does not match images or classes.
     """
     if imagenet_names().keys().isdisjoint(classes):
-        wrong = f"has ImageNet labels, but the first classes are {', '.join(classes[:3])}"
-        raise UserError(f"--real {path}", wrong, "name folders by WordNet ID, such as n01443537")
+        problem = f"has ImageNet labels, but the first classes are {', '.join(classes[:3])}"
+        raise UserError(f"--real {path}", problem, "name folders by WordNet ID, such as n01443537")
     lists = read_json(path, f"--real {path}", "pass real.json from the paper's authors")
     count = list(map(type, lists)).count(list)
     paths = map(dataset.name, range(len(dataset)))
@@ -314,8 +314,8 @@ def read_real(path: Path, dataset: Dataset, classes: Names) -> list[list[str | N
     in_order = sorted(set(names))
     if not count == len(lists) == len(in_order) == len(names):
         images = f"{len(names):,} images with {len(in_order):,} different names"
-        wrong = f"has {count:,} lists for {images}"
-        raise UserError(f"--real {path}", wrong, "expected one list per image and unique names")
+        problem = f"has {count:,} lists for {images}"
+        raise UserError(f"--real {path}", problem, "expected one list per image and unique names")
     numbers = dict(zip(in_order, lists, strict=True))
     imagenet = dict(enumerate(imagenet_names()))
     return [list(map(imagenet.get, numbers[name])) for name in names]
@@ -354,8 +354,8 @@ def read_json(path: Path, origin: str, fix: str) -> Any:
 def compare(hits: dict[str, Any], other_hits: dict[str, Any]) -> str:
     """Report McNemar's exact test of two models. Raises UserError if their images differ."""
     if hits["images"] != other_hits.get("images"):
-        wrong = "used different images, or was written by an earlier version"
-        raise UserError("--against", wrong, "evaluate both models on the same images")
+        problem = "used different images, or was written by an earlier version"
+        raise UserError("--against", problem, "evaluate both models on the same images")
     pairs = Counter(zip(hits["right"], other_hits["right"], strict=True))
     here, there = pairs[True, False], pairs[False, True]  # only one of the models was correct
     differing = here + there

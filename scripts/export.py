@@ -225,8 +225,8 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
         case [{"resize": {"size": int(short_side), "interpolation": kernel}}, {"center_crop": _}]:
             pass
         case transforms:
-            wrong = f"supports a resize of the short side and a center_crop, not {transforms}"
-            raise UserError("--to hub", wrong, "choose safetensors, which stores all transforms")
+            problem = f"supports a resize of the short side and a center_crop, not {transforms}"
+            raise UserError("--to hub", problem, "choose safetensors, which stores all transforms")
     pretrained_cfg = {
         "input_size": job.example().shape[1:],
         "mean": list(data.mean),
@@ -423,8 +423,8 @@ def export_model(options: argparse.Namespace) -> int:
     size = build_image_transforms(trained.config.augment.val, "augment.val").image_size
     trained.check_fields(trained.fields_at(size))
     if options.preprocessing and trained.image_dtype != np.uint8:
-        wrong = f"needs uint8 images, but the model was trained on {trained.image_dtype}"
-        raise UserError("--preprocessing", wrong, "omit it")
+        problem = f"needs uint8 images, but the model was trained on {trained.image_dtype}"
+        raise UserError("--preprocessing", problem, "omit it")
     print(f"exporting {trained.name}", flush=True)
     export(Job(trained, options.to, options.preprocessing, size), out)
     return 0

@@ -180,8 +180,8 @@ class Predictor:
         )
         channels, expected = self.dataset.fields[IMAGE].shape[-1], trained.image_shape[-3]
         if channels != expected:
-            wrong = f"expects images with {expected} channels, but image files have {channels}"
-            raise UserError(str(trained.path), wrong, "train on RGB images to predict files")
+            problem = f"expects images with {expected} channels, but image files have {channels}"
+            raise UserError(str(trained.path), problem, "train on RGB images to predict files")
         self.names = trained.classes or tuple(map(str, range(trained.num_classes)))
         self.precision = choose_precision(config.train.precision, device)
         # Do not call set_up_kernels: its deterministic mode imports torch._inductor, which takes
@@ -228,9 +228,9 @@ class Predictor:
         number, (path, row) = numbered
         missing = ", ".join(name for name in self.fields if name not in row)
         if missing:
-            wrong = f"the network also reads {missing}, which image files do not have"
+            problem = f"the network also reads {missing}, which image files do not have"
             fix = f"pass a CSV file with the columns {','.join(['path', *self.fields])}"
-            raise UserError(f"{wrong}; {fix}")
+            raise UserError(f"{problem}; {fix}")
         try:
             rng = sample_rng(self.config.train.seed, 0, number)
             pixels = self.transform(self.dataset.open(path), rng).pixels()

@@ -237,14 +237,16 @@ def check_output(to: Path, settings: dict[str, Any]) -> None:
             raise UserError(f"--to {to}", f"contains {files[0]}", "choose a new or empty folder")
         write_json(marker, {"settings": settings})
     try:
+        if not marker.is_file():  # a pipe would block
+            raise ValueError(f"{marker} is not a file")
         stored = dict(json.loads(marker.read_bytes())["settings"])
     except (ValueError, TypeError, LookupError, RecursionError):
-        wrong = f"its {MARKER} is damaged"
-        raise UserError(f"--to {to}", wrong, "remove the folder, or choose a new one") from None
+        problem = f"its {MARKER} is damaged"
+        raise UserError(f"--to {to}", problem, "remove the folder, or choose a new one") from None
     for name, value in settings.items():
         if stored.get(name) != value:
-            wrong = f"has {name} {stored.get(name)}, not {value}"
-            raise UserError(f"--to {to}", wrong, "use the same settings or a different folder")
+            problem = f"has {name} {stored.get(name)}, not {value}"
+            raise UserError(f"--to {to}", problem, "use the same settings or a different folder")
 
 
 @contextmanager
@@ -273,8 +275,8 @@ def prepare_images(options: argparse.Namespace) -> int:
     outer = os.path.realpath(options.source)
     inner = os.path.realpath(options.to)
     if os.path.commonpath([outer, inner]) in (outer, inner):
-        wrong = f"must be neither inside nor above SOURCE {outer}"
-        raise UserError(f"--to {inner}", wrong, "choose a different folder")
+        problem = f"must be neither inside nor above SOURCE {outer}"
+        raise UserError(f"--to {inner}", problem, "choose a different folder")
     samples, notes = list_source(options.source)
     images = Counter(map(attrgetter("split"), samples))
     names = "\0".join(sorted(map(attrgetter("path"), samples)))

@@ -81,8 +81,8 @@ def probe_features(train: Path, val: Path) -> int:
     classes = set(bank.folders)
     unknown = sorted(set(queries.folders) - classes)
     if unknown:
-        wrong = f"has images in the folder {unknown[0]}, but {train} has no such folder"
-        raise UserError(str(val), wrong, "use images of the same classes")
+        problem = f"has images in the folder {unknown[0]}, but {train} has no such folder"
+        raise UserError(str(val), problem, "use images of the same classes")
     number = min(NEIGHBORS, len(bank.folders))
     knn = KNeighborsClassifier(number, metric="cosine", weights=vote_weights)
     choices = {"C": 10.0 ** np.arange(-6, 7)}  # the search takes the smallest of equally good ones

@@ -146,8 +146,8 @@ def test_exit_in_user_code_is_reported(words, named, workers, image_root, tmp_pa
 NO_SAMPLES = "dataset has no samples; return at least one$"
 NO_CLASSES = r"returns no two datasets with classes; return \(train, val, classes\), two instances"
 INVALID = {
-    "empty_val": "Squares has no samples; return at least one for each split$",
-    "iterable data.val_fraction=0.2": "list_iterator has no __len__; return a map-style dataset",
+    "empty_val": r"a split has no samples \(Squares\); return at least one for each split$",
+    "iterable data.val_fraction=0.2": r"a split has no __len__ \(list_iterator\); return a map",
     "no_names": r"the classes are unknown; return \(train, val, classes\)",
     "direct_val": f"the validation {NO_SAMPLES}",
     "direct_train": f"the training {NO_SAMPLES}",

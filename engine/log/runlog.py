@@ -165,7 +165,7 @@ class RunLog(ObservedRun):
 
     def _write(self, row: dict[str, Any]) -> None:
         self.tracker.write_row(row)
-        self._observers.notify(lambda observer: observer.logged(row))
+        self._observers.notify(lambda observer: observer.logged(dict(row)))
 
     def finish(self, stop: StopSignal, started: float) -> dict[str, Any]:
         """Write the summary once the last checkpoint is on disk, and return it. Collective.

@@ -52,9 +52,9 @@ def engines(dataset: Any, config: Config, device: torch.device) -> DeviceStage:
     """
     decoder = config.loader.decoder
     if decoder == HYBRID and config.train.deterministic:
-        wrong = "splits each batch by measured speed, so results differ between runs"
+        problem = "splits each batch by measured speed, so results differ between runs"
         fix = "use a different decoder with train.deterministic=true"
-        raise UserError("loader.decoder=hybrid", wrong, fix)
+        raise UserError("loader.decoder=hybrid", problem, fix)
     if decoder not in ("auto", GPU, HYBRID):
         return dataset.stage
     reason = engines_error(device) or _why_pixels_needed(dataset)
@@ -63,8 +63,8 @@ def engines(dataset: Any, config: Config, device: torch.device) -> DeviceStage:
     if not reason:
         return JpegEngineStage(dataset)
     if decoder != "auto":
-        wrong = f"cannot use the GPU's JPEG engines: {reason}"
-        raise UserError(f"loader.decoder={decoder}", wrong, "set auto")
+        problem = f"cannot use the GPU's JPEG engines: {reason}"
+        raise UserError(f"loader.decoder={decoder}", problem, "set auto")
     if device.type == "cuda" and hasattr(dataset, "transform"):
         logger.info("loader.decoder=auto: the GPU's JPEG engines are not used: %s", reason)
     return dataset.stage

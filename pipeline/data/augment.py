@@ -88,9 +88,9 @@ def _apply(transform: ImageFunction, pixels: np.ndarray, rng: Random) -> np.ndar
     result = transform(pixels.copy(), rng)
     image = np.asarray(result)
     if (image.dtype, image.shape[2:]) != (pixels.dtype, pixels.shape[2:]):
-        wrong = f"returned {type(result).__name__} {image.dtype} {list(image.shape)}"
+        problem = f"returned {type(result).__name__} {image.dtype} {list(image.shape)}"
         expected = f"return {pixels.dtype} [H, W, {pixels.shape[2]}]"
-        raise UserError(f"the transform {name_of(transform)}", wrong, expected)
+        raise UserError(f"the transform {name_of(transform)}", problem, expected)
     return image
 
 
@@ -382,5 +382,5 @@ def _check_parameters(transform: Any, origin: str) -> None:
         constraint = one.metadata.get("constraint", UNCHECKED)
         value = getattr(transform, one.name)
         if not constraint.check(value):
-            wrong = f"{one.name}={value}: invalid value"
-            raise UserError(origin, wrong, f"expected {constraint.description}")
+            problem = f"{one.name}={value}: invalid value"
+            raise UserError(origin, problem, f"expected {constraint.description}")

@@ -50,17 +50,14 @@ def build_datasets(
     train_transform = build_image_transforms(config.augment.train, "augment.train")
     val_transform = build_image_transforms(config.augment.val, "augment.val")
     train, val, classes = build_splits(config, data, train_transform, val_transform)
-    if isinstance(train, FolderDataset) and isinstance(val, FolderDataset):
-        if train.index.classes != val.index.classes:
-            raise other_classes(train.index, val.index)
     if len(classes) < 2 and train.fields.get("label") == LABEL:
-        cure = f"add a class, or set data.root={data.root}/{classes[0]} if its folders are classes"
-        raise UserError(f"data.root={data.root}", f"all images have the class {classes[0]}", cure)
+        fix = f"add a class, or set data.root={data.root}/{classes[0]} if its folders are classes"
+        raise UserError(f"data.root={data.root}", f"all images have the class {classes[0]}", fix)
     every = [*train.fields.values(), *val.fields.values()]
     formats = {(field.highest, field.shape[-1]) for field in every if field.image}
     if len(formats) > 1:
-        wrong = "the image fields of the splits differ in dtype or number of channels"
-        raise UserError("data.mean", wrong, "convert all images to the same type")
+        problem = "the image fields of the splits differ in dtype or number of channels"
+        raise UserError("data.mean", problem, "convert all images to the same type")
     check_channels(data, val.fields[IMAGE].shape[-1])
     modes: tuple[str, ...] = ("cpu",)
     if device is not None:
@@ -84,8 +81,8 @@ def choose_decode_modes(config: Config, stage: DeviceStage, stored: str | None) 
     modes = tuple(stage.decode_modes)
     choices = ("auto", *DECODERS, *modes)
     if name not in choices:
-        cure = f"choose from {', '.join(choices)}{did_you_mean(name, choices)}"
-        raise UserError(f"loader.decoder={name}", "no such decoder on this device", cure)
+        fix = f"choose from {', '.join(choices)}{did_you_mean(name, choices)}"
+        raise UserError(f"loader.decoder={name}", "no such decoder on this device", fix)
     if name == "auto":
         if stored is None:
             return modes
@@ -99,8 +96,8 @@ def check_channels(data: DataConfig, channels: int) -> None:
     """Raise UserError unless data.mean and data.std have one value, or one per channel."""
     for key, values in {"mean": data.mean, "std": data.std}.items():
         if len(values) not in (1, channels):
-            wrong = f"has {len(values)} values for {channels} channel(s)"
-            raise UserError(f"data.{key}", wrong, "set one value per channel")
+            problem = f"has {len(values)} values for {channels} channel(s)"
+            raise UserError(f"data.{key}", problem, "set one value per channel")
 
 
 def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
@@ -123,9 +120,9 @@ def build_image_transforms(entries: Sequence[Any], key: str) -> Compose:
             raise UserError(key, f"fails on an image: {describe(error)}") from None
         sizes.add((width, height))
     if sizes != {(width, width)}:
-        wrong = f"produces images of different sizes, such as {width}x{height} px"
-        cure = "end it with random_resized_crop or center_crop, and set its `size`"
-        raise UserError(key, wrong, cure)
+        problem = f"produces images of different sizes, such as {width}x{height} px"
+        fix = "end it with random_resized_crop or center_crop, and set its `size`"
+        raise UserError(key, problem, fix)
     return Compose(transforms, width)
 
 
@@ -134,14 +131,20 @@ Options = dict[str, Any]  # arguments of FolderDataset
 
 
 def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:
-    """Build both splits. Raises UserError if one is empty, or if a known label is no class."""
+    """Build both splits.
+
+    Raises UserError if one is empty, if their classes differ, or if a known label is no class.
+    """
     key = f"data.source={data.source}"
     match call_source(config, data, train, val):
         case [Dataset() as train_split, Dataset() as val_split, [_, *_] as classes]:
             splits = {"training": train_split, "validation": val_split}
         case _:
-            cure = "return (train, val, classes), two instances of Dataset and all class names"
-            raise UserError(key, "returns no two datasets with classes", cure)
+            fix = "return (train, val, classes), two instances of Dataset and all class names"
+            raise UserError(key, "returns no two datasets with classes", fix)
+    if isinstance(train_split, FolderDataset) and isinstance(val_split, FolderDataset):
+        if train_split.index.classes != val_split.index.classes:
+            raise other_classes(train_split.index, val_split.index)
     for name, split in splits.items():
         if not len(split):
             raise UserError(key, f"the {name} dataset has no samples", "return at least one")
@@ -167,8 +170,8 @@ def call_source(config: Config, data: DataConfig, train: Compose, val: Compose) 
         return torch_splits(found, config, train, val)
     held = held_out(data)
     if held and not hasattr(import_object(source, "data.source"), "holds_out"):
-        wrong = f"data.source={source} does not support it"
-        raise UserError(held.origin, wrong, "for images in class folders set data=folder")
+        problem = f"data.source={source} does not support it"
+        raise UserError(held.origin, problem, "for images in class folders set data=folder")
     return create_object(source, "data.source", tuple, data, train, val, options)
 
 

@@ -109,9 +109,9 @@ class Dataset(ABC):
 def check_label(dataset: Dataset, index: int, label: Any, num_classes: int) -> None:
     """Raise UserError with the sample's name unless its label is a class index."""
     if not 0 <= label < num_classes:
-        wrong = f"label {label} is not in [0, {num_classes})"
-        cure = "use class indices from 0, or return all class names"
-        raise UserError(dataset.name(index), wrong, cure)
+        problem = f"label {label} is not in [0, {num_classes})"
+        fix = "use class indices from 0, or return all class names"
+        raise UserError(dataset.name(index), problem, fix)
 
 
 @dataclass(eq=False)

@@ -228,9 +228,9 @@ def load_index(place: str | os.PathLike[str], *, key: str, storage: Any = None) 
     if load is None:
         path = Path(os.path.abspath(place))
         names = sorted(other.name for other in path.parent.glob("[!.]*"))
-        wrong = "no such folder, .tar or .csv file"
-        cure = "set the splits with data.train and data.val, or hold out data.val_fraction=0.2"
-        raise UserError(f"{key}={place}", wrong, cure + did_you_mean(path.name, names))
+        problem = "no such folder, .tar or .csv file"
+        fix = "set the splits with data.train and data.val, or hold out data.val_fraction=0.2"
+        raise UserError(f"{key}={place}", problem, fix + did_you_mean(path.name, names))
     index = load(key)
     if index.ignored:
         logger.warning("%s=%s: %s", key, index.root, index.ignored)

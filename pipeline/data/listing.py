@@ -163,17 +163,17 @@ def list_folder(base: bytes, origin: str, ignored: Ignored) -> tuple[Classes, li
         classes[name] = sorted(images)
         listed += folders
     if empty:
-        wrong = f"class folders without images (.jpg, .png, ...): {', '.join(empty[:10])}"
-        cure = f"add images to them or remove them. {describe_ignored(ignored)}".rstrip(". ")
-        raise UserError(origin, wrong, cure)
+        problem = f"class folders without images (.jpg, .png, ...): {', '.join(empty[:10])}"
+        fix = f"add images to them or remove them. {describe_ignored(ignored)}".rstrip(". ")
+        raise UserError(origin, problem, fix)
     return classes, listed
 
 
 def _check_split(folder: str, origin: str) -> None:
     """Raise UserError if a class that contains folders is named like a split."""
     if first_word(folder) in SPLITS:
-        wrong = f"class folder {folder} contains folders, like a split"
-        raise UserError(origin, wrong, "set data.train and data.val; a tar file holds one split")
+        problem = f"class folder {folder} contains folders, like a split"
+        raise UserError(origin, problem, "set data.train and data.val; a tar file holds one split")
 
 
 def list_tars(
@@ -189,8 +189,8 @@ def list_tars(
         for number, members in enumerate(pool.map(members_of, files, files)):
             _add_images(images, members, number, ignored)
     if not images:
-        cure = "convert other tar files with python scripts/prepare.py SOURCE --to DIR"
-        raise UserError(origin, "contains no <class>/<name> with an image suffix", cure)
+        fix = "convert other tar files with python scripts/prepare.py SOURCE --to DIR"
+        raise UserError(origin, "contains no <class>/<name> with an image suffix", fix)
     # Parents of all class folders, such as train/, are not part of the names.
     folders = set(map(os.path.dirname, images))
     outer = os.path.commonpath(set(map(os.path.dirname, folders)))
@@ -216,8 +216,8 @@ def _add_images(images: Places, members: Members, number: int, ignored: Ignored)
         elif reason:
             ignored[name] = reason
         elif name in images:
-            wrong = "found in two of the tar files"
-            raise UserError(os.fsdecode(name), wrong, "rename or remove one of them")
+            problem = "found in two of the tar files"
+            raise UserError(os.fsdecode(name), problem, "rename or remove one of them")
         else:
             images[name] = (number, *place)
 
@@ -248,9 +248,9 @@ def tar_members(
             end = file.seek(0, os.SEEK_END)
             _check_end(file, at, min(end, start + length))
     except DAMAGED as error:
-        cure = "it may be damaged or compressed: download or copy it again, or pack it again "
-        cure += "without compression and links (tar --dereference --hard-dereference)"
-        raise UserError(shown, f"cannot be read at byte {at:,}: {error}", cure) from None
+        fix = "it may be damaged or compressed: download or copy it again, or pack it again "
+        fix += "without compression and links (tar --dereference --hard-dereference)"
+        raise UserError(shown, f"cannot be read at byte {at:,}: {error}", fix) from None
     return members
 
 
@@ -308,8 +308,8 @@ def read_list(path: str, origin: str) -> Classes:
         place = os.path.normpath(os.path.join(folder, image))
         _, known, written = listed.setdefault(place, (line, label, image))
         if known != label:
-            wrong = f"line {line}: {image} has the label {label}, but {known} in an earlier line"
-            raise UserError(origin, wrong, "assign one label to each image")
+            problem = f"line {line}: {image} has the label {label}, but {known} in an earlier line"
+            raise UserError(origin, problem, "assign one label to each image")
         classes.setdefault(os.fsencode(label), []).append(os.fsencode(written))
     if not listed:
         raise UserError(origin, "contains no images", "write one image per line, as path,label")
@@ -319,9 +319,9 @@ def read_list(path: str, origin: str) -> Classes:
     if not all(are_files):
         line, _, image = listed[places[are_files.index(False)]]
         missing = f"{are_files.count(False):,} of {len(places):,} images"
-        wrong = f"line {line}: {image}: no such file ({missing})"
-        cure = f"remove the line, or correct the path, absolute or relative to {folder}"
-        raise UserError(origin, wrong, f"{cure}, with / between folders")
+        problem = f"line {line}: {image}: no such file ({missing})"
+        fix = f"remove the line, or correct the path, absolute or relative to {folder}"
+        raise UserError(origin, problem, f"{fix}, with / between folders")
     return {label: sorted(classes[label]) for label in sorted(classes)}
 
 
@@ -330,8 +330,8 @@ def _listed_rows(path: str, origin: str) -> Iterator[tuple[int, str, str]]:
     for line, row in csv_rows(path):
         cells = list(filter(None, row))
         if len(cells) != 2 or is_image(os.fsencode(cells[1])):
-            cure = "write one image per line; the columns are path,label"
-            raise UserError(origin, f"line {line} is not path,label", cure)
+            fix = "write one image per line; the columns are path,label"
+            raise UserError(origin, f"line {line} is not path,label", fix)
         image, label = cells
         yield line, image, label
 

@@ -84,9 +84,9 @@ class SharedObject:
         try:
             ArrayPickler(file, protocol=5, buffer_callback=buffers.append).dump(self.value)
         except Exception as error:  # any object in it may raise any type
-            cure = "define it at the top level of a module and open files in __getitem__"
-            wrong = f"a dataset cannot be sent to the workers: {describe(error)}"
-            raise UserError("data.source", wrong, f"{cure}, or set loader.workers=0") from None
+            fix = "define it at the top level of a module and open files in __getitem__"
+            problem = f"a dataset cannot be sent to the workers: {describe(error)}"
+            raise UserError("data.source", problem, f"{fix}, or set loader.workers=0") from None
         buffers.append(pickle.PickleBuffer(file.getvalue()))
         stop = 0
         for buffer in buffers:

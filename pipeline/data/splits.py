@@ -51,8 +51,8 @@ def check_output_path(output: str | os.PathLike[str], data: DataConfig, origin: 
     for split in splits:
         folder = split.resolve()
         if inner.is_relative_to(folder):
-            wrong = f"is inside {folder}, where every folder is a class of images"
-            raise UserError(origin, wrong, "choose a folder outside it")
+            problem = f"is inside {folder}, where every folder is a class of images"
+            raise UserError(origin, problem, "choose a folder outside it")
 
 
 def load_splits(data: DataConfig) -> tuple[Index, Index]:
@@ -77,8 +77,8 @@ def check_no_shared_images(train: Index, val: Index) -> None:
     """Raise UserError if the splits share images, even through different paths."""
     shared = _real_paths(train) & _real_paths(val)
     if shared:
-        wrong = f"{len(shared):,} of its images are also in {train.root}, such as {min(shared)}"
-        raise UserError(f"data.val={val.root}", wrong, "remove them from one of the splits")
+        problem = f"{len(shared):,} of its images are also in {train.root}, such as {min(shared)}"
+        raise UserError(f"data.val={val.root}", problem, "remove them from one of the splits")
 
 
 def _real_paths(index: Index) -> set[str]:
@@ -98,16 +98,16 @@ def other_classes(train: Index, val: Index) -> UserError:
     alike = look_alikes(only_val + only_train)
     if alike:
         differences += f"; names that look alike: {', '.join(alike)}"
-    wrong = f"its classes differ from those of {train.root} ({differences})"
-    return UserError(f"data.val={val.root}", wrong, "use the same classes in both")
+    problem = f"its classes differ from those of {train.root} ({differences})"
+    return UserError(f"data.val={val.root}", problem, "use the same classes in both")
 
 
 def _load_undivided(root: str, data: DataConfig, held: HeldOut) -> Index:
     """Load the images from data.train, or from data.root without it, before some are held out."""
     val_split = os.path.join(root, data.val)
     if find_split(val_split, data.storage) or data.val != "val":
-        wrong = f"not allowed with the validation split {val_split}"
-        raise UserError(held.origin, wrong, "omit the key, or move the split")
+        problem = f"not allowed with the validation split {val_split}"
+        raise UserError(held.origin, problem, "omit the key, or move the split")
     train_split = os.path.join(root, data.train)
     if data.train == "train" and find_split(train_split, data.storage) is None:
         return load_index(root, key="data.root", storage=data.storage)
@@ -140,8 +140,8 @@ def hold_out(
         images = np.unique(names[rows])  # a list may repeat some
         count = len(images)
         if count < held.min_images:
-            wrong = f"class {name} has {count} of the {held.min_images} images that it needs"
-            raise UserError(held.origin, wrong, "add images, or remove the class")
+            problem = f"class {name} has {count} of the {held.min_images} images that it needs"
+            raise UserError(held.origin, problem, "add images, or remove the class")
         low = round(held.start * count)
         high = round(held.stop * count)
         if low == 0:

@@ -57,13 +57,19 @@ def torch_splits(
     data = config.data
     key = f"data.source={data.source}"
     if not isinstance(found, tuple | list) or len(found) not in (2, 3):
-        wrong = f"returns an object of type {type(found).__name__}"
-        raise UserError(key, wrong, "return (train, val) or (train, val, classes)")
+        problem = f"returns an object of type {type(found).__name__}"
+        raise UserError(key, problem, "return (train, val) or (train, val, classes)")
     first, second, given = [*found, None][:3]
     classes = class_names(classes_of(first) if given is None else given)
     if not classes:
-        cure = "return (train, val, classes), or set the attribute `classes` of the dataset"
-        raise UserError(key, "the classes are unknown", cure)
+        fix = "return (train, val, classes), or set the attribute `classes` of the dataset"
+        raise UserError(key, "the classes are unknown", fix)
+    if len(set(classes)) < len(classes):
+        raise UserError(key, "several classes have the same name", "rename them")
+    val_names = getattr(unwrap(second, slice(None))[0], "classes", None)
+    if given is None and val_names is not None and class_names(val_names) != classes:
+        problem = "the classes of the validation dataset differ from those of the training dataset"
+        raise UserError(key, problem, "use the same classes in the same order in both")
     splits = SharedObject(divided(first, second, data, classes))
     options: dict[str, Any] = {
         "seed": config.train.seed,
@@ -83,8 +89,8 @@ def divided(first: Any, second: Any, data: DataConfig, classes: Sequence[str]) -
     if held is None:
         return first, second
     if second is not None:
-        cure = "return (train, None), or omit this key"
-        raise UserError(held.origin, "the function returns a validation split", cure)
+        fix = "return (train, None), or omit this key"
+        raise UserError(held.origin, "the function returns a validation split", fix)
     check_map_style(first, f"data.source={data.source}")
     labels = labels_of(first)
     if labels is None or (labels // len(classes)).any():  # outside the classes
@@ -179,9 +185,9 @@ class TorchDataset(Dataset):
             return
         low, high = float(image.min()), float(image.max())
         if not LOWEST <= low <= high <= HIGHEST:  # also NaN
-            wrong = f"{name} has values from {low:.3g} to {high:.3g}, expected [0, 1]"
-            cure = "divide by 255 or remove Normalize; or set data.mean=[0] data.std=[1]"
-            raise UserError(self.name(index), wrong, cure)
+            problem = f"{name} has values from {low:.3g} to {high:.3g}, expected [0, 1]"
+            fix = "divide by 255 or remove Normalize; or set data.mean=[0] data.std=[1]"
+            raise UserError(self.name(index), problem, fix)
 
     def name(self, index: int) -> str:
         return sample_name(self.samples, index)
@@ -207,10 +213,12 @@ def check_map_style(samples: Any, key: str) -> None:
     """Raise UserError with `key` unless a dataset has a length, of at least 1."""
     kind = type(samples).__name__
     if not hasattr(samples, "__len__"):
-        cure = "return a map-style dataset for each split, or set data.val_fraction=0.2"
-        raise UserError(key, f"{kind} has no __len__", cure)
+        fix = "return a map-style dataset for each split, or set data.val_fraction=0.2"
+        raise UserError(key, f"a split has no __len__ ({kind})", fix)
     if not len(samples):
-        raise UserError(key, f"{kind} has no samples", "return at least one for each split")
+        raise UserError(
+            key, f"a split has no samples ({kind})", "return at least one for each split"
+        )
 
 
 def dtypes_of(sample: Sample) -> dict[str, str]:
@@ -223,11 +231,12 @@ def arrays_of(sample: Any, origin: str) -> Sample:
         image, label = sample
         sample = {IMAGE: image, "label": label}
     if not isinstance(sample, Mapping):
-        wrong = f"a sample is an object of type {type(sample).__name__}"
-        raise UserError(origin, wrong, "return (image, label) or a dict")
+        problem = f"a sample has type {type(sample).__name__}"
+        raise UserError(origin, problem, "return (image, label) or a dict")
     if IMAGE not in sample or TARGET in sample:
-        wrong = f"a sample has the fields {', '.join(map(str, sample))}"
-        raise UserError(origin, wrong, "rename the image to image, and the class index to label")
+        problem = f"a sample has the fields {', '.join(map(str, sample))}"
+        fix = "rename the image to image, and the class index to label; target is reserved"
+        raise UserError(origin, problem, fix)
     return {str(name): field_array(str(name), value, origin) for name, value in sample.items()}
 
 
@@ -239,8 +248,8 @@ def field_array(name: str, value: Any, origin: str) -> np.ndarray:
         return image_array(name, value, origin)
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
-        wrong = f"{name} is {type(value).__name__}; expected a number, an array or a tensor"
-        raise UserError(origin, wrong, "remove or encode it")
+        problem = f"{name} is {type(value).__name__}; expected a number, an array or a tensor"
+        raise UserError(origin, problem, "remove or encode it")
     if array.dtype.kind == "f":
         return array.astype(np.float32)
     if name == "label":  # may be an array of one element
@@ -259,8 +268,8 @@ def image_array(name: str, value: Any, origin: str) -> np.ndarray:
         array = array[..., None]
     is_image = array.ndim == 3 and array.size > 0 and array.dtype in (np.uint8, np.float32)
     if not is_image:
-        wrong = f"{name} is {array.dtype} {list(array.shape)}"
-        raise UserError(origin, wrong, "expected uint8 or float, [H, W, C] or a tensor [C, H, W]")
+        problem = f"{name} is {array.dtype} {list(array.shape)}"
+        raise UserError(origin, problem, "expected uint8 or float, [H, W, C] or a tensor [C, H, W]")
     # Channels come first in a tensor, unless only the last axis is short enough for them.
     first = array.shape[0] <= MAX_CHANNELS
     last = array.shape[2] <= MAX_CHANNELS

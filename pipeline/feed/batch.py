@@ -31,8 +31,8 @@ class Batch:
     def __getitem__(self, name: str) -> Tensor:
         """Return a field. Raises UserError if the samples lack it."""
         if name not in self.fields:
-            wrong = f"samples have no such field, only {', '.join(self.fields)}"
-            raise UserError(f'batch["{name}"]', wrong, "add it to the dataset's samples")
+            problem = f"samples have no such field, only {', '.join(self.fields)}"
+            raise UserError(f'batch["{name}"]', problem, "add it to the dataset's samples")
         return self.fields[name]
 
     @classmethod

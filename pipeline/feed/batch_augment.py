@@ -280,5 +280,5 @@ def find_mixed_field(
         field = fields[others[0]]
         if not field.shape or np.dtype(field.dtype).kind == "f":
             return others[0]
-    wrong = f"mixup and cutmix mix one class index or floats; a sample has {', '.join(fields)}"
-    raise UserError("augment.batch", wrong, "remove them")
+    problem = f"mixup and cutmix mix one class index or floats; a sample has {', '.join(fields)}"
+    raise UserError("augment.batch", problem, "remove them")

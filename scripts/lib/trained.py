@@ -242,9 +242,9 @@ def _read_names(path: Path, count: int) -> tuple[str, ...]:
     names = path.read_text("utf-8-sig", "surrogateescape").splitlines()
     different = set(names)
     if not len(names) == len(different) == count:
-        wrong = f"has {len(different)} different lines, the model has {count} classes"
+        problem = f"has {len(different)} different lines, the model has {count} classes"
         fix = "write one name per line, in logit order"
-        raise UserError(f"--classes {path}", wrong, fix)
+        raise UserError(f"--classes {path}", problem, fix)
     return tuple(names)
 
 
@@ -273,9 +273,9 @@ def sizes_in(
     sizes = [weights[key].shape[0] for key in head if key in weights]
     if not sizes:
         key = min(weights, default="none")
-        wrong = f"has no {', '.join(head)} of model.name={config.name}, but keys such as {key}"
+        problem = f"has no {', '.join(head)} of model.name={config.name}, but keys such as {key}"
         fix = "set a different model.name, or remove a key prefix such as Lightning's `model.`"
-        raise UserError(origin, wrong, fix)
+        raise UserError(origin, problem, fix)
     return _channels_in(weights, model), sizes[0]
 
 

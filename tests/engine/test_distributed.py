@@ -50,7 +50,9 @@ def test_join_world_reads_torchrun_variables(monkeypatch):
 @pytest.mark.parametrize(("size", "reason"), [("2", "'RANK'"), ("two", "invalid literal")])
 def test_join_world_reports_wrong_variables(size, reason, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", size)
-    with pytest.raises(UserError, match=f"^WORLD_SIZE: .*{reason}.*; unset it, or start with "):
+    with pytest.raises(
+        UserError, match=f"^WORLD_SIZE, .*{reason}.*; start with torchrun, or unset"
+    ):
         join_world("cpu").__enter__()
 
 
@@ -70,7 +72,7 @@ def test_resolve_device(monkeypatch):
     gpus(2)
     assert resolve_device("auto", 1) == resolve_device("cuda", 1) == torch.device("cuda", 1)
     assert resolve_device("cpu", 1) == torch.device("cpu")
-    message = r"^train\.device=cuda: torch sees 2 of 3 devices on .+; omit the key"
+    message = r"^train\.device=cuda: torch sees 2 of 3 devices on .+; start at most"
     for rank in (0, 2):  # also on ranks that have a GPU
         with pytest.raises(UserError, match=message):
             resolve_device("auto", rank, 3)

@@ -1,6 +1,7 @@
 """Models by name, error messages, and weights from files and libraries."""
 
 import copy
+import os
 import re
 import sys
 from types import SimpleNamespace
@@ -130,7 +131,7 @@ def test_fit_weights_new_head_is_zero(caplog):
         assert not now.pop("fc.weight").any()
         assert not now.pop("fc.bias").any()
         assert same(now, body)
-        assert "no head for these classes: fc.weight, fc.bias are new" in caplog.text
+        assert "does not match the classes, so fc.weight, fc.bias are newly init" in caplog.text
 
 
 def test_fit_weights_new_head_before_relu_learns():
@@ -178,10 +179,16 @@ def test_load_weights_keeps_head_only_in_known_class_order(tmp_path, caplog, cla
     torch.save({"arch": "tiny", "state_dict": stored}, tmp_path / "weights.pth")
     load_weights(model, tmp_path / "weights.pth", classes)
     assert torch.equal(model.state_dict()["fc.weight"], kept * stored["fc.weight"])
-    assert ("the order of its classes is unknown; to keep its head" in caplog.text) != kept
+    assert ("its class order is unknown; to keep its head" in caplog.text) != kept
     caplog.clear()
     load_weights(tiny(20), tmp_path / "weights.pth", [f"class{i}" for i in range(20)])
     assert "unknown" not in caplog.text  # the head has a different size
+
+
+def test_load_weights_rejects_pipe(tmp_path):
+    os.mkfifo(tmp_path / "weights.pth")
+    with pytest.raises(UserError, match=r"cannot be read \(not a regular file\); expected "):
+        load_weights(tiny(), tmp_path / "weights.pth")
 
 
 @pytest.mark.parametrize("name", ["densenet121", "vit_b_32"])

@@ -40,9 +40,9 @@ def val_samples(source: str, tree: Tree, images: Tree) -> list[Sample]:
     labels = val_labels(source, tree)
     different = sorted(images.keys() ^ labels.keys())
     if different:
-        problem = "has no label" if different[0] in images else "is missing"
-        wrong = f"validation image {different[0]} {problem} ({len(different):,} in total)"
-        raise UserError(source, wrong, f"add all images and their labels ({LABELS})")
+        state = "has no label" if different[0] in images else "is missing"
+        problem = f"validation image {different[0]} {state} ({len(different):,} in total)"
+        raise UserError(source, problem, f"add all images and their labels ({LABELS})")
     return [Sample("val", labels[name], name, place) for name, place in images.items()]
 
 

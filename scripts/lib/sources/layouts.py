@@ -94,8 +94,8 @@ def check_classes_of_val(source: str, samples: list[Sample]) -> None:
     unknown = sorted(names["val"].keys() - names["train"].keys())
     if names["train"] and unknown:
         label = unknown[0]
-        wrong = f"{names['val'][label]} has the class {label}, which has no training images"
-        raise UserError(source, wrong, "correct its label, or add training images")
+        problem = f"{names['val'][label]} has the class {label}, which has no training images"
+        raise UserError(source, problem, "correct its label, or add training images")
 
 
 def class_folders(source: str, labels: set[str]) -> dict[str, str]:
@@ -206,8 +206,8 @@ def split_files(source: str, paths: list[str]) -> list[tuple[str, str]]:
     files = [(path, split_of(path)) for path in paths]
     unclear = [path for path, split in files if not split]
     if 0 < len(unclear) < len(files):
-        wrong = "the name contains neither train nor val, unlike other files"
-        raise UserError(f"{source}: {unclear[0]}", wrong, "rename or remove it")
+        problem = "the name contains neither train nor val, unlike other files"
+        raise UserError(f"{source}: {unclear[0]}", problem, "rename or remove it")
     return files
 
 

@@ -78,8 +78,8 @@ def parquet_columns(path: str) -> Columns:
         labels = [name for name in features if features[name].get("_type") == "ClassLabel"]
     if len(images) != 1 or len(labels) != 1:
         names = ", ".join(schema.names)
-        wrong = f"has the columns {names}; expected one with images and one with labels"
-        raise UserError(path, wrong, "name the columns image and label")
+        problem = f"has the columns {names}; expected one with images and one with labels"
+        raise UserError(path, problem, "name the columns image and label")
     label = labels[0]
     return Columns(images[0], label, features.get(label, {}).get("names", []))
 

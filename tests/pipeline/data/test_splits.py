@@ -89,6 +89,15 @@ def test_build_datasets_rejects_unequal_classes(image_root):
         build_datasets(from_overrides([f"data.root={image_root}", source]))
 
 
+def test_build_datasets_names_class_of_val_alone(train_copy, tmp_path):
+    """The message is about the classes, although label 3 is also outside the training classes."""
+    shutil.copytree(train_copy, tmp_path / "both" / "train")
+    shutil.copytree(train_copy, tmp_path / "both" / "val")
+    shutil.copytree(train_copy / "dots", tmp_path / "both" / "val" / "zebra")
+    with pytest.raises(UserError, match=r"its classes differ .* only here: \['zebra'\]"):
+        build_datasets(from_overrides([f"data.root={tmp_path / 'both'}"]))
+
+
 def test_other_classes_shows_names_that_look_alike(train_copy, tmp_path):
     shutil.copytree(train_copy, tmp_path / "both" / "train")
     shutil.copytree(train_copy, tmp_path / "both" / "val")

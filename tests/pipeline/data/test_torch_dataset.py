@@ -110,7 +110,7 @@ def test_torch_dataset_seeds_global_generators():
     [
         (
             [(RGB, 1, 2)],
-            r"Rows\[0\]: a sample is an object of type tuple; return \(image, label\) or a",
+            r"Rows\[0\]: a sample has type tuple; return \(image, label\) or a",
         ),
         (
             [{"img": RGB, "label": 0}],
@@ -125,7 +125,7 @@ def test_torch_dataset_seeds_global_generators():
         ),
         ([(RGB / 1, 1)], r"image has values from 0 to 2\d\d, expected \[0, 1\]; .* data.std=\[1\]"),
         ([(RGB / np.nan, 1)], r"image has values from nan to nan"),
-        ([], "data.source=tests.helpers.own_data:rows: Rows has no samples; return at least one"),
+        ([], "own_data:rows: a split has no samples .Rows.; return at least one"),
         ([{"image": RGB, "target": 1}], "a sample has the fields image, target; rename"),
         ([(RGB[:0], 1)], r"image is uint8 \[0, 10, 3\]; expected"),
         ([{"image": RGB, "mask": RGB[:4, :, 0]}], r"mask: the mask's .width, height. is .10, 4."),
@@ -142,7 +142,7 @@ def test_torch_splits_invalid_first_sample(rows, message):
         ((RGB, 0.5), r"has the fields .*'label': 'float32'}; the first sample has .*'int64'}$"),
         ((RGB / 256, 1), r"has the fields {'image': 'float32', .*; the first sample .*'uint8'"),
         ({"image": RGB}, r"has the fields {'image': 'uint8'}; the first sample has .*'label'"),
-        (None, "a sample is an object of type NoneType; return"),
+        (None, "a sample has type NoneType; return"),
     ],
 )
 def test_torch_dataset_invalid_later_sample(row, message):
@@ -206,9 +206,14 @@ def test_torch_splits_classes_and_labels():
     ("found", "message"),
     [
         ((Rows((RGB, 0)), Rows((RGB, 0))), "the classes are unknown; return .train, val, classes."),
-        ((iter(()), Rows((RGB, 0)), "abc"), "tuple_iterator has no __len__; "),
+        ((iter(()), Rows((RGB, 0)), "abc"), r"a split has no __len__ \(tuple_iterator\); "),
         ((Rows((RGB, 0)),), "returns an object of type tuple; return .train, val. or"),
-        ((Rows((RGB, 0)), None, "ab"), "NoneType has no __len__; return"),
+        ((Rows((RGB, 0)), Rows((RGB, 0)), ["a", "b", "a"]), "several classes have the same name"),
+        (
+            (Rows((RGB, 0), classes=["a", "b"]), Rows((RGB, 0), classes=["b", "a"])),
+            "the classes of the validation dataset differ from those of the training",
+        ),
+        ((Rows((RGB, 0)), None, "ab"), r"a split has no __len__ \(NoneType\); return"),
     ],
 )
 def test_torch_splits_invalid(found, message):
