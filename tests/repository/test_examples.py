@@ -252,10 +252,10 @@ def test_early_stopping_patch_with_two_ranks(tree, tmp_path):
     assert scores.index(max(scores)) == len(scores) - 4  # train.patience=3
     assert validations[-1]["step"] == steps
     assert summary_of(folder)["history"][0].startswith("stopped early after epoch ")
-    assert f"finished after step {steps:,}" in fork.run(two)
+    assert f"this run finished at step {steps:,}" in fork.run(two)
     fork.run([*two, "train.patience=4"])
     assert summary_of(folder)["step"] > steps
-    assert "give schedule=constant" in fork.run([*words, "schedule=cosine"], status=2)
+    assert "set schedule=constant" in fork.run([*words, "schedule=cosine"], status=2)
 
 
 TESTS = [("mlflow", "mlflow"), ("grad_cam", "grad_cam"), ("roc", "roc"), ("regression", "table")]
