@@ -3,6 +3,7 @@
 Each file is written under a temporary name, fsynced and renamed; then its directory is fsynced.
 """
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
+
+from conf.errors import UserError
 
 to_list = methodcaller("tolist")  # of tensors, arrays and NumPy's numbers
 
@@ -59,3 +62,12 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def lock(descriptor: int, subject: str, fix: str) -> None:
+    """Lock an open file until it is closed. Raises UserError if a process has locked it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(subject, "in use by a process", fix) from None

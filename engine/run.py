@@ -4,7 +4,6 @@
 training, loads the state and locks the directory. `save` writes checkpoints while it continues.
 """
 
-import fcntl
 import gc
 import hashlib
 import json
@@ -28,7 +27,7 @@ from conf.schema import CHOOSE_SAMPLES, Config, config_values, result_keys, show
 from engine import checkpoint
 from engine.compute import Compute
 from engine.distributed import World
-from engine.files import replace_file
+from engine.files import lock, replace_file
 from engine.losses import Loss
 from engine.metrics import Metrics
 from engine.schedule import Schedule
@@ -169,12 +168,12 @@ class Run(AbstractContextManager["Run"]):
         earlier run. Raises UserError if a process has trained in it since `read_checkpoint`.
         """
         if self.config.checkpoint.resume == "never" and self.path.exists():
-            lock = _lock(self.path)  # fails if a process trains in it
+            descriptor = _lock(self.path)  # fails if a process trains in it
             folder = self.path.resolve()  # run.dir may be a symlink to a different disk
             aside = folder.with_name(f"{folder.name}.old-{datetime.now():%Y%m%d-%H%M%S-%f}")
             os.rename(folder, aside)
             folder.mkdir()
-            os.close(lock)
+            os.close(descriptor)
             logger.info("moved the earlier run to %s", aside)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.path)
@@ -355,11 +354,7 @@ def check_changes(path: Path, changes: Mapping[str, str], *, accept: bool) -> No
 
 
 def _lock(path: Path) -> int:
-    """Lock the directory. The kernel releases the lock when the process ends for any reason."""
-    lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise UserError(f"run.dir={path}", "in use by a process", "set a new run.name") from None
-    return lock
+    """Lock the directory, and return the descriptor of its lock file."""
+    descriptor = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
+    lock(descriptor, f"run.dir={path}", "set a new run.name")
+    return descriptor

@@ -125,9 +125,8 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     if stored == "[]" and len(classes) in outputs and has_two_orders(classes):
         has_same_classes = False
         fix = "to keep its head, name them: export.py FILE --to safetensors --classes NAMES"
-        logger.warning(
-            "%s: its head is not loaded, because its class order is unknown; %s", origin, fix
-        )
+        text = "%s: its head is not loaded, because its class order is unknown; %s"
+        logger.warning(text, origin, fix)
     if not has_same_classes:
         for name in head:
             weights.pop(name, None)

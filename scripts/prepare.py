@@ -68,7 +68,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from fcntl import LOCK_EX, LOCK_NB, flock
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
@@ -77,7 +76,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from conf import cli
-from engine.files import replace_file, replacing, write_json
+from engine.files import lock, replace_file, replacing, write_json
 from pipeline.data import decode
 from pipeline.data.listing import tar_members
 from pipeline.feed import machine
@@ -253,13 +252,8 @@ def check_output(to: Path, settings: dict[str, Any]) -> None:
 def locked(to: Path) -> Iterator[None]:
     """Lock the output folder. Raises UserError if a different process has locked it."""
     folder = os.open(to, os.O_RDONLY)
-    try:
-        flock(folder, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        fix = "wait until it ends, or choose a different folder"
-        raise UserError(f"--to {to}", "in use by a different process", fix) from None
-    except OSError:  # some network file systems have no locks
-        pass
+    with suppress(OSError):  # some network file systems have no locks
+        lock(folder, f"--to {to}", "wait until it ends, or choose a different folder")
     try:
         yield
     finally:

@@ -117,15 +117,14 @@ class Observers:
             for key in sorted(added.keys() & row.keys() - self._ignored):
                 self._ignored.add(key)
                 logger.warning("%s: returns the existing key %s; rename it", name, key)
-            row = row | added | row  # in the order of the keys
+            row = row | added | row  # existing keys keep their position and value
         return row
 
 
 def _returned_values(event: Callable[[Observer], Any], observer: Observer) -> dict[str, Any]:
     """Return a method's values as plain numbers and lists. Raises an error for other types."""
     values = dict(event(observer) or {})
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=to_list))
-    return plain
+    return dict(json.loads(json.dumps(values, default=to_list)))
 
 
 def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str, Any]]]:

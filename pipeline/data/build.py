@@ -131,10 +131,7 @@ Options = dict[str, Any]  # arguments of FolderDataset
 
 
 def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose) -> Splits:
-    """Build both splits.
-
-    Raises UserError if one is empty, if their classes differ, or if a known label is no class.
-    """
+    """Build both splits. Raises UserError for empty splits, different classes or wrong labels."""
     key = f"data.source={data.source}"
     match call_source(config, data, train, val):
         case [Dataset() as train_split, Dataset() as val_split, [_, *_] as classes]:

@@ -332,8 +332,7 @@ def _listed_rows(path: str, origin: str) -> Iterator[tuple[int, str, str]]:
         if len(cells) != 2 or is_image(os.fsencode(cells[1])):
             fix = "write one image per line; the columns are path,label"
             raise UserError(origin, f"line {line} is not path,label", fix)
-        image, label = cells
-        yield line, image, label
+        yield line, cells[0], cells[1]
 
 
 def _is_header(rows: list[tuple[int, str, str]], folder: str) -> bool:

@@ -66,8 +66,9 @@ def torch_splits(
         raise UserError(key, "the classes are unknown", fix)
     if len(set(classes)) < len(classes):
         raise UserError(key, "several classes have the same name", "rename them")
-    val_names = getattr(unwrap(second, slice(None))[0], "classes", None)
-    if given is None and val_names is not None and class_names(val_names) != classes:
+    val_names = classes_of(second)  # a number if only its labels are known
+    is_named = given is None and isinstance(val_names, list | tuple)
+    if is_named and class_names(val_names) not in ((), classes):
         problem = "the classes of the validation dataset differ from those of the training dataset"
         raise UserError(key, problem, "use the same classes in the same order in both")
     splits = SharedObject(divided(first, second, data, classes))
@@ -216,9 +217,8 @@ def check_map_style(samples: Any, key: str) -> None:
         fix = "return a map-style dataset for each split, or set data.val_fraction=0.2"
         raise UserError(key, f"a split has no __len__ ({kind})", fix)
     if not len(samples):
-        raise UserError(
-            key, f"a split has no samples ({kind})", "return at least one for each split"
-        )
+        problem = f"a split has no samples ({kind})"
+        raise UserError(key, problem, "return at least one for each split")
 
 
 def dtypes_of(sample: Sample) -> dict[str, str]:

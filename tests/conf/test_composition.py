@@ -90,7 +90,7 @@ def test_from_checkpoint_applies_overrides(values):
     for override, message in {
         "optim.lrr=1": "unknown key",
         "data.val_size=7": "invalid value",
-        "recipe=demo": "the checkpoint contains the whole config; remove recipe=NAME",
+        "recipe=demo": "the checkpoint contains the config; remove recipe=NAME",
     }.items():
         with pytest.raises(UserError, match=message):
             from_checkpoint(values, [override])

@@ -503,7 +503,7 @@ def test_prepare_locks_output_folder(tmp_path, capsys):
     (tmp_path / "to").mkdir()
     with prepare.locked(tmp_path / "to"):
         assert run(source, tmp_path / "to") == 2
-    assert "to: in use by a different process; wait until it ends" in capsys.readouterr().err
+    assert "to: in use by a process; wait until it ends" in capsys.readouterr().err
     assert run(source, tmp_path / "to") == 0
 
 
