@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+# Cyrillic, then Greek letters -> the Latin letters that they resemble, in one of both cases
+LATIN = str.maketrans("авекмнорстухіјѕοαβεικνρτυχ", "abekmhopctyxijsoabeiknptyx")
 TABLE = Path(__file__).with_name("imagenet_classes.tsv")
 
 
@@ -28,15 +30,13 @@ def imagenet_names() -> dict[str, str]:
 def look_alikes(names: Iterable[str]) -> list[str]:
     """Describe groups of class names that a reader cannot tell apart, with their code points.
 
-    Compares Unicode forms (NFKC), case, spaces at the ends and invisible characters.
+    Compares Unicode forms (NFKC), case, spaces at the ends, invisible characters, leading zeros,
+    and Cyrillic and Greek letters with the Latin ones.
     """
     groups = defaultdict(list)
     for name in sorted(set(names)):
         code_points = " ".join(f"{ord(character):X}" for character in name)
-        groups[_visible(name)].append(f"{name!r} ({code_points})")
+        visible = "".join(filter(str.isprintable, unicodedata.normalize("NFKC", name)))
+        shape = visible.casefold().strip().lstrip("0").translate(LATIN)
+        groups[shape].append(f"{name!r} ({code_points})")
     return [" and ".join(group) for group in groups.values() if len(group) > 1]
-
-
-def _visible(name: str) -> str:
-    characters = unicodedata.normalize("NFKC", name)
-    return "".join(filter(str.isprintable, characters)).casefold().strip()

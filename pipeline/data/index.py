@@ -131,6 +131,10 @@ class Index:
     def __len__(self) -> int:
         return len(self.labels.array)
 
+    @property
+    def is_list(self) -> bool:
+        return self.root.lower().endswith(".csv")
+
     def rows(self, rows: np.ndarray) -> "Index":
         """Return a table of the given rows, int64 [n]."""
         arrays = [column.array[rows] for column in (self.paths, self.labels, self.places)]
@@ -191,14 +195,12 @@ def find_storage(place: str | os.PathLike[str]) -> list[str]:
     path = os.path.abspath(place)
     if os.path.isdir(path):
         _, folders, files = next(listing.walk(os.fsencode(path), {}))
-        tars = fnmatch.filter(map(os.fsdecode, files), "*.tar")
+        tars = fnmatch.filter(map(os.fsdecode, files), "*.[tT][aA][rR]")
         if tars and not folders:
             return tars
         return [path]
-    for file in (path, f"{path}.tar", f"{path}.csv"):
-        if file.endswith((".tar", ".csv")) and os.path.isfile(file):
-            return [file]
-    return []
+    existing = filter(os.path.isfile, (path, f"{path}.tar", f"{path}.csv"))
+    return [file for file in existing if file.lower().endswith((".tar", ".csv"))][:1]
 
 
 def find_split(place: str, storage: Any = None) -> Callable[[str], Index] | None:
@@ -232,10 +234,9 @@ def load_index(place: str | os.PathLike[str], *, key: str, storage: Any = None) 
         fix = "set the splits with data.train and data.val, or hold out data.val_fraction=0.2"
         raise UserError(f"{key}={place}", problem, fix + did_you_mean(path.name, names))
     index = load(key)
-    if index.ignored:
-        logger.warning("%s=%s: %s", key, index.root, index.ignored)
-    for alike in look_alikes(index.classes):
-        logger.warning("%s=%s: classes with names that look alike: %s", key, index.root, alike)
+    alike = map("classes with names that look alike: {}".format, look_alikes(index.classes))
+    for remark in filter(None, (index.ignored, *alike)):
+        logger.warning("%s=%s: %s", key, index.root, remark)
     return index
 
 
@@ -286,7 +287,7 @@ def _scan(files: Sequence[str], origin: str, tar_kind: Any, ignored: listing.Ign
         folder = os.path.dirname(files[0])
         listed = list(map(os.fsencode, files))
         stamps = _stamps(listed, tar_kind)  # first: a file that changes meanwhile is read again
-        if files[0].endswith(".tar"):
+        if files[0].lower().endswith(".tar"):
             logger.info("%s: listing the images; the list is cached", origin)
             classes, places = listing.list_tars(files, origin, ignored, tar_kind.members)
         else:

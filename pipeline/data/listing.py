@@ -4,7 +4,7 @@ import csv
 import os
 import sys
 import tarfile
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -74,13 +74,10 @@ def describe_ignored(ignored: Ignored) -> str:
     """Describe ignored paths in one line, with the commonest reasons first; "" if none."""
     if not ignored:
         return ""
-    by_reason = defaultdict(list)
-    for path in sorted(ignored):
-        by_reason[ignored[path]].append(path)
-    commonest = sorted(by_reason, key=lambda reason: -len(by_reason[reason]))
-    reasons = ", ".join(f"{reason} ({len(by_reason[reason]):,})" for reason in commonest[:5])
-    example = os.fsdecode(by_reason[commonest[0]][0])
-    text = f"ignored files or folders: {reasons}, such as {example}"
+    commonest = Counter(map(ignored.__getitem__, sorted(ignored))).most_common(5)
+    reasons = ", ".join(f"{reason} ({count:,})" for reason, count in commonest)
+    example = min(ignored, key=lambda path: (ignored[path] != commonest[0][0], path))
+    text = f"ignored files or folders: {reasons}, such as {os.fsdecode(example)}"
     return " ".join(f"{text}; rename or convert those that should be read".split())
 
 
@@ -101,11 +98,13 @@ def walk(top: bytes, ignored: Ignored) -> Iterator[tuple[bytes, Paths, Paths]]:
         files: Paths = []
         with os.scandir(folder) as entries:
             for entry in sorted(entries, key=attrgetter("name")):
+                # An entry raises OSError for a link to itself; a Path has no target there either.
+                target = Path(os.fsdecode(entry.path)) if entry.is_symlink() else entry
                 if is_hidden(entry.name):
                     ignored[entry.path] = HIDDEN
-                elif entry.is_file():
+                elif target.is_file():
                     files.append(entry.path)
-                elif not entry.is_dir():
+                elif not target.is_dir():
                     ignored[entry.path] = IRREGULAR
                 elif _identity(entry.path) in seen:
                     ignored[entry.path] = TWICE
@@ -277,18 +276,23 @@ def _check_end(file: BinaryIO, at: int, stop: int) -> None:
 
 
 def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and cells for each row in a CSV file, skipping empty rows.
+    """Yield the first line's number and the cells of each row in a CSV file, skipping empty rows.
 
-    Raises OSError if the file cannot be read, and UserError with the line number for invalid CSV.
+    Raises OSError if the file cannot be read, UserError for UTF-16 or, with the line, invalid CSV.
     """
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        if file.read(2) in ("\udcff\udcfe", "\udcfe\udcff"):  # as Excel's Unicode text
+            raise UserError(str(path), "encoded in UTF-16", "save it as CSV in UTF-8")
+        file.seek(0)
         rows = csv.reader(file, skipinitialspace=True, strict=True)
+        line = 1
         try:
             for cells in rows:
                 if cells:
-                    yield rows.line_num, list(map(str.strip, cells))
-        except csv.Error as error:
-            raise UserError(f"{path}: line {rows.line_num}", str(error), "correct it") from None
+                    yield line, list(map(str.strip, cells))
+                line = rows.line_num + 1
+        except csv.Error as error:  # a quote may be closed many lines later, or never
+            raise UserError(f"{path}: line {line}", str(error), "correct its quotes") from None
 
 
 def read_list(path: str, origin: str) -> Classes:

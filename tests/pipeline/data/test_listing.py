@@ -217,7 +217,8 @@ def test_csv_index_paths_and_errors(tmp_path):
     for text, message in (
         ("image,Target\n", "contains no images"),  # no class of that name
         ("1.jpg,a\n2.jpg;a\n", "line 2 is not path,label"),
-        ('"1.jpg,a\n2.jpg,a\n"3.jpg,b', "line 3: ',' expected after '\"'; correct it"),
+        ('"1.jpg,a\n2.jpg,a\n"3.jpg,b', "line 1: ',' expected after '\"'; correct its quotes"),
+        ('1.jpg,a\n\n"2\n.jpg",a\n5.jpg,"b\n6.jpg,c\n', "line 5: unexpected end of data; correct"),
         ("a,1.jpg\nb,2.jpg", "line 1 is not path,label; write one image per line"),
         ("gone,a\nthree.jpg,a\n", "line 1: gone: no such file (1 of 2 images)"),  # no header
         ("label,path\na,1.jpg", "line 2 is not path,label; write one image per line"),
@@ -228,6 +229,8 @@ def test_csv_index_paths_and_errors(tmp_path):
     ):
         (tmp_path / "train.csv").write_text(text)
         assert message in error_message(tmp_path / "train")
+    (tmp_path / "LIST.CSV").write_text("three.jpg\ta\n", "utf-16")  # as Excel's Unicode text
+    assert "LIST.CSV: encoded in UTF-16; save it as" in error_message(tmp_path / "LIST.CSV")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
