@@ -143,6 +143,14 @@ def test_exit_in_user_code_is_reported(words, named, workers, image_root, tmp_pa
     assert capsys.readouterr().err.count(named) == 1
 
 
+@pytest.mark.parametrize("label", [0.5, [1.0, 0.0, 0.0], [1, 0, 0]])
+def test_label_other_than_index_is_named(label, image_root, tmp_path, toy_runs, monkeypatch):
+    monkeypatch.setattr(own_data.Squares, "__getitem__", lambda rows, i: (rows.images[i], label))
+    with pytest.raises(UserError, match=r'^batch\["label"\]: is torch\.\w+ \[3?\]; expected class'):
+        small_run.run(image_root, tmp_path / "run", *words_of("squares"))
+    assert not (tmp_path / "run").exists()
+
+
 NO_SAMPLES = "dataset has no samples; return at least one$"
 NO_CLASSES = r"returns no two datasets with classes; return \(train, val, classes\), two instances"
 INVALID = {

@@ -178,7 +178,7 @@ class TorchDataset(Dataset):
             with seeded(rng):
                 sample = self.samples[index]
             return arrays_of(sample, self.name(index))  # loads a Pillow image
-        except OSError as error:
+        except (OSError, StopIteration) as error:  # or an iterator has ended
             raise UnreadableError(f"{self.name(index)}: {describe(error)}") from error
 
     def _check_range(self, index: int, name: str, image: np.ndarray) -> None:
@@ -228,8 +228,7 @@ def dtypes_of(sample: Sample) -> dict[str, str]:
 def arrays_of(sample: Any, origin: str) -> Sample:
     """Convert a sample's fields to arrays. Raises UserError with `origin` if one is invalid."""
     if isinstance(sample, tuple | list) and len(sample) == 2:
-        image, label = sample
-        sample = {IMAGE: image, "label": label}
+        sample = dict(zip((IMAGE, "label"), sample, strict=True))
     if not isinstance(sample, Mapping):
         problem = f"a sample has type {type(sample).__name__}"
         raise UserError(origin, problem, "return (image, label) or a dict")
@@ -248,7 +247,7 @@ def field_array(name: str, value: Any, origin: str) -> np.ndarray:
         return image_array(name, value, origin)
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
-        problem = f"{name} is {type(value).__name__}; expected a number, an array or a tensor"
+        problem = f"{name} is {type(value).__name__}; expected a 64-bit number, array or tensor"
         raise UserError(origin, problem, "remove or encode it")
     if array.dtype.kind == "f":
         return array.astype(np.float32)
@@ -273,9 +272,7 @@ def image_array(name: str, value: Any, origin: str) -> np.ndarray:
     # Channels come first in a tensor, unless only the last axis is short enough for them.
     first = array.shape[0] <= MAX_CHANNELS
     last = array.shape[2] <= MAX_CHANNELS
-    channels_first = first
-    if first == last:
-        channels_first = isinstance(value, Tensor)
+    channels_first = isinstance(value, Tensor) if first == last else first
     if channels_first:
         array = array.transpose(1, 2, 0)
     return np.ascontiguousarray(array)  # torch does not support negative strides
@@ -285,8 +282,9 @@ def sample_name(samples: Any, index: int) -> str:
     """Return a sample's path if `samples.samples` has it, else `Class[index]`."""
     samples, index = unwrap(samples, index)
     pairs = getattr(samples, "samples", None)
-    if isinstance(pairs, list) and isinstance(pairs[index], tuple):
-        return str(pairs[index][0])
+    with suppress(IndexError):  # a dataset may repeat its samples
+        if isinstance(pairs, list) and isinstance(pairs[index], tuple):
+            return str(pairs[index][0])
     return f"{type(samples).__name__}[{index}]"
 
 

@@ -116,7 +116,8 @@ def test_torch_dataset_seeds_global_generators():
             [{"img": RGB, "label": 0}],
             "a sample has the fields img, label; rename the image to",
         ),
-        ([(RGB, "cat")], "label is str; expected a number, an array or a tensor; remove"),
+        ([(RGB, "cat")], "label is str; expected a 64-bit number, array or tensor; remove"),
+        ([(RGB, 2**70)], "label is int; expected a 64-bit number, array or tensor; remove"),
         ([(RGB[0, 0], 1)], r"image is uint8 \[3\]; expected uint8 or float, \[H, W, C\] or"),
         ([(RGB.astype(int), 1)], r"image is int64 \[8, 10, 3\]; expected uint8 or float"),
         (
@@ -176,8 +177,9 @@ def test_torch_dataset_unreadable_samples():
         )
         return Image.open(io.BytesIO(file.getvalue()[:600])), 0
 
-    with pytest.raises(UnreadableError, match=r"^Rows\[1\]: "):
-        dataset((RGB, 0), damaged)[1]
+    for row, message in ((damaged, ""), (lambda: next(iter(())), "StopIteration$")):
+        with pytest.raises(UnreadableError, match=rf"^Rows\[1\]: {message}"):
+            dataset((RGB, 0), row)[1]
     with pytest.raises(UserError, match=r"^data.source: Rows\[0\]: "):
         dataset(damaged)
 
@@ -193,6 +195,8 @@ def test_torch_splits_classes_and_labels():
     files = Rows((RGB, 0), (RGB, [1]), samples=[("a/1.jpg", 0), ("b/2.jpg", 1)])
     train, _, classes = splits(files, files, 2)
     assert (classes, train.name(1)) == (("0", "1"), "b/2.jpg")
+    repeated = Rows((RGB, 0), (RGB, 1), samples=[("a/1.jpg", 0)])
+    assert splits(repeated, repeated, 2)[0].name(1) == "Rows[1]"
     assert train[1]["label"] == 1 and train.labels is None
     files.labels = np.array([[False], [True]])
     assert splits(files, files, np.array(["a", "b"]))[0].labels.tolist() == [0, 1]
