@@ -66,7 +66,7 @@ from pipeline.data.class_names import imagenet_names
 from pipeline.data.dataset import Dataset
 from pipeline.data.field import IMAGE, LABEL
 from pipeline.data.index import find_split, find_storage
-from pipeline.data.splits import HeldOut, check_output_path, held_out
+from pipeline.data.splits import HeldOut, check_output_path, held_out, load_splits, shared_images
 from pipeline.feed.batch import Batch
 from pipeline.feed.feed import Feed, open_feed
 from pipeline.feed.forkserver import start_forkserver
@@ -134,9 +134,7 @@ def evaluate_checkpoint(
     datasets = build_val(config)
     classes, indices = outputs_of(trained, datasets, all_outputs=all_outputs)
     names, _ = imagenet_classes(trained, classes)
-    labels: list[list[str | None]] = []
-    if real is not None:
-        labels = read_real(real, datasets.val, names)
+    labels = read_real(real, datasets.val, names) if real is not None else []
     size = datasets.val.fields[IMAGE].device_shape[-1]
     trained.check_fields(datasets.val.fields)
     model = trained.build(device)
@@ -145,8 +143,7 @@ def evaluate_checkpoint(
         kept = torch.tensor(indices, device=device)
     network: Any = model
     if flip or kept is not None:
-        count = trained.num_classes
-        network = partial(select_outputs, model, indices=kept, count=count, flip=flip)
+        network = partial(select_outputs, model, indices=kept, count=trained.num_classes, flip=flip)
 
     def measure(_: nn.Module, batch: Batch) -> Rows:
         return train.validation_values(network, batch)
@@ -418,6 +415,15 @@ def are_trained_on(data: DataConfig, run: DataConfig) -> bool:
     return images_of(data) in trained_on - {images_of(run)}
 
 
+def shared_with_run(trained: Trained, val: Dataset) -> str:
+    """Describe a list's images that the run was trained on; "" if none, or if its data are gone."""
+    index: Any = getattr(val, "index", None)
+    with suppress(UserError, AssertionError):  # there may be no data.root
+        if getattr(index, "is_list", False):
+            return shared_images(load_splits(data_of_run(trained))[0], index)
+    return ""
+
+
 def print_result(result: Evaluated, folder: Path) -> None:
     trained, summary = result.trained, result.summary
     metrics = Metrics.of(trained.config)
@@ -436,8 +442,10 @@ def print_result(result: Evaluated, folder: Path) -> None:
         run = data_of_run(trained)
         if trained.stored["identity"].get("data.val") != result.datasets.val.fingerprint():
             run = replace(run, val_fraction=0.0, val_fold=None)  # held out different images
+        notes = [shared_with_run(trained, result.datasets.val)]
         if are_trained_on(trained.config.data, run):
-            say("note      these may be training images, so the result may be too high")
+            notes.append("these may be training images, so the result may be too high")
+        say(*map("note      {}".format, filter(None, notes)))
 
 
 def evaluate_one(options: argparse.Namespace) -> int:

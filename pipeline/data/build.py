@@ -1,6 +1,7 @@
 """Build the datasets and the transforms of both splits from a config."""
 
 import inspect
+import logging
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -18,8 +19,10 @@ from pipeline.data.dataset import Dataset, FakeDataset, FolderDataset, check_lab
 from pipeline.data.decode import DECODERS, Picture
 from pipeline.data.device_stage import DeviceStage
 from pipeline.data.field import IMAGE, LABEL
-from pipeline.data.splits import held_out, load_splits, other_classes
+from pipeline.data.splits import held_out, load_splits, other_classes, shared_images
 from pipeline.data.torch_dataset import torch_splits
+
+logger = logging.getLogger(__name__)
 
 # Shapes of the images to which each list of transforms is applied before training starts
 TRIALS = ((400, 300, 3), (300, 400, 3)) * 4
@@ -53,6 +56,8 @@ def build_datasets(
     if len(classes) < 2 and train.fields.get("label") == LABEL:
         fix = f"add a class, or set data.root={data.root}/{classes[0]} if its folders are classes"
         raise UserError(f"data.root={data.root}", f"all images have the class {classes[0]}", fix)
+    if isinstance(train, FolderDataset) and train.fingerprint() == val.fingerprint():  # or copies
+        logger.warning("data.val=%s: %s", data.val, shared_images(train.index, train.index))
     every = [*train.fields.values(), *val.fields.values()]
     formats = {(field.highest, field.shape[-1]) for field in every if field.image}
     if len(formats) > 1:
@@ -83,13 +88,11 @@ def choose_decode_modes(config: Config, stage: DeviceStage, stored: str | None) 
     if name not in choices:
         fix = f"choose from {', '.join(choices)}{did_you_mean(name, choices)}"
         raise UserError(f"loader.decoder={name}", "no such decoder on this device", fix)
-    if name == "auto":
-        if stored is None:
-            return modes
-        name = stored  # if it no longer exists, the identity check raises
-    if name in modes:
-        return (name,)
-    return modes[:1]  # a name in DECODERS applies to the mode cpu
+    chosen = stored if name == "auto" else name
+    if chosen is None:
+        return modes
+    # If the stored mode no longer exists, the identity check raises. DECODERS apply to the mode cpu
+    return (chosen,) if chosen in modes else modes[:1]
 
 
 def check_channels(data: DataConfig, channels: int) -> None:
@@ -146,7 +149,7 @@ def build_splits(config: Config, data: DataConfig, train: Compose, val: Compose)
         if not len(split):
             raise UserError(key, f"the {name} dataset has no samples", "return at least one")
         labels = split.labels
-        if labels is not None and split.fields.get("label") == LABEL:
+        if labels is not None:
             for index in (int(labels.argmin()), int(labels.argmax())):
                 check_label(split, index, labels[index], len(classes))
     return train_split, val_split, tuple(classes)

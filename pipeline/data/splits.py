@@ -48,11 +48,10 @@ def check_output_path(output: str | os.PathLike[str], data: DataConfig, origin: 
     if held_out(data) and not find_storage(splits[0]):
         splits.append(root)  # contains the class folders
     inner = Path(output).resolve()
-    for split in splits:
-        folder = split.resolve()
-        if inner.is_relative_to(folder):
-            problem = f"is inside {folder}, where every folder is a class of images"
-            raise UserError(origin, problem, "choose a folder outside it")
+    outer = list(filter(inner.is_relative_to, map(Path.resolve, splits)))
+    if outer:
+        problem = f"is inside {outer[0]}, where every folder is a class of images"
+        raise UserError(origin, problem, "choose a folder outside it")
 
 
 def load_splits(data: DataConfig) -> tuple[Index, Index]:
@@ -67,27 +66,26 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     # data.val first: evaluate.py sets it for both splits, and the error should name this key.
     val = load_index(os.path.join(root, data.val), key="data.val", storage=data.storage)
     train = load_index(os.path.join(root, data.train), key="data.train", storage=data.storage)
-    has_list = train.root.endswith(".csv") or val.root.endswith(".csv")
-    if has_list and train.root != val.root:
-        check_no_shared_images(train, val)
+    if (train.is_list or val.is_list) and train.root != val.root:
+        shared = shared_images(train, val)
+        if shared:
+            raise UserError(f"data.val={val.root}", shared, "remove them from one of the splits")
     return train, val
 
 
-def check_no_shared_images(train: Index, val: Index) -> None:
-    """Raise UserError if the splits share images, even through different paths."""
-    shared = _real_paths(train) & _real_paths(val)
-    if shared:
-        problem = f"{len(shared):,} of its images are also in {train.root}, such as {min(shared)}"
-        raise UserError(f"data.val={val.root}", problem, "remove them from one of the splits")
+def shared_images(train: Index, val: Index) -> str:
+    """Describe the images in both tables, even through different paths; "" if there are none."""
+    names = set(map(os.path.basename, val.paths.array.tolist()))
+    rows = [os.path.basename(path) in names for path in train.paths.array.tolist()]
+    shared = _real_paths(train.rows(np.flatnonzero(rows))) & _real_paths(val)
+    counts = f"{len(shared):,} of {len(val):,} validation images are also training images"
+    return f"{counts} (first: {min(shared)})" if shared else ""
 
 
 def _real_paths(index: Index) -> set[str]:
     real = cache(os.path.realpath)  # only for folders: it would take too long for each image
-    found = set()
-    for row in range(len(index)):
-        folder, name = os.path.split(index.path(row))
-        found.add(os.path.join(real(folder), name))
-    return found
+    paths = map(os.path.split, map(index.path, range(len(index))))
+    return {os.path.join(real(folder), name) for folder, name in paths}
 
 
 def other_classes(train: Index, val: Index) -> UserError:

@@ -264,6 +264,10 @@ def test_evaluate_run_with_val_fraction(frozen_gc, image_root, tmp_path, capsys)
     os.unlink(again.datasets.val.name(0))  # changes the held-out images
     evaluate.print_result(measured(folder), tmp_path)
     assert "note      these may be training images" in capsys.readouterr().out
+    as_list(flat, tmp_path / "every.csv")
+    evaluate.print_result(measured(folder, f"data.val={tmp_path}/every.csv"), tmp_path)
+    shared = f"26 of 35 validation images are also training images (first: {flat}"
+    assert f"\nnote      {shared}" in capsys.readouterr().out
     # Another split, however it is stored, in place of the images that were held out.
     names = [path.stem for path in sorted(image_root.glob("val/*/*"))]
     for typed in (f"data.root={image_root}", f"data.val={image_root / 'val'}"):

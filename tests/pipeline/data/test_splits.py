@@ -15,7 +15,7 @@ from pipeline.data.index import ImageFolder, Index, load_index
 from pipeline.data.splits import HeldOut, load_splits, split_rows
 from scripts.lib.trained import build_val
 from tests.helpers.small_run import SMALL
-from tests.helpers.stored import as_tar, samples
+from tests.helpers.stored import as_list, as_tar, samples
 
 
 def splits(root: object, **keys: object) -> tuple[Index, Index]:
@@ -89,30 +89,40 @@ def test_build_datasets_rejects_unequal_classes(image_root):
         build_datasets(from_overrides([f"data.root={image_root}", source]))
 
 
-def test_build_datasets_names_class_of_val_alone(train_copy, tmp_path):
+def test_build_datasets_names_classes_of_val_alone(train_copy, tmp_path):
     """The message is about the classes, although label 3 is also outside the training classes."""
-    shutil.copytree(train_copy, tmp_path / "both" / "train")
-    shutil.copytree(train_copy, tmp_path / "both" / "val")
-    shutil.copytree(train_copy / "dots", tmp_path / "both" / "val" / "zebra")
-    with pytest.raises(UserError, match=r"its classes differ .* only here: \['zebra'\]"):
-        build_datasets(from_overrides([f"data.root={tmp_path / 'both'}"]))
+    val = shutil.copytree(train_copy, tmp_path / "val")
+    shutil.copytree(train_copy / "dots", val / "zebra")
+    (val / "dots").rename(val / "Dots ")
+    alike = r"look alike: 'Dots ' \(44 6F 74 73 20\) and 'dots' "
+    with pytest.raises(UserError, match=rf"classes .* here: \['Dots ', 'zebra'\]; .*{alike}"):
+        build_datasets(from_overrides([f"data.root={tmp_path}"]))
 
 
-def test_other_classes_shows_names_that_look_alike(train_copy, tmp_path):
-    shutil.copytree(train_copy, tmp_path / "both" / "train")
-    shutil.copytree(train_copy, tmp_path / "both" / "val")
-    (tmp_path / "both" / "val" / "dots").rename(tmp_path / "both" / "val" / "Dots ")
-    with pytest.raises(UserError, match=r"look alike: 'Dots ' \(44 6F 74 73 20\) and 'dots' "):
-        build_datasets(from_overrides([f"data.root={tmp_path / 'both'}"]))
+@pytest.mark.parametrize("val", ["train", "list", "one.tar", "link", "copy"])
+def test_build_datasets_warns_of_identical_splits(val, train_copy, tmp_path, caplog):
+    as_list(train_copy, tmp_path / "list.csv")
+    as_tar(train_copy, tmp_path / "one.tar")
+    (tmp_path / "link").symlink_to("train")
+    shutil.copytree(train_copy, tmp_path / "copy")
+    train = val if val == "list" else "train"
+    words = [*SMALL, f"data.root={tmp_path}", f"data.train={train}", f"data.val={val}"]
+    built = build_datasets(from_overrides(words))
+    shared = f"36 of 36 validation images are also training images (first: {built.train.name(0)})"
+    assert caplog.messages == [f"data.val={val}: {shared}"]
+    build_datasets(from_overrides([*SMALL, f"data.root={train_copy}", "data.val_fraction=0.5"]))
+    assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("train", ["../train", "train"])
+@pytest.mark.parametrize("train", ["../train", "train", "../TRAIN.CSV"])
 def test_load_splits_rejects_shared_images(train_copy, tmp_path, train):
     image = next(train_copy.glob("*/*"))
     (tmp_path / "link").symlink_to(image.parent)
     (tmp_path.parent / "train.csv").write_text(f"{tmp_path}/link/{image.name},a\n")
+    shutil.copy(tmp_path.parent / "train.csv", tmp_path.parent / "TRAIN.CSV")
     (tmp_path / "3.jpg").touch()
     (tmp_path / "val.csv").write_text(f"3.jpg,a\n./{image.relative_to(tmp_path)},b\n")
-    with pytest.raises(UserError, match=f"val.csv: 1 of its .* also in .*, such as {image}; "):
+    shared = rf"val.csv: 1 of 2 validation images are also training images .first: {image}.; rem"
+    with pytest.raises(UserError, match=shared):
         splits(tmp_path, train=train)
     assert len(splits(tmp_path, train="val")[0]) == 2  # evaluate.py does this
