@@ -223,9 +223,8 @@ class FolderDataset(Dataset):
 
 def calls_stage(dataset: Any) -> bool:
     """Return whether `load` passes RGB images to `stage`, as FolderDataset.load does."""
-    if type(dataset).load is not FolderDataset.load:
-        return False
-    return dataset.fields[IMAGE] == image_field(dataset.transform.image_size)
+    is_inherited = type(dataset).load is FolderDataset.load
+    return is_inherited and dataset.fields[IMAGE] == image_field(dataset.transform.image_size)
 
 
 class FakeDataset(Dataset):

@@ -200,9 +200,7 @@ class Picture:
         Raises UnreadableError if the file cannot be decoded.
         """
         image = self.source
-        steps = self.geometry
-        if not steps:  # the whole image
-            steps = (CropResize((0, 0, *self.size), self.size),)
+        steps = self.geometry or (CropResize((0, 0, *self.size), self.size),)  # the whole image
         for step in steps:
             if isinstance(image, np.ndarray):
                 image = resize(crop(image, step.box, step.fill), step.size, step.interpolation)
@@ -222,9 +220,7 @@ def open_picture(data: bytes, decoder: str, *, exif_orientation: bool = False) -
     """
     try:
         stored = _open_stored(data, decoder)
-        if not exif_orientation:
-            return Picture(stored)
-        orientation = orientation_of(open_image(data))
+        orientation = orientation_of(open_image(data)) if exif_orientation else 1
     except Exception as error:  # Pillow's plugins raise many types: struct.error, IndexError, ...
         raise UnreadableError(describe(error)) from error
     if orientation == 1:
@@ -374,8 +370,7 @@ def color_size(data: bytes) -> Size | None:
 def orientation_of(image: Image.Image) -> int:
     """Return the EXIF orientation of an image, from 1 to 8; 1 if it is missing or damaged."""
     with suppress(Exception):  # Pillow raises many types for damaged EXIF data
-        orientation = image.getexif().get(ORIENTATION, 1)
-        return orientation if orientation in range(1, 9) else 1
+        return range(1, 9).index(image.getexif()[ORIENTATION]) + 1  # raises for other values
     return 1
 
 

@@ -4,10 +4,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -112,9 +111,7 @@ def open_feed(
     """
     data = config.data
     num_cores = machine.cores_for_workers(world.local_size)
-    workers = config.loader.workers
-    if workers == "auto":
-        workers = num_cores
+    workers = num_cores if config.loader.workers == "auto" else config.loader.workers
     max_workers = workers
     if is_measured(config, world.device):
         max_workers = 2 * (num_cores + 1)  # Workers that wait for storage need no core.
@@ -153,9 +150,8 @@ def open_feed(
     feed = Feed(
         config, datasets, pool, train, val, len(val_samples), num_cores, max_workers, mixing.mix
     )
-    pinned: AbstractContextManager[Any] = nullcontext()
-    if train.cuda:
-        pinned = pinned_memory([*train_ring.buffers, *val_ring.buffers])
+    buffers = [*train_ring.buffers, *val_ring.buffers]
+    pinned = pinned_memory(buffers) if train.cuda else nullcontext()
     with pinned, pool, closing(train), closing(val):
         pool.activate(workers)
         feed.set_decode_mode(datasets.decode_modes[0])

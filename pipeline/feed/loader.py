@@ -16,6 +16,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -131,10 +132,8 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                 raise self._timeout()
 
     def _timeout(self) -> LoaderError:
-        reading = []
-        for worker in self.workers:
-            if worker.tasks:
-                reading.append(f"{self._current(worker)} (worker {worker.process.pid})")
+        busy = filter(attrgetter("tasks"), self.workers)
+        reading = [f"{self._current(worker)} (worker {worker.process.pid})" for worker in busy]
         key = f"loader.timeout_seconds={self.timeout_seconds:g}"
         still = f"still reading {', '.join(reading[:MAX_READING])}"
         return LoaderError(f"{key}: no image for that long; {still}; check the storage")

@@ -105,9 +105,8 @@ def _to_array(name: str, field: Any, rows: np.ndarray) -> np.ndarray:
     """Return a field as an array. Raises ValueError if it does not match `rows` [B, *shape]."""
     value = np.asarray(field)
     shape = rows.shape[1:]
-    is_cut = False
-    if value.dtype != rows.dtype and rows.dtype.kind != "f":  # 0.5 would become 0, and 258 become 2
-        is_cut = bool((value.astype(rows.dtype) != value).any())
+    differs = value.dtype != rows.dtype and rows.dtype.kind != "f"
+    is_cut = differs and (value.astype(rows.dtype) != value).any()  # 0.5 becomes 0, 258 becomes 2
     if value.shape != shape or is_cut:
         expected = f"expected {rows.dtype} {shape}, as in the dataset's `fields`"
         raise ValueError(f"the field {name} is {value.dtype} {value.shape}, {expected}")
