@@ -54,7 +54,7 @@ def test_probe_command_line(folder, image_root, tmp_path, ranks):
     assert re.fullmatch(r"top1 \d+\.\d\d %  linear, penalty \S+", linear) and knn[-3:] == "knn"
     wrong = {
         '{"path": "checks/a.jpg"}\n': "pass the FILE from .*predict.py",
-        json_text({"path": "cats/a.jpg", "features": [0] * 128}): "has images in the folder cats",
+        json_text({"path": "cats/a.jpg", "features": [0] * 128}): "has images of the class cats",
         json_text({"path": "dots/a.jpg", "features": [0] * 9}): "9 features",
     }
     for text, message in wrong.items():
