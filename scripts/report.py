@@ -148,15 +148,13 @@ class Run:
 
 
 class Evaluation:
-    """A checkpoint's errors, read from its run or evaluate.py's output. May raise any error."""
+    """The best checkpoint's errors, read from its run. May raise any error."""
 
     def __init__(self, path: Path) -> None:
         self.folder = path.parent
         self.values = read_json(path)
-        checkpoint = self.values.get("checkpoint", path)
-        self.checkpoint = Path(checkpoint).resolve()
         # Raise an error now if a column or number that the page needs is missing or no number.
-        self.classes = read_table(self.folder / "per_class.csv", top1_of, itemgetter("images"))
+        self.classes = read_table(self.folder / "per_class.csv", top1_of)
         self.classes.sort(key=top1_of)
         self.confusions = read_table(self.folder / "confusion.csv")
         self.worst = read_table(self.folder / "worst.csv", itemgetter("confidence", "loss", "path"))
@@ -204,20 +202,20 @@ def read_json(path: Path) -> dict:
     return json.loads(read_text(path) or "{}")
 
 
-def read_table(path: Path, *checks: Callable[[dict], Any]) -> list[dict]:
-    """Read a CSV file; `checks` raise an error for an invalid row."""
+def read_table(path: Path, check: Callable[[dict], Any] = len) -> list[dict]:
+    """Read a CSV file; `check` raises an error for an invalid row."""
     reader = csv.DictReader(read_text(path).splitlines())
     rows = []
     for row in reader:
         with naming(f"{path.name}: line {reader.line_num}"):
-            for check in checks:
-                check(row)
+            check(row)
         rows.append(row)
     return rows
 
 
 def top1_of(row: dict) -> float:
-    return float(row["top1"] or 0)  # empty without images
+    """Return the top-1 of a class with a number of images; 0 if that is 0."""
+    return float((row["images"] and row["top1"]) or 0)
 
 
 def read_rows(folder: Path, split: str) -> Rows:
@@ -272,22 +270,6 @@ def read_runs(given: Iterable[Path], damaged: list[str]) -> list[Run]:
     if not runs:
         raise UserError(damaged[0], "", "choose a different run")
     return runs
-
-
-def read_evaluations(run: Run, damaged: list[str]) -> list[Evaluation]:
-    """Return the run's own evaluation, followed by those of evaluate.py."""
-    own = run.folder.glob("evaluation/evaluation.json")
-    others = sorted(Path("evaluation").glob("*/evaluation.json"))
-    intact = read_each([*own, *others], Evaluation, damaged)
-    return [found for found in intact if is_current(run, found)]
-
-
-def is_current(run: Run, found: Evaluation) -> bool:
-    """Return whether an evaluation used one of the run's checkpoints, unchanged since then."""
-    checkpoint = found.checkpoint
-    if run.folder not in checkpoint.parents or not checkpoint.exists():
-        return False
-    return os.path.getmtime(checkpoint) <= os.path.getmtime(found.folder / "evaluation.json")
 
 
 def formatted(name: str, value: float, unit: str, row: dict) -> str:
@@ -391,7 +373,8 @@ def page(runs: list[Run], damaged: list[str]) -> str:
         curves = {"validation": run.val_rows}
         for rows in read_each([run.folder], partial(read_rows, split="train"), damaged):
             curves["training"] = rows
-        evaluations = read_evaluations(run, damaged)
+        own = run.folder.glob("evaluation/evaluation.json")
+        evaluations = read_each(own, Evaluation, damaged)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(read_text(LIB / "report.html"))
     return template.render(

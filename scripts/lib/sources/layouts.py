@@ -283,6 +283,8 @@ def read_folder(
     images = {path: place for path, place in tree.items() if is_image(path)}
     images = below_common_folder(images, splits)
     with_splits = has_splits(images, splits)
+    if not with_splits:
+        check_folders(source, images)
     samples: list[Sample] = []
     flat: Tree = {}
     for path, place in images.items():
@@ -299,29 +301,20 @@ def read_folder(
         else:
             name = name.removeprefix("images/")
             samples.append(Sample(split, label, name, place))
-    check_folders(source, samples)
     if flat:
         samples += val_samples(source, tree, flat)
     return samples
 
 
-def check_folders(source: str, samples: list[Sample]) -> None:
-    """Raise UserError for splits without class folders, and for splits or classes in a class."""
-    inner: dict[str, set[str]] = defaultdict(set)  # class -> folders in it
-    for sample in samples:
-        inner[sample.label].update(sample.name.split("/")[:-1][:1])
-    for label, folders in inner.items():
-        splits = [name for name in sorted(folders) if first_word(name) in SPLITS]
-        if len(set(map(split_of, splits))) > 1:
-            problem = f"folder {label} contains {', '.join(splits)}"
-            raise UserError(source, problem, f"pass {label}, or move images to <split>/<class>/")
-        if folders and len(inner) == 1:
-            inside = ", ".join(sorted(folders)[:5])
-            problem = f"all images have the class {label}, which contains the folders {inside}"
-            raise UserError(source, problem, f"if these are classes, move them out of {label}")
-    if samples and samples[0].split == "" and all(first_word(label) in SPLITS for label in inner):
-        problem = f"images in {', '.join(sorted(inner))} are not in class folders"
-        raise UserError(source, problem, "move each image to <split>/<class>/")
+def check_folders(source: str, images: Iterable[str]) -> None:
+    """Raise UserError if all folders at the classes' level, or all folders in them, are splits."""
+    parents = [path.split("/")[:-1] for path in images]
+    for level in (0, 1):
+        names = {folders[level] for folders in parents if level < len(folders)}
+        if len(names) > 1 and set(map(first_word, names)) <= SPLITS.keys():
+            problem = f"the folders {', '.join(sorted(names))} are not above class folders"
+            fix = "move each image to <split>/<class>/, or pass the folder of one dataset"
+            raise UserError(source, problem, fix)
 
 
 def has_splits(images: Tree, splits: Mapping[str, str]) -> bool:
