@@ -183,7 +183,7 @@ def naming(place: str) -> Iterator[None]:
     """Turn any error in the block, which reads a damaged file, into one that names the place."""
     try:
         yield
-    except Exception as error:  # damaged files raise many types
+    except Exception as error:
         raise ValueError(f"{place}: {describe(error)}") from None
 
 
