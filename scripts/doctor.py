@@ -5,7 +5,7 @@
 
 Accepts train.py's key=value overrides. Lists every file and decodes 2,000 random files per split,
 or every file with --all. Prints a row for each check: ok, warn or fail, the result, the fix (->),
-and the files. All checks run even if one fails, but a split that cannot be listed is not decoded.
+and the files. An error that would stop training ends the checks.
 Writes to caches only; downloads published weights.
 Exit status: 1 if a check failed, 2 for invalid arguments.
 """
@@ -31,12 +31,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from operator import attrgetter
+from itertools import chain, starmap
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 import train
 from conf.errors import RunError, UserError, describe
@@ -44,25 +42,16 @@ from conf.schema import Config
 from engine.distributed import World, resolve_device
 from engine.log.plan import planned, setup_notes
 from engine.run import resolve_config
-from models.weights import has_two_orders
 from pipeline.data import decode
 from pipeline.data.build import build_datasets
 from pipeline.data.dataset import FolderDataset
-from pipeline.data.index import Index, find_split, load_index
-from pipeline.data.splits import held_out, other_classes
+from pipeline.data.index import Index
 from scripts.lib.progress import in_threads, num_cores, with_progress
 from scripts.lib.trained import run_main
 
 SAMPLE = 2000  # files per split
 THREADS = 16  # threads that compare files; they wait for storage, not for a core
-LARGE = 25_000_000  # pixels
-SLOW = f"slow to decode: progressive, CMYK or over {LARGE / 1e6:g} megapixels"
-ROTATED = "rotated by their EXIF data"
-FIXES = {
-    SLOW: "`python scripts/prepare.py SOURCE --to DIR --side PIXELS` converts JPEG files",
-    ROTATED: "training uses the stored pixels; set data.exif_orientation=true to rotate them",
-}
-CANNOT_START = "training would not start"
+CANNOT_START = "training would not start; run the checks again after correcting it"
 
 
 @dataclass(frozen=True)
@@ -84,7 +73,6 @@ class Examined:
 
     row: int
     path: str
-    odd: tuple[str, ...] = ()  # keys of FIXES
     problem: str = ""  # reason why training cannot read it
     # float [2, 3]: per-channel mean of the pixels in [0, 1] and mean of their squares
     moments: np.ndarray | None = None
@@ -97,32 +85,20 @@ class Case:
     config: Config
     sample: int = SAMPLE  # number of files to decode per split
     indexes: dict[str, Index] = field(default_factory=dict)  # split with files -> index
-    is_invalid: bool = False  # whether training rejects the images; some may still be checked
     examined: dict[str, list[Examined]] = field(default_factory=dict)  # split -> decoded files
 
 
 def data(case: Case) -> Iterator[Row]:
-    """List the images as training does; if training rejects them, list each split separately."""
-    source = case.config.data.source
-    try:
-        datasets = build_datasets(case.config)
-    except UserError as error:
-        case.is_invalid = True
-        problems = [str(error)]
-        if source == "folder":
-            problems += list_splits(case)
-        for problem in dict.fromkeys(problems):
-            yield fail(problem, f"{CANNOT_START}; not checked: the plan, splits not listed")
-    else:
-        for name, dataset in (("train", datasets.train), ("val", datasets.val)):
-            if isinstance(dataset, FolderDataset):
-                case.indexes[name] = dataset.index
-        if not case.indexes:
-            yield ok(f"not checked: data.source={source} does not list image files")
-    rows: dict[Row, None] = {}  # unique, because splits of one folder have the same warnings
-    for name, index in case.indexes.items():
-        rows |= dict.fromkeys(describe_split(name, index))
-    yield from rows
+    """List the images as training does."""
+    datasets = build_datasets(case.config)
+    for name, dataset in (("train", datasets.train), ("val", datasets.val)):
+        if isinstance(dataset, FolderDataset):
+            case.indexes[name] = dataset.index
+    if not case.indexes:
+        source = case.config.data.source
+        yield ok(f"not checked: data.source={source} does not list image files")
+    rows = chain.from_iterable(starmap(describe_split, case.indexes.items()))
+    yield from dict.fromkeys(rows)  # splits of one folder have the same warnings
 
 
 def describe_split(name: str, index: Index) -> Iterator[Row]:
@@ -130,32 +106,8 @@ def describe_split(name: str, index: Index) -> Iterator[Row]:
     counts = np.bincount(index.labels.array, minlength=len(classes))
     text = f"{name}: {len(index):,} images in {len(classes):,} classes of {index.root}"
     yield ok(f"{text}, {counts.min():,} to {counts.max():,} each")
-    if has_two_orders(classes):
-        first = ", ".join(classes[:5])
-        text = f"{index.root}: class names sorted as text: {first}"
-        yield warn(text, "timm numbers them in natural order; pad numbers with zeros, use one case")
     if index.ignored:
         yield warn(f"{index.root}: {index.ignored}")
-
-
-def list_splits(case: Case) -> Iterator[str]:
-    """List each split separately; yield the error messages that training raises."""
-    config = case.config.data
-    root = config.root or ""
-    splits = {"train": config.train, "val": config.val}
-    if held_out(config):
-        del splits["val"]
-        if find_split(os.path.join(root, config.train), config.storage) is None:
-            splits = {"root": "."}
-    for name, place in splits.items():
-        folder = os.path.join(root, place)
-        try:
-            case.indexes[name] = load_index(folder, key=f"data.{name}", storage=config.storage)
-        except UserError as error:
-            yield str(error)
-    classes = set(map(attrgetter("classes"), case.indexes.values()))
-    if len(classes) > 1:
-        yield str(other_classes(*case.indexes.values()))
 
 
 def readable(case: Case) -> Iterator[Row]:
@@ -192,12 +144,10 @@ def unreadable(case: Case, name: str, bad: list[str]) -> Row:
 
 
 def examine(decoder: str, index: Index, row: int) -> Examined:
-    """Decode a whole file with training's decoder, and find its unusual properties."""
+    """Decode a whole file with training's decoder, and measure its colors."""
     file = Examined(row, index.path(row))
     try:
         content = index.read(row)
-        with decode.open_image(content) as image:
-            file.odd = tuple(oddities(image))
         pixels = decode.open_picture(content, decoder).pixels()
     except Exception as error:  # Pillow's plugins raise many kinds of error on broken files
         file.problem = " ".join(describe(error).split())
@@ -208,30 +158,6 @@ def examine(decoder: str, index: Index, row: int) -> Examined:
         if decode.DARK not in decode.unsupported_features(content):  # otherwise levels are lost
             file.moments = np.stack([grid.mean(0), (grid**2).mean(0)])
     return file
-
-
-def oddities(image: Image.Image) -> Iterator[str]:
-    """Yield keys of FIXES."""
-    if image.info.get("progressive") or image.mode == "CMYK" or image.width * image.height > LARGE:
-        yield SLOW
-    if decode.orientation_of(image) > 1:
-        yield ROTATED
-
-
-def odd_files(case: Case) -> Iterator[Row]:
-    """Report unusual files; converting them is worthwhile if they are more than 1 %."""
-    files = list(chain.from_iterable(case.examined.values()))
-    fixes = dict(FIXES)
-    if case.config.data.exif_orientation:
-        del fixes[ROTATED]
-    for kind, fix in fixes.items():
-        paths = [file.path for file in files if kind in file.odd]
-        text = f"{len(paths):,} of {len(files):,} images are {kind}"
-        examples = tuple(paths[:5])
-        if len(paths) > 0.01 * len(files):
-            yield warn(text, fix, examples)
-        elif files:
-            yield ok(text, details=examples)
 
 
 def duplicates(case: Case) -> Iterator[Row]:
@@ -312,8 +238,6 @@ def as_list(values: np.ndarray) -> str:
 
 def plan(case: Case) -> Iterator[Row]:
     """Build all parts that need no other ranks; yield their notes and the training plan."""
-    if case.is_invalid:
-        return
     world = World(0, 1, 1, resolve_device(case.config.train.device))
     config = case.config = resolve_config(case.config, world)
     # Raises the same errors as a training; downloads published weights.
@@ -327,7 +251,6 @@ def plan(case: Case) -> Iterator[Row]:
 CHECKS = {
     "data": data,
     "readable": readable,
-    "odd files": odd_files,
     "duplicates": duplicates,
     "colors": colors,
     "plan": plan,
@@ -335,9 +258,10 @@ CHECKS = {
 
 
 def run_checks(case: Case) -> Iterator[tuple[str, Row]]:
-    """Run all checks; yield each row with its check's name.
+    """Run the checks; yield each row with its check's name.
 
-    An error that training would raise is a failure; a check that crashes is only a warning.
+    An error that training would raise is a failure and ends the checks, because later ones need the
+    results; a check that crashes is only a warning.
     """
     for name, function in CHECKS.items():
         try:
@@ -345,6 +269,7 @@ def run_checks(case: Case) -> Iterator[tuple[str, Row]]:
                 yield name, row
         except (UserError, RunError, OSError, MemoryError) as error:
             yield name, fail(str(error), CANNOT_START)
+            return
         except Exception as error:
             yield name, warn(f"the check raised an error: {describe(error)}")
 

@@ -51,6 +51,7 @@ from torch import Tensor, nn
 
 import train
 from conf.cli import check_root
+from conf.named import with_parameter
 from engine.checkpoint import provenance
 from engine.compute import autocast, choose_precision, device_name, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
@@ -200,11 +201,13 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
         if not trained.stored and world.device.type == "cpu":
             batch_size = min(batch_size, CPU_BATCH)
         batch_size *= world.size
+    limit = "timeout_seconds", config.loader.timeout_seconds
+    storage = with_parameter(config.data.storage, "data.storage", *limit)
     config = replace(
         config,
         augment=replace(config.augment, batch=[]),
         loader=replace(config.loader, batch_size=batch_size),
-        data=data_for(config.data, typed),
+        data=data_for(replace(config.data, storage=storage), typed),
     )
     check_root(config)
     return replace(trained, config=config)

@@ -52,7 +52,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(words)
     if options.side is not None and not 8 <= options.side <= 8192:
         parser.error(f"--side {options.side}: invalid value; expected 8 to 8192")
-    if ":/" in str(options.to):
+    if ":/" in str(options.to) or options.to.is_file():
         parser.error(f"--to {options.to}: not a folder; pass one, then upload it (`aws s3 sync`)")
     return options
 

@@ -38,8 +38,8 @@ import secrets
 import shlex
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import date
 from functools import partial
 from html import escape
@@ -81,13 +81,23 @@ class Run:
     def __init__(self, folder: Path, parent: str) -> None:
         self.folder = folder
         self.name = os.path.relpath(folder, parent)
-        self.config_text = read_text(folder / "config.yaml")
-        config = dotted(yaml.load(self.config_text, YAML_LOADER))
-        self.keys = {key: show(value) for key, value in config.items()}
+        with naming("config.yaml"):
+            self.config_text = read_text(folder / "config.yaml")
+            config = dotted(yaml.load(self.config_text, YAML_LOADER))
+            self.keys = {key: show(value) for key, value in config.items()}
         self.keys["run.name"] = self.name
-        typed = yaml.safe_load(read_text(folder / "overrides.yaml") or "[]")
-        self.command = shlex.join(["python", "train.py", *typed])
-        self.summary = read_json(folder / "summary.json")  # empty until the run ends
+        with naming("overrides.yaml"):
+            typed = yaml.safe_load(read_text(folder / "overrides.yaml") or "[]")
+            self.command = shlex.join(["python", "train.py", *typed])
+        with naming("verdict.json"):  # for a run in progress or a short one
+            self.verdict = " ".join(read_json(folder / "verdict.json").get("verdict", [UNKNOWN]))
+        with naming("summary.json"):
+            self._read_summary()
+        self.val_rows = read_rows(folder, "val")
+        self._find_best()
+
+    def _read_summary(self) -> None:
+        self.summary = read_json(self.folder / "summary.json")  # empty until the run ends
         set(map(self.summary.get, (*SAMPLES, "device", "params_sha256")))  # text, not a list
         if self.keys.get("data.val_fold", "null") == "null":  # each fold has different images
             for name in SAMPLES & self.summary.keys():
@@ -96,11 +106,12 @@ class Run:
         self.keys["history"] = "; ".join(self.history)
         self.keys["folds"] = self.keys.get("data.val_fold", "").partition("/")[2]
         self.units = ABOUT["units"] | self.summary.get("units", {})
-        latest = read_json(folder / "verdict.json")  # for a run in progress or a short one
-        sentences = self.summary.get("verdict") or latest.get("verdict", [UNKNOWN])
-        self.verdict = " ".join(sentences)
+        self.verdict = " ".join(self.summary.get("verdict", [])) or self.verdict
+        self.best_epoch = float(self.summary.get("best_epoch") or "nan")
         self.facts = self._facts()
-        self.val_rows = read_rows(folder, "val")
+
+    def _find_best(self) -> None:
+        """Find the validation with the best value."""
         best_by = self.keys.get("train.best_by", "top1")
         self.best_name = best_by.removeprefix("-")
         self.sign = 1
@@ -112,8 +123,8 @@ class Run:
         if np.isfinite(values).any():
             scores = self.sign * values
             # Validations before an accepted change, such as of data.val, do not count.
-            best_epoch = float(self.summary.get("best_epoch") or "nan")
-            places = np.flatnonzero(np.isclose(self.val_rows["epoch"], best_epoch, atol=1e-3))
+            near = np.isclose(self.val_rows["epoch"], self.best_epoch, atol=1e-3)
+            places = np.flatnonzero(near)
             place = places[-1] if len(places) else np.nanargmax(scores)
             self.score = scores[place]
             self.best = {name: column[place] for name, column in self.val_rows.items()}
@@ -137,22 +148,18 @@ class Run:
 
 
 class Evaluation:
-    """A checkpoint's errors, read from its run or evaluate.py's output. May raise any error."""
+    """The best checkpoint's errors, read from its run. May raise any error."""
 
     def __init__(self, path: Path) -> None:
         self.folder = path.parent
         self.values = read_json(path)
-        checkpoint = self.values.get("checkpoint", path)
-        self.checkpoint = Path(checkpoint).resolve()
-        self.classes = read_table(self.folder / "per_class.csv")
-        self.classes.sort(key=lambda row: float(row["top1"] or 0))  # empty without images
+        # Raise an error now if a column or number that the page needs is missing or no number.
+        self.classes = read_table(self.folder / "per_class.csv", top1_of)
+        self.classes.sort(key=top1_of)
         self.confusions = read_table(self.folder / "confusion.csv")
-        self.worst = read_table(self.folder / "worst.csv")
+        self.worst = read_table(self.folder / "worst.csv", itemgetter("confidence", "loss", "path"))
         for path in chain(self.folder.glob("*.csv"), self.folder.glob("worst.jpg")):
             check_file(path)
-        # Raise an error now if a column or number that the page needs is missing or no number.
-        list(map(itemgetter("images"), self.classes))
-        list(map(itemgetter("confidence", "loss", "path"), self.worst))
         f"{self.values.get('images', 1):,} {self.values.get('step') or 0:,}"
 
 
@@ -171,6 +178,15 @@ class Group:
                 self.deviation = float(np.std(scores, ddof=1))
 
 
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Turn any error in the block, which reads a damaged file, into one that names the place."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{place}: {describe(error)}") from None
+
+
 def check_file(path: Path) -> None:
     """Raise OSError for a FIFO, whose read would wait, and for a device or a folder."""
     if path.exists() and not path.is_file():
@@ -186,8 +202,20 @@ def read_json(path: Path) -> dict:
     return json.loads(read_text(path) or "{}")
 
 
-def read_table(path: Path) -> list[dict]:
-    return list(csv.DictReader(read_text(path).splitlines()))
+def read_table(path: Path, check: Callable[[dict], Any] = len) -> list[dict]:
+    """Read a CSV file; `check` raises an error for an invalid row."""
+    reader = csv.DictReader(read_text(path).splitlines())
+    rows = []
+    for row in reader:
+        with naming(f"{path.name}: line {reader.line_num}"):
+            check(row)
+        rows.append(row)
+    return rows
+
+
+def top1_of(row: dict) -> float:
+    """Return the top-1 of a class with a number of images; 0 if that is 0."""
+    return float((row["images"] and row["top1"]) or 0)
 
 
 def read_rows(folder: Path, split: str) -> Rows:
@@ -195,11 +223,13 @@ def read_rows(folder: Path, split: str) -> Rows:
     splits: dict = {"train": [], "val": []}
     check_file(folder / "metrics.jsonl")
     complete, _, _ = (folder / "metrics.jsonl").read_bytes().rpartition(b"\n")
-    for line in complete.splitlines():  # the last line of a killed run may be incomplete
+    # The last line of a killed run may be incomplete.
+    for number, line in enumerate(complete.splitlines(), 1):
         if OTHER_SPLIT[split] not in line:
-            row = json.loads(line)
-            float(row["epoch"])  # a row without it is damaged
-            splits[row.pop("split")].append(row)
+            with naming(f"metrics.jsonl: line {number}"):
+                row = json.loads(line)
+                float(row["epoch"])  # a row without it is damaged
+                splits[row.pop("split")].append(row)
     rows = splits[split]
     columns = {}
     for name in dict.fromkeys(chain.from_iterable(rows)):
@@ -227,7 +257,7 @@ def read_each(paths: Iterable[Path], read: Callable, damaged: list[str]) -> list
             intact.append(read(path))
         except Exception as error:  # damaged files raise many types
             reason = " ".join(describe(error).split())
-            damaged.append(f"{path}: damaged, skipped: {reason}")
+            damaged.append(f"{path}: damaged, skipped: {reason.removeprefix('ValueError: ')}")
     return intact
 
 
@@ -240,22 +270,6 @@ def read_runs(given: Iterable[Path], damaged: list[str]) -> list[Run]:
     if not runs:
         raise UserError(damaged[0], "", "choose a different run")
     return runs
-
-
-def read_evaluations(run: Run, damaged: list[str]) -> list[Evaluation]:
-    """Return the run's own evaluation, followed by those of evaluate.py."""
-    own = run.folder.glob("evaluation/evaluation.json")
-    others = sorted(Path("evaluation").glob("*/evaluation.json"))
-    intact = read_each([*own, *others], Evaluation, damaged)
-    return [found for found in intact if is_current(run, found)]
-
-
-def is_current(run: Run, found: Evaluation) -> bool:
-    """Return whether an evaluation used one of the run's checkpoints, unchanged since then."""
-    checkpoint = found.checkpoint
-    if run.folder not in checkpoint.parents or not checkpoint.exists():
-        return False
-    return os.path.getmtime(checkpoint) <= os.path.getmtime(found.folder / "evaluation.json")
 
 
 def formatted(name: str, value: float, unit: str, row: dict) -> str:
@@ -359,7 +373,8 @@ def page(runs: list[Run], damaged: list[str]) -> str:
         curves = {"validation": run.val_rows}
         for rows in read_each([run.folder], partial(read_rows, split="train"), damaged):
             curves["training"] = rows
-        evaluations = read_evaluations(run, damaged)
+        own = run.folder.glob("evaluation/evaluation.json")
+        evaluations = read_each(own, Evaluation, damaged)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(read_text(LIB / "report.html"))
     return template.render(

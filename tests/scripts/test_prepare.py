@@ -50,6 +50,10 @@ def within(folder: str, files: Files) -> dict[str, bytes]:
     return {f"{folder}/{name}": data for name, data in files.items()}
 
 
+def nested(*folders: str) -> Files:
+    return {f"{folder}/{number}.jpg": jpeg(number) for number, folder in enumerate(folders)}
+
+
 def renamed(files: Files) -> dict[str, bytes]:
     """Return files whose names include their class's WordNet ID."""
     return {n.replace(".JPEG", f"_{n.split('/')[0]}.jpeg"): data for n, data in files.items()}
@@ -288,6 +292,16 @@ FORMATS: dict[str, Format] = {
         lambda: {"train.tar": tar({**TRAIN, **OUTSIDE}), "val.tgz": tar(VAL_FILES, "w:gz")},
         EXPECTED | {"train/absolute/x.jpg": jpeg(2)},
     ),
+    "subfolders": (
+        lambda: nested("train/a/x", "train/b", "val/a/x", "val/b", "val/b/y"),
+        nested("train/a/x", "train/b", "val/a/x", "val/b", "val/b/y"),
+    ),
+    "around": (
+        lambda: {**within("x/y", IMAGES), "x/y/0.jpg": jpeg(1)},
+        within("train", IMAGES),
+    ),
+    "only val": (lambda: within("x/val", IMAGES), within("val", IMAGES)),
+    "val and test": (lambda: within("val", IMAGES) | within("test", IMAGES), within("val", IMAGES)),
     "test images": (
         lambda: {**BOTH, NOT_UTF8: jpeg(0), "test/1.jpg": jpeg(9), ".x/0.jpg": jpeg(0)},
         BOTH | {NOT_UTF8: jpeg(0)},
@@ -297,6 +311,10 @@ SKIPPED = "ignored files or folders: hidden or system (2), .heic (1), such as "
 NOTES = {
     "folders": SKIPPED,
     "tar": SKIPPED,
+    "hugging face": "hidden or system (1), without labels (1), such as ",
+    "subfolders": "3 images are in folders in class folders, such as train/a/x; these",
+    "around": "not in a class folder of a split (1), such as 0.jpg",
+    "val and test": "The test split was skipped.",
     "numeric labels": "The test split became the validation split.",
     "parquet without names": " data.val_fraction=0.2\n",
     "1 and 01": " data.val_fraction=0.2\n",
@@ -370,6 +388,10 @@ def one_image(*classes: str, **columns: Any) -> bytes:
     return parquet({"image": [{"bytes": jpeg(1), "path": None}], **columns}, *classes)
 
 
+def two_images(labels: list[int | None]) -> bytes:
+    return parquet({"image": 2 * [{"bytes": jpeg(1), "path": None}], "label": labels}, "a", "b")
+
+
 KIT = "ILSVRC2012_devkit_t12.tar.gz"
 ANNOTATIONS = "tiny-imagenet-200/val/val_annotations.txt"
 CIFAR_3, SOLUTIONS = "cifar/data_batch_3", "LOC_val_solution.csv"
@@ -403,7 +425,7 @@ WRONG: list[tuple[Source, str]] = [
     (lambda: {"train.tar": tar(WITHOUT_LABEL)}, "train/a.jpg has no label; add train/a.cls"),
     (lambda: {"train.tar": tar({"a.jpg": b"", "a.json": b"["})}, "a.json: has no label"),
     (lambda: {"train.tar": tar({**WITHOUT_LABEL, "a.json": b'{"label": null}'})}, "a.jpg has no "),
-    (lambda: {"a.tar": tar({"1.jpg": b"", "1.txt": b"a cat"})}, "a: 1.txt: a caption is not a"),
+    (lambda: {"a.tar": tar({"1.jpg": b"", "1.txt": b"a cat"})}, "a.tar: 1.txt: a caption is not a"),
     (lambda: {"train.tar": tar(dict.fromkeys(("a.1.jpg", "a.1.cls", "a.2.jpg"), b""))}, "several"),
     (lambda: {"a.parquet": one_image("a", "b", label=[1])[:-100]}, "a.parquet: damaged or inc"),
     (lambda: {"a.parquet": one_image(caption=[""])}, "image, caption; expected one with images"),
@@ -422,14 +444,33 @@ WRONG: list[tuple[Source, str]] = [
     (lambda: {"a.parquet": one_image("a", "b", label=[-2])}, "row 0: label '-2'; expected an int"),
     (lambda: {"a.parquet": one_image("a", "b", label=[2])}, "row 0: label '2'; expected an int"),
     (lambda: {"a.parquet": one_image("a", "a", label=[0])}, "several classes have the name a; "),
-    (lambda: {"a.parquet": one_image(label=[-2])}, "row 0: label '-2'; expected a class name"),
-    (lambda: {"a.parquet": one_image(label=[1.5])}, "row 0: label '1.5'; expected a class name"),
+    (lambda: {"a.parquet": one_image(label=[-2])}, "row 0: label '-2'; expected a number >= 0"),
+    (lambda: {"a.parquet": one_image(label=[1.5])}, "row 0: label '1.5'; expected a number >= 0"),
     (lambda: {**CIFAR_10, CIFAR_3: labeled(-1)}, "data_batch_3: image 0: label '-1'; expected an"),
     (lambda: shard_of(b"1" * 5000), "label '111111"),
-    (lambda: shard_of(b"-1"), "a.cls: label '-1'; expected a class name of 1 to 255 bytes"),
+    (
+        lambda: shard_of(b"-1"),
+        "train.tar: a.cls: label '-1'; expected a number >= 0 or a cl",
+    ),
     (lambda: shard_of(b'{"label": "\\ud800"}', "json"), "a.json: label '"),
-    (lambda: shard_of(b'{"label": [1]}', "json"), "a.json: label '[1]'; expected a class name"),
+    (lambda: shard_of(b'{"label": [1]}', "json"), "a.json: label '[1]'; expected a number"),
     (lambda: shard_of(b"[" * 100_000, "json"), "a.json: has no label"),
+    (
+        lambda: {"a.parquet": two_images([1, -1])},
+        "row 1: label '-1'; expected an integer from 0 to 1",
+    ),
+    (
+        lambda: {"a.parquet": two_images([None, 1])},
+        "row 0: label 'None'; expected an integer",
+    ),
+    (lambda: {"a.parquet": two_images([-1, None])}, "without labels (1), such as "),
+    (lambda: nested("cat/train", "cat/val", "dog/train"), "the folders train, val are not above"),
+    (lambda: nested("1/train/a", "1/val/a", "2/train/a"), "the folders train, val are not above"),
+    (
+        lambda: nested("images/train/a", "images/val/a", "docs"),
+        "the folders train, val are not above",
+    ),
+    (lambda: nested("train", "val", "test"), "the folders test, train, val are not above class fo"),
 ]
 
 

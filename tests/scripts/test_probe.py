@@ -23,7 +23,7 @@ def test_probe_features_formulas(tmp_path, capsys):
         labels = RNG.integers(0, 4, count)
         features = (CENTRES[labels] + RNG.normal(size=(count, 8))).astype(np.float32)
         lines = zip(labels.tolist(), features.tolist(), strict=True)
-        texts = [json_text({"path": f"{c}/a.jpg", "features": values}) for c, values in lines]
+        texts = [json_text({"path": f"/x/{c}/y/a.jpg", "features": v}) for c, v in lines]
         file.write_text("\n".join(texts))
         rows[file] = labels, features / np.linalg.norm(features, axis=1, keepdims=True)
     (labels, bank), (truth, queries) = rows.values()
@@ -37,7 +37,7 @@ def test_probe_features_formulas(tmp_path, capsys):
     assert knn == f"top1 {hits:.2f} %  knn" and 60 < hits < 100
     found = re.fullmatch(r"top1 (\S+) %  linear(, penalty .*)", linear)
     assert found and float(found[1]) > 60
-    files[1].write_text("\n".join(texts[:2]))
+    files[1].write_text("\n".join(texts[:9]))
     assert probe.probe_features(*files) == 0 and f"{found[2]}\n" in capsys.readouterr().out
 
 
@@ -54,8 +54,11 @@ def test_probe_command_line(folder, image_root, tmp_path, ranks):
     assert re.fullmatch(r"top1 \d+\.\d\d %  linear, penalty \S+", linear) and knn[-3:] == "knn"
     wrong = {
         '{"path": "checks/a.jpg"}\n': "pass the FILE from .*predict.py",
-        json_text({"path": "cats/a.jpg", "features": [0] * 128}): "has images in the folder cats",
+        json_text({"path": "cats/a.jpg", "features": [0] * 128}): "has images of the class cats",
         json_text({"path": "dots/a.jpg", "features": [0] * 9}): "9 features",
+        "\n".join(
+            json_text({"path": f"x/{name}", "features": [0]}) for name in ("a.jpg", "a/b.jpg")
+        ): "x/a.jpg is not in a class folder",
     }
     for text, message in wrong.items():
         files[1].write_text(text)

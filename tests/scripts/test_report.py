@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from conf.errors import UserError
-from scripts import evaluate, report
+from scripts import report
 from tests.helpers import results
 from tests.helpers.processes import needs_extras
 from tests.helpers.results import rows as read_rows
@@ -159,26 +159,6 @@ def test_report_lists_confusions_of_many_classes(folder, tmp_path):
     assert len(confusions) == 20 and confusions[0] == ["name 1", "name 0", "29"]
 
 
-def test_report_evaluations(folder, tmp_path, monkeypatch):
-    """Only the run's evaluations are listed; a damaged one is named."""
-    monkeypatch.chdir(tmp_path)
-    words = [str(folder), "loader.workers=0", "data.val=train"]
-    assert evaluate.evaluate_one(evaluate.arguments(words)) == 0
-    (path,) = Path("evaluation").glob("*/evaluation.json")
-    found = json.loads(path.read_text()) | {"top1_real": 25.0}  # --real adds it
-    path.write_text(json.dumps(found))
-    for name, content in {"other": '{"checkpoint": "runs/other/best.pt"}', "damaged": "["}.items():
-        Path("evaluation", name).mkdir()
-        Path("evaluation", name, "evaluation.json").write_text(content)
-    page = page_of(folder)
-    assert "top1_real 25.00 %" in page.text and "top1_real 25.00 % ±" not in page.text
-    assert f"{path.parent} (32 px, 3 outputs): top1 {found['top1']:.2f} % ± " in page.text
-    assert f" of {found['images']} images" in page.text and "evaluation/other" not in page.text
-    assert "evaluation/damaged/evaluation.json: damaged, skipped: JSONDecode" in page.text
-    os.utime(path, (0, 0))  # as if the checkpoint were written again
-    assert "top1_real" not in page_of(folder).text
-
-
 def test_report_compares_runs(folder, tmp_path):
     """The best one is first; the keys that distinguish the runs are their names in the report."""
     low = copied(folder, tmp_path / "low", (10.0, 9.0), optim__lr=0.3, log__every_steps=9)
@@ -295,47 +275,55 @@ def test_report_of_unfinished_run(folder, tmp_path):
     assert [row["best top1"] for row in page_of(to, folder).rows()][1] == "–"
 
 
-def test_report_names_and_skips_damaged_runs(folder, tmp_path, capsys):
+BROKEN = {  # file and content of a run -> what is reported
+    (
+        "metrics.jsonl",
+        '{"step": 1, "epoch": 1, "split": "val"}\n{not json}\n',
+    ): "line 2: JSONDecodeErr",
+    ("metrics.jsonl", '{"step": 1, "epoch": 1, "split": "test"}\n'): "line 1: KeyError: 'test'",
+    ("metrics.jsonl", '{"step": 1, "split": "val"}\n'): "line 1: KeyError: 'epoch'",
+    ("metrics.jsonl", "\0\n"): "line 1: JSONDecodeError",
+    ("summary.json", "[1, 2]"): "AttributeError",
+    ("summary.json", '{"seconds": 1}'): "KeyError: 'images_per_second'",
+    ("summary.json", '{"device": [1]}'): "TypeError: unhashable",
+    ("summary.json", '{"params_sha256": [1]}'): "TypeError: unhashable",
+    ("summary.json", '{"training_images": [1]}'): "TypeError: unhashable",
+    ("verdict.json", "1"): "AttributeError",
+    ("config.yaml", "a: [1"): "ParserError: while parsing a flow sequence in",
+    ("config.yaml", "\0"): "ReaderError: ",
+    ("overrides.yaml", "1"): "TypeError",
+    **{
+        (name, os.mkfifo): f"{name} is not a regular file"
+        for name in ("summary.json", "config.yaml")
+    },
+    **{
+        (name, os.mkdir): f"{name} is not a regular file"
+        for name in ("verdict.json", "config.yaml")
+    },
+    ("metrics.jsonl", os.mkfifo): "metrics.jsonl is not a regular file",
+}
+
+
+def test_report_names_damaged_files_of_runs(folder, tmp_path, capsys):
     copied(folder, tmp_path / "good")
-    damaged = {
-        "metrics": ("metrics.jsonl", "{not json}\n"),
-        "split": ("metrics.jsonl", '{"step": 1, "epoch": 1, "split": "test"}\n'),
-        "summary": ("summary.json", "[1, 2]"),
-        "verdict": ("verdict.json", "1"),
-        "config": ("config.yaml", "a: [1"),
-        "overrides": ("overrides.yaml", "1"),
-    }
-    for name, (file, content) in damaged.items():
-        to = copied(folder, tmp_path / name)
-        (to / file).write_text(content)
+    lines = []
+    for number, ((file, content), reason) in enumerate(BROKEN.items()):
+        to = copied(folder, tmp_path / f"{number}")
+        (to / file).unlink(missing_ok=True)
+        if isinstance(content, str):
+            (to / file).write_text(content)
+        else:
+            content(to / file)
+        lines.append((f"{to}: damaged, skipped: ", file, reason))
     page = page_of(tmp_path)
-    printed = capsys.readouterr().out
-    for name in damaged:
-        line = f"{tmp_path / name}: damaged, skipped: "
-        assert line in page.text and line in printed
+    for printed in (page.text, capsys.readouterr().out):
+        for start, file, reason in lines:
+            assert file in printed.split(start)[1][:60] and reason in printed.split(start)[1][:160]
     assert dict(page.table("facts"))["best top1"].startswith("30.00 %")  # of the good one
-    with pytest.raises(UserError, match=r"/config: damaged, skipped: .*; choose a different run"):
-        page_of(tmp_path / "config")
+    with pytest.raises(UserError, match=r"/10: damaged, skipped: config.yaml: .*; choose a diff"):
+        page_of(tmp_path / "10")
     with pytest.raises(UserError, match=r"goo: no metrics.jsonl in it or below; .* mean .*od"):
         page_of(tmp_path / "goo")
-
-
-def test_report_names_and_skips_special_files_and_types(folder, tmp_path, capsys):
-    copied(folder, tmp_path / "good")
-    skipped = []
-    for file in ("metrics.jsonl", "summary.json", "config.yaml"):
-        to = copied(folder, tmp_path / file)
-        (to / file).unlink()
-        os.mkfifo(to / file)
-        skipped.append(f"{to}: damaged, skipped: OSError: {file} is not a regular file")
-    for name in ("device", "params_sha256", "training_images"):
-        change_summary(copied(folder, tmp_path / name), **{name: [1]})
-        skipped.append(f"{tmp_path / name}: damaged, skipped: TypeError: unhashable")
-    page = page_of(tmp_path)
-    printed = capsys.readouterr().out
-    for line in skipped:
-        assert line in page.text and line in printed
-    assert dict(page.table("facts"))["best top1"].startswith("30.00 %")  # of the good one
 
 
 def test_report_skips_text_and_lists_of_observers(folder, tmp_path):
@@ -352,16 +340,17 @@ def test_report_skips_text_and_lists_of_observers(folder, tmp_path):
     [
         lambda folder: (folder / "worst.jpg").unlink() or os.mkfifo(folder / "worst.jpg"),
         lambda folder: os.mkfifo(folder / "other.csv"),
-        lambda folder: (folder / "worst.csv").write_text("name\na\n"),
+        lambda folder: (folder / "worst.csv").write_text("name\na\n") and "worst.csv: line 2: KeyE",
         lambda folder: (folder / "evaluation.json").write_text('{"images": "1"}'),
         lambda folder: (folder / "evaluation.json").write_text('{"images": 1, "step": [1]}'),
     ],
 )
 def test_report_names_and_skips_damaged_evaluations(change, folder, tmp_path):
     to = copied(folder, tmp_path / "run")
-    change(to / "evaluation")
+    named = change(to / "evaluation")
     page = page_of(to)
     assert "evaluation.json: damaged, skipped: " in page.text
+    assert not isinstance(named, str) or named in page.text
     assert "30.00 %" in page.text
 
 

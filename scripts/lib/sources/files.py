@@ -7,7 +7,7 @@ import shutil
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
@@ -59,6 +59,18 @@ def is_image(path: str) -> bool:
     return listing.is_image(os.fsencode(path))
 
 
+def below_common(paths: Iterable[str]) -> list[str]:
+    """Return normalized paths relative to the folder that contains all class folders.
+
+    If all images are in one folder, it is a class.
+    """
+    folders = set(map(os.path.dirname, paths))
+    common = os.path.commonpath(folders)
+    if len(folders) == 1:
+        common = os.path.dirname(common)
+    return [path.removeprefix(common).lstrip("/") for path in paths]
+
+
 def damaged(path: str, reason: object) -> UserError:
     return UserError(f"{path}: damaged or incomplete ({reason}); download or copy it again")
 
@@ -70,7 +82,7 @@ def class_of(label: Any, classes: Sequence[Any], origin: str) -> str:
     name that is not a valid folder name.
     """
     is_integer = type(label) is int  # False for a bool
-    expected = f"a class name of 1 to {MAX_NAME} bytes"
+    expected = f"a number >= 0 or a class name of 1 to {MAX_NAME} bytes"
     name = str(label) if is_integer else label
     if classes:
         expected = f"an integer from 0 to {len(classes) - 1}"

@@ -20,6 +20,7 @@ from scripts.lib.sources.files import (
     Row,
     Sample,
     Tree,
+    below_common,
     class_of,
     is_image,
     read_place,
@@ -33,6 +34,7 @@ EXPECTED = (
     "WebDataset shards, or a folder with one folder per class; unpack zip files first"
 )
 LOOSE = "not in a class folder of a split"  # reason why an image is skipped
+EMPTY = "empty folder"
 LABEL_SUFFIXES = (".cls", ".json", ".txt")  # suffixes of files that belong to images
 
 
@@ -56,7 +58,8 @@ def list_source(source: str) -> tuple[list[Sample], list[str]]:
     skipped: Ignored = {}
     listed = list_images(source, skipped)
     if not listed:
-        raise UserError(source, "no images in class folders", EXPECTED)
+        fix = f"{EXPECTED}. {describe_ignored(skipped)}".rstrip(". ")
+        raise UserError(source, "no images in class folders", fix)
     used, notes = used_splits(set(map(attrgetter("split"), listed)))
     folders = class_folders(source, set(map(attrgetter("label"), listed)))
     samples = []
@@ -69,6 +72,11 @@ def list_source(source: str) -> tuple[list[Sample], list[str]]:
     [(path, count)] = paths.most_common(1)
     if count > 1:
         raise UserError(source, f"{count} images would become {path}", "rename them")
+    nested = [sample for sample in samples if "/" in sample.name]
+    if nested:
+        folder = os.path.dirname(nested[0].path)
+        text = f"{len(nested):,} images are in folders in class folders, such as {folder}"
+        notes.append(f"{text}; these folders are not classes.")
     if skipped:
         notes.append(describe_ignored(skipped))
     return samples, notes
@@ -126,7 +134,7 @@ def list_images(source: str, skipped: Ignored) -> list[Sample]:
     tables = [path for path in tree if path.endswith(".parquet")]
     if tables:
         for path, split in split_files(source, tables):
-            samples += read_parquet(path, tree[path].file, split)
+            samples += read_parquet(path, tree[path].file, split, skipped)
         return with_record_names(samples)
     tars = [path for path in tree if is_container(path)]
     if tars:
@@ -138,7 +146,9 @@ def list_files(source: str, skipped: Ignored) -> Tree:
     if not os.path.isdir(source):
         return {os.path.basename(source): Place(source)}
     tree: Tree = {}
-    for folder, _, names in walk(os.fsencode(source), skipped):
+    for folder, folders, names in walk(os.fsencode(source), skipped):
+        if not folders and not names:
+            skipped[folder] = EMPTY
         for name in names:
             path = os.fsdecode(os.path.join(folder, name))
             below = os.path.relpath(path, source)
@@ -159,7 +169,7 @@ def list_tars(source: str, tree: Tree, tars: list[str], skipped: Ignored) -> lis
         members = tree_of_tar(tree.pop(path).file, skipped)
         for name, place in members.items():
             tree[f"{folder}/{name}"] = place
-        records += shard_samples(folder, members, split)
+        records += shard_samples(path, folder, members, split)
     samples = cifar_samples(source, tree)
     if samples:
         return samples
@@ -219,8 +229,11 @@ def split_of(path: str) -> str:
     return split
 
 
-def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:
-    """List the images in a WebDataset shard, where an image and its label share a key."""
+def shard_samples(tar: str, shard: str, members: Tree, split: str) -> list[Sample]:
+    """List the images in a WebDataset shard, where an image and its label share a key.
+
+    `tar`: its path, for messages; `shard`: prefix of the image names.
+    """
     records: dict[str, Tree] = defaultdict(dict)  # key -> ending -> place
     for name, place in members.items():
         folder, file = os.path.split(name)
@@ -228,12 +241,12 @@ def shard_samples(shard: str, members: Tree, split: str) -> list[Sample]:
         records[os.path.join(folder, key)][f".{extension.lower()}"] = place
     samples = []
     for key, files in records.items():
-        label = record_label(f"{shard}: {key}", files)
+        label = record_label(f"{tar}: {key}", files)
         images = list(filter(is_image, files))
         has_labels = any(ending.endswith(LABEL_SUFFIXES) for ending in files)
         if has_labels and len(images) > 1:
             fix = "keep one image per key, which ends at the first dot of a name"
-            raise UserError(f"{shard}: {key}", f"has several images ({', '.join(images)})", fix)
+            raise UserError(f"{tar}: {key}", f"has several images ({', '.join(images)})", fix)
         for ending in images:
             samples.append(Sample(split, label, f"{shard}/{key}{ending}", files[ending]))
     return samples
@@ -267,8 +280,11 @@ def read_folder(
     `splits`: name of the folder for a tar file -> split; `skipped`: receives files not read.
     """
     add_skipped(tree, skipped)
-    images = below_common_folder(tree, splits)
+    images = {path: place for path, place in tree.items() if is_image(path)}
+    images = below_common_folder(images, splits)
     with_splits = has_splits(images, splits)
+    if not with_splits:
+        check_folders(source, images)
     samples: list[Sample] = []
     flat: Tree = {}
     for path, place in images.items():
@@ -290,10 +306,24 @@ def read_folder(
     return samples
 
 
+def check_folders(source: str, images: Iterable[str]) -> None:
+    """Raise UserError if all folders at the classes' level, or all folders in them, are splits."""
+    parents = [path.split("/")[:-1] for path in images]
+    for level in (0, 1):
+        names = {folders[level] for folders in parents if level < len(folders)}
+        if len(names) > 1 and set(map(first_word, names)) <= SPLITS.keys():
+            problem = f"the folders {', '.join(sorted(names))} are not above class folders"
+            fix = "move each image to <split>/<class>/, or pass the folder of one dataset"
+            raise UserError(source, problem, fix)
+
+
 def has_splits(images: Tree, splits: Mapping[str, str]) -> bool:
-    """Return whether a top folder is the training split; a class may also be called train."""
+    """Return whether a top folder is the training split, or all are other splits.
+
+    A class may also be called train.
+    """
     found = {split_of_folder(path.split("/")[0], splits) for path in images if path.count("/") > 1}
-    return "train" in found
+    return "train" in found or (bool(found) and found <= {"val", "test"})
 
 
 def split_of_folder(name: str, splits: Mapping[str, str]) -> str:
@@ -302,24 +332,21 @@ def split_of_folder(name: str, splits: Mapping[str, str]) -> str:
     return splits.get(name.lower(), by_name)
 
 
-def below_common_folder(tree: Tree, splits: Mapping[str, str]) -> Tree:
-    """Return the images with paths relative to the folder that contains all classes or splits.
+def below_common_folder(images: Tree, splits: Mapping[str, str]) -> Tree:
+    """Make paths relative to the folder that contains all classes or splits.
 
-    Images beside the splits have no class. `splits`: see `read_folder`.
+    If there is only one split, it is a folder around all classes. Images beside the splits or the
+    classes have no class. `splits`: see `read_folder`.
     """
-    images = {path: place for path, place in tree.items() if is_image(path)}
     if not images:
         return {}
-    folders = {os.path.dirname(path) for path in images}
-    common = os.path.commonpath(folders)
-    relative = _below(common, images)
-    if common in folders and not has_splits(relative, splits):  # a class folder
-        return _below(os.path.dirname(common), images)
+    paths = below_common(images)
+    relative = dict(zip(paths, images.values(), strict=True))
+    if not has_splits(relative, splits):
+        for folder in next(iter(images)).removesuffix(paths[0]).split("/"):
+            if split_of_folder(folder, splits) in ("val", "test"):
+                return {f"{folder}/{path}": relative[path] for path in paths}
     return relative
-
-
-def _below(folder: str, images: Tree) -> Tree:
-    return {path.removeprefix(folder).lstrip("/"): place for path, place in images.items()}
 
 
 def with_record_names(samples: list[Sample]) -> list[Sample]:

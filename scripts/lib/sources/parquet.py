@@ -7,6 +7,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from conf.errors import UserError, describe
+from pipeline.data.listing import Ignored
 from scripts.lib.sources.files import Row, Sample, check_unique, class_of, damaged, is_image
 
 
@@ -16,35 +17,36 @@ class Columns(NamedTuple):
     classes: list[str]  # class names by class index; empty if the file has none
 
 
-def read_parquet(path: str, file: str, split: str) -> list[Sample]:
-    """List the labeled images of a Parquet file by row.
+def read_parquet(path: str, file: str, split: str, skipped: Ignored) -> list[Sample]:
+    """List the images of a Parquet file by row; add a file without labels to `skipped`.
 
     One column has the images, which are structs of bytes and path, and one has the class indices.
     Images with a name are not read. `path`: relative to SOURCE; it makes the names unique. Raises
-    UserError if pyarrow is not installed, the file is damaged, or its columns are ambiguous.
+    UserError if pyarrow is not installed, the file is damaged, its columns are ambiguous, or only
+    some of its rows have a label.
     """
     try:
         from pyarrow import parquet
     except ImportError:
         raise UserError(file, "pyarrow not found", "run `pip install pyarrow`") from None
-    samples = []
-    number = -1  # row index in the file
+    samples: list[Sample] = []
     try:
         columns = parquet_columns(file)
         check_unique(columns.classes, file)
         wanted = [columns.label, f"{columns.image}.path"]
         opened = parquet.ParquetFile(file)
+        labels = opened.read(columns=[columns.label]).column(0).to_pylist()
+        if set(labels) <= {None, -1}:  # of a test split whose labels are not published
+            skipped[os.fsencode(file)] = "without labels"
+            return []
         for group in range(opened.num_row_groups):
             rows = opened.read_row_group(group, columns=wanted).to_pylist()
             for row, values in enumerate(rows):
-                number += 1
-                label = values[columns.label]
-                if label in (None, -1):
-                    continue
+                number = len(samples)  # row index in the file
                 place = Row(file, group, row)
                 folder = f"{os.path.splitext(path)[0]}-{number:06d}"
-                name = f"{folder}/{image_name(values[columns.image]['path'], place)}"
-                class_name = class_of(label, columns.classes, f"{file}: row {number}")
+                name = f"{folder}/{image_name(values[columns.image], place)}"
+                class_name = class_of(labels[number], columns.classes, f"{file}: row {number}")
                 samples.append(Sample(split, class_name, name, place))
     except UserError:
         raise
@@ -53,9 +55,12 @@ def read_parquet(path: str, file: str, split: str) -> list[Sample]:
     return samples
 
 
-def image_name(path: str | None, place: Row) -> str:
-    """Return an image's name; add a missing name and file extension."""
-    name = os.path.basename(path or "image").replace("\0", "_")
+def image_name(image: Any, place: Row) -> str:
+    """Return an image's name; add a missing name and file extension.
+
+    `image`: its struct of path, or None.
+    """
+    name = os.path.basename((image or {}).get("path") or "image").replace("\0", "_")
     if is_image(name):
         return name
     return name + (".png" if read_row(place).startswith(b"\x89PNG") else ".jpeg")
