@@ -259,17 +259,24 @@ def is_current(run: Run, found: Evaluation) -> bool:
 
 
 def formatted(name: str, value: float, unit: str, row: dict) -> str:
-    """Format a value with its unit, and an accuracy with the standard error over a row's images."""
+    """Format a value with its unit, and an accuracy with its interval for a row's images."""
     if not math.isfinite(value):
         return UNKNOWN
     if unit != " %":
         return f"{value:.4g}{unit}"
     text = f"{value:.2f} %"
     if name.startswith("top") and name != "top1_real":  # counts only labeled images
-        variance = value * (100 - value) / row.get("images", math.nan)
-        error = variance**0.5
-        text += f" ± {error:.1f}"
+        text += " ({:.1f} to {:.1f})".format(*wilson(value, row.get("images", math.nan)))
     return text
+
+
+def wilson(accuracy: float, images: float) -> tuple[float, float]:
+    """Return Wilson's 95 % confidence interval, in percent like `accuracy`."""
+    fraction = accuracy / 100
+    shift = 1.96**2 / images  # quantile 0.975 of the normal distribution
+    half = (shift * (fraction * (1 - fraction) + shift / 4)) ** 0.5
+    center = fraction + shift / 2
+    return 100 * (center - half) / (1 + shift), 100 * (center + half) / (1 + shift)
 
 
 def charts(curves: Curves, units: dict[str, str]) -> dict[str, str]:

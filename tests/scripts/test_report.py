@@ -99,12 +99,22 @@ def copied(run: Path, to: Path, top1: tuple[float, float] = (20.0, 30.0), **keys
     return to
 
 
+def test_wilson_interval_of_published_examples():
+    """From Newcombe (1998), Statistics in Medicine 17, table I."""
+    published = {(81, 263): (25.53, 36.62), (15, 148): (6.24, 16.05), (1, 29): (0.61, 17.18)}
+    published |= {(0, 20): (0, 16.11), (20, 20): (83.89, 100)}
+    for (correct, images), interval in published.items():
+        found = report.wilson(100 * correct / images, images)
+        assert found == pytest.approx(interval, abs=0.006)
+
+
 def test_report_of_one_run(folder):
     page, summary = page_of(folder), results.summary_of(folder)
     top1 = summary["best_top1"]
-    error = (top1 * (100 - top1) / 15) ** 0.5
+    low, high = report.wilson(top1, 15)
     facts = dict(page.table("facts"))
-    assert facts["best top1"] == f"{top1:.2f} % ± {error:.1f} at epoch {summary['best_epoch']:.4g}"
+    epoch = f"at epoch {summary['best_epoch']:.4g}"
+    assert facts["best top1"] == f"{top1:.2f} % ({low:.1f} to {high:.1f}) {epoch}"
     assert facts["limited by"] == (" ".join(summary["verdict"]) or "–")
     assert facts["status"] == "finished" and facts["command"].startswith("python train.py recipe=")
     conditions = page.conditions
@@ -171,8 +181,8 @@ def test_report_evaluations(folder, tmp_path, monkeypatch):
         Path("evaluation", name).mkdir()
         Path("evaluation", name, "evaluation.json").write_text(content)
     page = page_of(folder)
-    assert "top1_real 25.00 %" in page.text and "top1_real 25.00 % ±" not in page.text
-    assert f"{path.parent} (32 px, 3 outputs): top1 {found['top1']:.2f} % ± " in page.text
+    assert "top1_real 25.00 %" in page.text and "top1_real 25.00 % (" not in page.text
+    assert f"{path.parent} (32 px, 3 outputs): top1 {found['top1']:.2f} % (" in page.text
     assert f" of {found['images']} images" in page.text and "evaluation/other" not in page.text
     assert "evaluation/damaged/evaluation.json: damaged, skipped: JSONDecode" in page.text
     os.utime(path, (0, 0))  # as if the checkpoint were written again
@@ -187,9 +197,9 @@ def test_report_compares_runs(folder, tmp_path):
     page = page_of(tmp_path, low)
     first, second = page.rows()
     names = ["run", "best top1", "standard deviation", "n", "images/s", "limited by"]
-    values = ["optim.lr=0.7 high", "30.00 % ± 11.8", "–", "1", "1,234", "input-bound"]
+    values = ["optim.lr=0.7 high", "30.00 % (13.0 to 55.2)", "–", "1", "1,234", "input-bound"]
     assert first == dict(zip(names, values, strict=True))
-    assert [*second.values()][:4] == ["optim.lr=0.3 low", "10.00 % ± 7.7", "–", "1"]
+    assert [*second.values()][:4] == ["optim.lr=0.3 low", "10.00 % (2.3 to 34.0)", "–", "1"]
     cells = page.root.iterfind(".//table[@class='runs']/tbody/tr[1]/td")
     assert [cell.attrib["data-head"] for cell in cells] == names  # a narrow page has no head row
     epochs = results.column(folder, "val", "epoch")
@@ -214,14 +224,15 @@ def test_report_best_after_accepted_change(folder, tmp_path):
     """If data.val changed, for example, earlier validations used other images."""
     changed = copied(folder, tmp_path / "changed", (90.0, 30.0))
     change_summary(changed, best_epoch=read_rows(folder, "val")[-1]["epoch"])
-    assert dict(page_of(changed).table("facts"))["best top1"].startswith("30.00 % ± 11.8 at epoch")
+    best = dict(page_of(changed).table("facts"))["best top1"]
+    assert best.startswith("30.00 % (13.0 to 55.2) at epoch")
 
 
 def test_report_best_by_of_each_run(folder, tmp_path):
     copied(folder, tmp_path / "a", (10.0, 20.0))
     loss = read_rows(copied(folder, tmp_path / "b", train__best_by="-loss"), "val")[1]["loss"]
     first, second = page_of(tmp_path).rows()
-    assert (first["run"], first["best"]) == ("train.best_by=top1 a", "top1 20.00 % ± 10.3")
+    assert (first["run"], first["best"]) == ("train.best_by=top1 a", "top1 20.00 % (7.0 to 45.2)")
     assert (second["run"], second["best"]) == ("train.best_by=-loss b", f"loss {loss:.4g}")
     assert f"b: loss {loss:.4g}" in page_of(tmp_path).text
 
@@ -236,7 +247,7 @@ def test_report_groups_seeds_and_folds(folder, tmp_path):
     change_summary(stopped, status="interrupted")
     alone, single, group = page_of(tmp_path).rows()
     assert (alone["run"], alone["n"]) == ("optim.lr=0.05 stopped interrupted", "1")
-    assert (single["run"], single["best top1"]) == ("optim.lr=0.7 other", "62.00 % ± 12.5")
+    assert (single["run"], single["best top1"]) == ("optim.lr=0.7 other", "62.00 % (37.5 to 81.6)")
     assert (group["run"], group["n"]) == ("optim.lr=0.05 seed2 and 2 more", "3")
     assert group["best top1"] == f"{mean([50, 60, 64]):.2f} %"
     assert group["standard deviation"] == f"{stdev([50, 60, 64]):.2f} %"
@@ -252,8 +263,8 @@ def test_report_marks_ties_and_labels_runs(folder, tmp_path):
         copied(folder, tmp_path / name, (0.0, top1), optim__lr=lr, optim__momentum=lr)
     first, second, third = page_of(tmp_path).rows()
     assert {first["run"], second["run"]} == {"optim.lr=0.1 a", "optim.lr=0.2 b"}
-    assert first["best top1"] == second["best top1"] == "30.00 % ± 11.8 tie"
-    assert (third["best top1"], third["optim.momentum"]) == ("20.00 % ± 10.3", "0.3")
+    assert first["best top1"] == second["best top1"] == "30.00 % (13.0 to 55.2) tie"
+    assert (third["best top1"], third["optim.momentum"]) == ("20.00 % (7.0 to 45.2)", "0.3")
 
 
 def test_report_separates_non_repetitions(folder, tmp_path):
