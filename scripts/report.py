@@ -266,17 +266,12 @@ def formatted(name: str, value: float, unit: str, row: dict) -> str:
         return f"{value:.4g}{unit}"
     text = f"{value:.2f} %"
     if name.startswith("top") and name != "top1_real":  # counts only labeled images
-        text += " ({:.1f} to {:.1f})".format(*wilson(value, row.get("images", math.nan)))
+        # Wilson's 95 % confidence interval; 1.96 is the quantile 0.975 of the normal distribution.
+        shift = 100 * 1.96**2 / row.get("images", math.nan)
+        half = (shift * (value * (100 - value) / 100 + shift / 4)) ** 0.5
+        low, high = (value + shift / 2 + np.array([-half, half])) / (1 + shift / 100)
+        text += f" ({low:.1f} to {high:.1f})"
     return text
-
-
-def wilson(accuracy: float, images: float) -> tuple[float, float]:
-    """Return Wilson's 95 % confidence interval, in percent like `accuracy`."""
-    fraction = accuracy / 100
-    shift = 1.96**2 / images  # quantile 0.975 of the normal distribution
-    half = (shift * (fraction * (1 - fraction) + shift / 4)) ** 0.5
-    center = fraction + shift / 2
-    return 100 * (center - half) / (1 + shift), 100 * (center + half) / (1 + shift)
 
 
 def charts(curves: Curves, units: dict[str, str]) -> dict[str, str]:
