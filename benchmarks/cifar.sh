@@ -2,7 +2,7 @@
 # Reproduce the tables for CIFAR-10 and CIFAR-100 in docs/accuracy.md.
 # Hardware: one H200 with 16 to 20 cores, torch 2.11. Time: 51 s and 135 s per run on CIFAR-10, 8 to 10 minutes on CIFAR-100,
 # 18 minutes for WRN-28-10.
-# Needs: an active .venv. Argument: folder for the images (data).
+# Needs: an active .venv, for airbench with torchvision. Argument: folder for the images (data).
 set -eu
 cd "$(dirname "$0")/.."
 data=${1:-data}
@@ -20,6 +20,19 @@ for seed in 0 1 2 3; do
     python train.py recipe=cifar10 data.root="$data/cifar10_jpeg" train.seed=$seed
     python train.py recipe=cifar10_long data.root="$data/cifar10" train.seed=$seed
 done
+for seed in 4 5; do
+    python train.py recipe=cifar10 data.root="$data/cifar10" train.seed=$seed
+done
+
+# airbench downloads CIFAR-10. In the rows `eval`, val_acc is for one view of each test image, tta_val_acc for six.
+git clone https://github.com/KellerJordan/cifar10-airbench "$data/airbench"
+git -C "$data/airbench" checkout f1c599c
+airbench() { # script, number of runs
+    sed -i.before "s/max-autotune/default/; s/range(200)/range($2)/" "$data/airbench/$1"
+    (cd "$data/airbench" && python3 "$1")
+}
+airbench airbench94_muon.py 5
+airbench airbench96_faster.py 3
 
 for rate in 0.005 0.01 0.02 0.05 0.1; do
     python train.py recipe=cifar10 data.root="$data/cifar10" optim.name=extras.muon:muon \

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Fine-tune at 224 px with recipe=finetune and with a plain loop for docs/accuracy.md.
+# Fine-tune with recipe=finetune and with a plain loop for docs/accuracy.md, at SIZE px (224).
 # Seven jobs share a GPU. Each prints a line at its end: top-1 after the last epoch, and the seconds.
 # Hardware: one H200 with 16 cores, after nvidia-cuda-mps-control -d. Time: 44 to 204 s per job.
 # Needs: an active .venv with torchvision and timm. First create the images: benchmarks/finetune_photos.sh images DATA.
@@ -14,8 +14,9 @@
 # Then run seeds 1 and 2 of the recipe and of the best learning rate. The flowers for lite0 were decoded in every epoch.
 #
 # The plain loop has the recipe's number of epochs, batch size, image size, crops (35-100 % of the area) and flips; SGD with
-# momentum 0.9, cosine to 0 without warmup, weight decay 1e-4, no smoothing; a zero-initialized head; bf16.
+# momentum 0.9, cosine to 0 without warmup, weight decay DECAY (1e-4), no smoothing; a zero-initialized head; bf16 on a GPU.
 set -eu
+export SIZE="${SIZE:-224}" DECAY="${DECAY:-1e-4}"
 script=$(realpath "${BASH_SOURCE[0]}")
 
 if [ "${1-}" = images ]; then
@@ -60,11 +61,11 @@ if [ "${1-}" = job ]; then  # in a process that xargs started
     began=$(date +%s)
     status=0
     if [ "$method" = recipe ]; then
-        python train.py recipe=finetune data.root="$data" model.weights="$weights" data.image_size=224 train.seed="$seed" \
+        python3 train.py recipe=finetune data.root="$data" model.weights="$weights" data.image_size="$SIZE" train.seed="$seed" \
             train.validate_every_epochs=100 loader.workers=4 run.dir="$logs/$5" > "$logs/$5.log" 2>&1 || status=$?
         top1=$(sed -n 's/^result .*loss [^ ]* top1 \([0-9.]*\) %.*/\1/p' "$logs/$5.log")
     else
-        PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} python3 - "$data" "$weights" "$method" "$seed" \
+        PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} python3 - "$data" "$weights" "$method" "$seed" "$SIZE" "$DECAY" \
             > "$logs/$5.log" 2>&1 <<'END' || status=$?
 import sys
 from pathlib import Path
@@ -80,20 +81,23 @@ from engine.schedule import suited_batch
 from models.weights import head_of
 from scripts.lib.trained import open_trained
 
-data, weights, lr, seed = sys.argv[1:]
+data, weights, lr, seed, side, decay = sys.argv[1:]
+side = int(side)
+device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(int(seed))
 trained = open_trained(Path(weights), ["model.rewrite=null"])
 model = trained.build(torch.device("cpu"))
 bicubic = "bicubic" in str(trained.config.augment.val)
 interpolation = v2.InterpolationMode.BICUBIC if bicubic else v2.InterpolationMode.BILINEAR
-crop = v2.RandomResizedCrop(224, scale=(0.35, 1), interpolation=interpolation)
+crop = v2.RandomResizedCrop(side, scale=(0.35, 1), interpolation=interpolation)
 augment = v2.Compose([crop, v2.RandomHorizontalFlip(), v2.PILToTensor()])
-center = v2.Compose([v2.Resize(256, interpolation), v2.CenterCrop(224), v2.PILToTensor()])
+short_side = round(side / 0.875) if "crop_ratio" in str(trained.config.augment.val) else side
+center = v2.Compose([v2.Resize(short_side, interpolation), v2.CenterCrop(side), v2.PILToTensor()])
 photos = ImageFolder(f"{data}/train")
 
 
 class Crops(Dataset):
-    """Random crops, uint8 [3, 224, 224], of photos that are decoded once."""
+    """Random crops, uint8 [3, S, S], of photos that are decoded once."""
 
     def __init__(self):
         self.photos = list(photos)
@@ -108,7 +112,7 @@ head = nn.Linear(model.get_submodule(name).in_features, len(photos.classes))
 nn.init.zeros_(head.weight)
 nn.init.zeros_(head.bias)
 model.set_submodule(name, head)
-model = model.to("cuda", memory_format=torch.channels_last)
+model = model.to(device, memory_format=torch.channels_last)
 
 size = min(256, suited_batch(len(photos)), len(photos))
 steps = len(photos) // size
@@ -116,23 +120,23 @@ epochs = min(100, max(10, round(500 * 512 / len(photos))))
 batches = []
 for _ in range(epochs):
     batches += torch.randperm(len(photos))[: steps * size].view(steps, size).tolist()
-optimizer = torch.optim.SGD(model.parameters(), float(lr), momentum=0.9, weight_decay=1e-4)
+optimizer = torch.optim.SGD(model.parameters(), float(lr), momentum=0.9, weight_decay=float(decay))
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
 torch.backends.cudnn.benchmark = True
-mean = torch.tensor(trained.config.data.mean, device="cuda").view(-1, 1, 1)
-std = torch.tensor(trained.config.data.std, device="cuda").view(-1, 1, 1)
+mean = torch.tensor(trained.config.data.mean, device=device).view(-1, 1, 1)
+std = torch.tensor(trained.config.data.std, device=device).view(-1, 1, 1)
 
 
 def outputs(pixels):
-    images = (pixels.to("cuda", non_blocking=True) / 255 - mean) / std
-    with torch.autocast("cuda", torch.bfloat16):
+    images = (pixels.to(device, non_blocking=True) / 255 - mean) / std
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         return model(images.to(memory_format=torch.channels_last)).float()
 
 
 print(f"{epochs} epochs of {steps} steps of {size} images, {interpolation.value}", flush=True)
 model.train()
 for pixels, labels in DataLoader(Crops(), batch_sampler=batches, num_workers=4, pin_memory=True):
-    loss = cross_entropy(outputs(pixels), labels.to("cuda", non_blocking=True))
+    loss = cross_entropy(outputs(pixels), labels.to(device, non_blocking=True))
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -160,6 +164,6 @@ data=$(realpath "$1") weights=$(realpath "$2") logs=$3
 shift 3
 mkdir -p "$logs"
 logs=$(realpath "$logs")
-GPUS=$(nvidia-smi --list-gpus | wc -l)
+GPUS=$(python3 -c 'import torch; print(max(1, torch.cuda.device_count()))')
 export GPUS
 printf '%s\n' "$@" | xargs -P $((7 * GPUS)) -n 1 --process-slot-var=SLOT bash "$script" job "$data" "$weights" "$logs"

@@ -21,7 +21,7 @@ for seed in 1 2 3; do
     python train.py recipe=imagewoof data.root="$data" data.image_size=128 train.epochs=80 train.seed=$seed 'augment.batch=[{cutmix:{p:0.5}}]'
     python train.py recipe=imagewoof data.root="$data" data.image_size=192 train.epochs=80 train.seed=$seed 'augment.batch=[{cutmix:{p:0.5}}]'
     python train.py recipe=imagewoof data.root="$data" data.image_size=256 train.epochs=80 train.seed=$seed 'augment.batch=[{cutmix:{p:0.5}}]'
+    python train.py recipe=imagewoof data.root="$data" data.image_size=128 train.epochs=200 train.seed=$seed 'augment.batch=[{cutmix:{p:0.5}}]'
+    python train.py recipe=imagewoof data.root="$data" data.image_size=192 train.epochs=200 train.seed=$seed 'augment.batch=[{cutmix:{p:0.5}}]'
     python train.py recipe=imagewoof data.root="$data" data.image_size=256 train.epochs=200 train.seed=$seed 'augment.batch=[{cutmix:{p:0.5}}]'
 done
-python train.py recipe=imagewoof data.root="$data" data.image_size=128 train.epochs=200 train.seed=1 'augment.batch=[{cutmix:{p:0.5}}]'
-python train.py recipe=imagewoof data.root="$data" data.image_size=192 train.epochs=200 train.seed=1 'augment.batch=[{cutmix:{p:0.5}}]'

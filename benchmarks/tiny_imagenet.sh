@@ -19,11 +19,13 @@ python train.py recipe=tiny_imagenet_best data.root="$data/tiny" optim.name=extr
 python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150
 python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 'augment.batch=[{mixup: {alpha: 1}}]'
 python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 'augment.batch=[cutmix]'
-python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 \
-    'augment.train=[{random_resized_crop: {size: 64, interpolation: bicubic}}, horizontal_flip]'
-python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 \
+for seed in 1 2; do
+    python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 train.seed=$seed \
+        'augment.train=[{random_resized_crop: {size: 64, interpolation: bicubic}}, horizontal_flip]'
+    python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 train.seed=$seed \
+        'augment.train=[{random_resized_crop: {size: 64, interpolation: bicubic}}, horizontal_flip]' \
+        'augment.batch=[cutmix]'
+done
+python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 train.seed=1 \
     'augment.train=[{random_resized_crop: {size: 64, interpolation: bicubic}}, horizontal_flip]' \
     'augment.batch=[{mixup: {alpha: 1}}]'
-python train.py recipe=tiny_imagenet data.root="$data/tiny" train.epochs=150 \
-    'augment.train=[{random_resized_crop: {size: 64, interpolation: bicubic}}, horizontal_flip]' \
-    'augment.batch=[cutmix]'

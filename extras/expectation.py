@@ -12,6 +12,7 @@ conf/config.yaml enables it by default: log.observers=[extras.expectation:Expect
     hardware, time: requirements of a run.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,15 +62,39 @@ class Expectation(Observer):
         return facts.items() <= self.expect.items()
 
     def _compared(self, row: Mapping[str, float]) -> dict[str, Any]:
-        """Return the entries of `expect`, the difference, and the line for the console."""
+        """Return the entries of `expect`, the comparison, and the line for the console."""
         expect = self.expect
         # Use the recipe's value, which may differ from an overridden train.best_by.
         (name,) = expect.keys() & row.keys()
+        difference = round(row[name] - expect[name], 4)
         expected = f"{expect[name]:g}"
-        if expect["std"] is not None:
+        lower, remark = None, ""
+        if expect["std"]:
             expected += f" ± {expect['std']:.2g}"
+            if expect["runs"]:
+                lower = fraction_lower(difference / expect["std"], expect["runs"])
+                remark = f"; {100 * lower:.1f} % of runs are lower"
         source = f"{expect['status']}, {expect['source']}"
         reached = self.log.metrics.text(name, row[name])
-        line = f"recipe    {reached}: {expected} is expected ({source})"
-        difference = round(row[name] - expect[name], 4)
-        return {**expect, "value": name, "difference": difference, "line": line}
+        line = f"recipe    {reached}: {expected} is expected ({source}){remark}"
+        added = {"value": name, "difference": difference, "fraction_lower": lower, "line": line}
+        return {**expect, **added}
+
+
+def fraction_lower(deviations: float, runs: int) -> float:
+    """Return the probability that a new run is below the mean of `runs` plus `deviations`.
+
+    `deviations`: in standard deviations (n - 1) of these runs, whose results are assumed to be
+    normally distributed. Because their mean and deviation are estimates, deviations divided by
+    sqrt(1 + 1 / runs) has Student's t distribution with runs - 1 degrees of freedom.
+    """
+    angle = math.atan2(deviations, math.sqrt((1 + 1 / runs) * (runs - 1)))
+    return cosine_integral(runs - 2, angle) / cosine_integral(runs - 2, math.pi / 2)
+
+
+def cosine_integral(power: int, angle: float) -> float:
+    """Integrate cos(x)^power from -pi/2 to `angle` by parts; Student's density has this form."""
+    if power < 2:
+        return (angle + math.pi / 2, math.sin(angle) + 1)[power]
+    first = math.cos(angle) ** (power - 1) * math.sin(angle)
+    return (first + (power - 1) * cosine_integral(power - 2, angle)) / power

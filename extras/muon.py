@@ -32,7 +32,9 @@ def muon(
     """Create the optimizer.
 
     Args:
-        rate: peak learning rate for the hidden layers; `optim.lr` is SGD's.
+        rate: peak learning rate for the hidden layers; `optim.lr` is SGD's. At 0.02, the first
+            steps change 3x3 convolutions with 32 to 512 channels by 4 to 12 %. The source's 0.02
+            changes them by 1.3 %, because its updates shrink with the number of channels.
         beta: decay of the gradients' moving average.
         fixed_norm: keep the root mean square of each hidden weight at 0.2, like airbench
             (github.com/KellerJordan/cifar10-airbench). `rate` is then the relative change per step.
@@ -96,7 +98,11 @@ def replace_gradients(pairs: Sequence[tuple[Tensor, Tensor]], beta: float) -> No
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Bring the singular values of matrices [B, N, M] to between 0.7 and 1.2 in five iterations."""
+    """Orthogonalize matrices [B, N, M] approximately, in five iterations.
+
+    Singular values of at least 0.0015 times a matrix's Frobenius norm become 0.68 to 1.21. Smaller
+    ones, such as those of gradients with a low rank, only grow up to 485-fold.
+    """
     if matrices.shape[1] > matrices.shape[2]:
         return orthogonal(matrices.mT).mT
     a, b, c = COEFFICIENTS

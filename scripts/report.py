@@ -273,16 +273,18 @@ def read_runs(given: Iterable[Path], damaged: list[str]) -> list[Run]:
 
 
 def formatted(name: str, value: float, unit: str, row: dict) -> str:
-    """Format a value with its unit, and an accuracy with the standard error over a row's images."""
+    """Format a value with its unit, and an accuracy with its interval for a row's images."""
     if not math.isfinite(value):
         return UNKNOWN
     if unit != " %":
         return f"{value:.4g}{unit}"
     text = f"{value:.2f} %"
     if name.startswith("top") and name != "top1_real":  # counts only labeled images
-        variance = value * (100 - value) / row.get("images", math.nan)
-        error = variance**0.5
-        text += f" ± {error:.1f}"
+        # Wilson's 95 % confidence interval; 1.96 is the quantile 0.975 of the normal distribution.
+        shift = 100 * 1.96**2 / row.get("images", math.nan)
+        half = (shift * (value * (100 - value) / 100 + shift / 4)) ** 0.5
+        low, high = (value + shift / 2 + np.array([-half, half])) / (1 + shift / 100)
+        text += f" ({low:.1f} to {high:.1f})"
     return text
 
 

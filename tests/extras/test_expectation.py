@@ -9,7 +9,7 @@ import pytest
 
 from conf.compose import from_overrides
 from engine.metrics import Metrics
-from extras.expectation import Expectation
+from extras.expectation import Expectation, fraction_lower
 from tests.engine.plans import schedule
 
 FACTS: dict[str, Any] = {"recipe": "imagenet_rn50", "top1": 76.1, "std": 0.1, "runs": 20}
@@ -43,18 +43,33 @@ def row(epoch: int, top1: float = 0.0) -> dict[str, float]:
     return {"step": STEPS * epoch, "epoch": epoch, "top1": top1}
 
 
+LOWER = pytest.approx(0.0025, abs=1e-5)  # t with 19 degrees of freedom, -0.4 / 0.123 / 1.05**0.5
+
+
 @pytest.mark.parametrize(
-    ("std", "expected"), [(0.123, "76.1 ± 0.12 is expected"), (None, "76.1 is expected")]
+    ("std", "expected", "remark", "lower"),
+    [(0.123, "76.1 ± 0.12", "; 0.3 % of runs are lower", LOWER), (None, "76.1", "", None)],
 )
-def test_expectation_finish_summary(std, expected):
+def test_expectation_finish_summary(std, expected, remark, lower):
     """The summary contains the recipe's facts. A run that stops earlier is not compared."""
-    line = f"recipe    top1 75.70 %: {expected} (published, torchvision IMAGENET1K_V1)"
-    compared = {**FACTS, "std": std, "value": "top1", "difference": -0.4, "line": line}
+    source = "(published, torchvision IMAGENET1K_V1)"
+    line = f"recipe    top1 75.70 %: {expected} is expected {source}{remark}"
+    compared = {**FACTS, "std": std, "value": "top1", "difference": -0.4}
+    compared |= {"fraction_lower": lower, "line": line}
     for words in ([], ["train.best_by=macro_f1"]):
         found = expectation(*words, std=std, last=row(3, 75.7))
         assert found.finish({}) == {"expectation": compared}
     for earlier in (row(2, 75.7), {}):
         assert expectation(std=std, last=earlier).finish({}) == {"expectation": None}
+
+
+def test_fraction_lower_of_published_quantiles():
+    """Quantiles of Student's t for 1, 3, 4, 7, 9 and 30 degrees of freedom."""
+    quantiles = {2: 12.706, 4: 3.182, 5: 2.776, 8: 2.365, 10: 2.262, 31: 2.042}  # by runs
+    for runs, quantile in quantiles.items():
+        limit = quantile * (1 + 1 / runs) ** 0.5
+        found = fraction_lower(limit, runs), fraction_lower(-limit, runs)
+        assert found == pytest.approx((0.975, 0.025), abs=2e-5)
 
 
 FREE = ["train.seed=3", "train.precision=fp32", "loader.workers=2", "loader.decoder=gpu"]

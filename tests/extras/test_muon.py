@@ -7,6 +7,7 @@ from torch import nn
 
 from conf.compose import from_overrides
 from engine.optim import build_optimizer
+from extras import muon
 from extras.muon import hidden_weights
 
 OPTIONS = ["data=fake", "optim.name=extras.muon:muon", "optim.lr=0.1", "optim.weight_decay=0.01"]
@@ -86,3 +87,14 @@ def test_hidden_weights_with_frozen_layer():
     )
     model[1].requires_grad_(False)
     assert list(hidden_weights(model)) == [model[2].weight]
+
+
+def test_orthogonal_singular_values():
+    """Only values from 0.0015 of the Frobenius norm approach 1."""
+    torch.manual_seed(0)
+    left, right = torch.linalg.qr(torch.randn(2, 16, 16)).Q
+    values = nn.functional.normalize(torch.logspace(0, -6, 16), dim=0)
+    found = (left.mT @ muon.orthogonal((left * values @ right)[None])[0] @ right.mT).diagonal()
+    large = values >= 0.0015
+    assert found[large].min() > 0.68 and found[large].max() < 1.21
+    assert (found / values)[~large].max() < 490 and found[~large].min() < 0.01

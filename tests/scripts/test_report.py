@@ -99,12 +99,20 @@ def copied(run: Path, to: Path, top1: tuple[float, float] = (20.0, 30.0), **keys
     return to
 
 
+def test_interval_of_published_examples():
+    """From Newcombe (1998), Statistics in Medicine 17, table I, in percent."""
+    published = {(81, 263): "25.5 to 36.6", (15, 148): "6.2 to 16.0", (1, 29): "0.6 to 17.2"}
+    for (correct, images), interval in (published | {(20, 20): "83.9 to 100.0"}).items():
+        text = report.formatted("top1", 100 * correct / images, " %", {"images": images})
+        assert text.endswith(f" % ({interval})")
+
+
 def test_report_of_one_run(folder):
     page, summary = page_of(folder), results.summary_of(folder)
     top1 = summary["best_top1"]
-    error = (top1 * (100 - top1) / 15) ** 0.5
+    value = report.formatted("top1", top1, " %", {"images": 15})
     facts = dict(page.table("facts"))
-    assert facts["best top1"] == f"{top1:.2f} % ± {error:.1f} at epoch {summary['best_epoch']:.4g}"
+    assert facts["best top1"] == f"{value} at epoch {summary['best_epoch']:.4g}"
     assert facts["limited by"] == (" ".join(summary["verdict"]) or "–")
     assert facts["status"] == "finished" and facts["command"].startswith("python train.py recipe=")
     conditions = page.conditions
@@ -167,9 +175,9 @@ def test_report_compares_runs(folder, tmp_path):
     page = page_of(tmp_path, low)
     first, second = page.rows()
     names = ["run", "best top1", "standard deviation", "n", "images/s", "limited by"]
-    values = ["optim.lr=0.7 high", "30.00 % ± 11.8", "–", "1", "1,234", "input-bound"]
+    values = ["optim.lr=0.7 high", "30.00 % (13.0 to 55.2)", "–", "1", "1,234", "input-bound"]
     assert first == dict(zip(names, values, strict=True))
-    assert [*second.values()][:4] == ["optim.lr=0.3 low", "10.00 % ± 7.7", "–", "1"]
+    assert [*second.values()][:4] == ["optim.lr=0.3 low", "10.00 % (2.3 to 34.0)", "–", "1"]
     cells = page.root.iterfind(".//table[@class='runs']/tbody/tr[1]/td")
     assert [cell.attrib["data-head"] for cell in cells] == names  # a narrow page has no head row
     epochs = results.column(folder, "val", "epoch")
@@ -194,14 +202,14 @@ def test_report_best_after_accepted_change(folder, tmp_path):
     """If data.val changed, for example, earlier validations used other images."""
     changed = copied(folder, tmp_path / "changed", (90.0, 30.0))
     change_summary(changed, best_epoch=read_rows(folder, "val")[-1]["epoch"])
-    assert dict(page_of(changed).table("facts"))["best top1"].startswith("30.00 % ± 11.8 at epoch")
+    assert dict(page_of(changed).table("facts"))["best top1"].startswith("30.00 % (13.0 to 55.2)")
 
 
 def test_report_best_by_of_each_run(folder, tmp_path):
     copied(folder, tmp_path / "a", (10.0, 20.0))
     loss = read_rows(copied(folder, tmp_path / "b", train__best_by="-loss"), "val")[1]["loss"]
     first, second = page_of(tmp_path).rows()
-    assert (first["run"], first["best"]) == ("train.best_by=top1 a", "top1 20.00 % ± 10.3")
+    assert (first["run"], first["best"]) == ("train.best_by=top1 a", "top1 20.00 % (7.0 to 45.2)")
     assert (second["run"], second["best"]) == ("train.best_by=-loss b", f"loss {loss:.4g}")
     assert f"b: loss {loss:.4g}" in page_of(tmp_path).text
 
@@ -216,7 +224,7 @@ def test_report_groups_seeds_and_folds(folder, tmp_path):
     change_summary(stopped, status="interrupted")
     alone, single, group = page_of(tmp_path).rows()
     assert (alone["run"], alone["n"]) == ("optim.lr=0.05 stopped interrupted", "1")
-    assert (single["run"], single["best top1"]) == ("optim.lr=0.7 other", "62.00 % ± 12.5")
+    assert (single["run"], single["best top1"]) == ("optim.lr=0.7 other", "62.00 % (37.5 to 81.6)")
     assert (group["run"], group["n"]) == ("optim.lr=0.05 seed2 and 2 more", "3")
     assert group["best top1"] == f"{mean([50, 60, 64]):.2f} %"
     assert group["standard deviation"] == f"{stdev([50, 60, 64]):.2f} %"
@@ -232,8 +240,8 @@ def test_report_marks_ties_and_labels_runs(folder, tmp_path):
         copied(folder, tmp_path / name, (0.0, top1), optim__lr=lr, optim__momentum=lr)
     first, second, third = page_of(tmp_path).rows()
     assert {first["run"], second["run"]} == {"optim.lr=0.1 a", "optim.lr=0.2 b"}
-    assert first["best top1"] == second["best top1"] == "30.00 % ± 11.8 tie"
-    assert (third["best top1"], third["optim.momentum"]) == ("20.00 % ± 10.3", "0.3")
+    assert first["best top1"] == second["best top1"] == "30.00 % (13.0 to 55.2) tie"
+    assert (third["best top1"], third["optim.momentum"]) == ("20.00 % (7.0 to 45.2)", "0.3")
 
 
 def test_report_separates_non_repetitions(folder, tmp_path):
