@@ -120,9 +120,9 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     stored = _stored_classes(path, content)
     # If the numbers differ, the model's outputs are not classes.
     head = [name for name in head_of(model) if len(model.get_parameter(name)) == len(classes)]
-    outputs = {len(weights[name]) for name in weights.keys() & head}
+    outputs = {weights[name].shape[:1] for name in weights.keys() & head}
     has_same_classes = stored in ("[]", json.dumps(list(classes)))
-    if stored == "[]" and len(classes) in outputs and has_two_orders(classes):
+    if stored == "[]" and (len(classes),) in outputs and has_two_orders(classes):
         has_same_classes = False
         fix = "to keep its head, name them: export.py FILE --to safetensors --classes NAMES"
         text = "%s: its head is not loaded, because its class order is unknown; %s"
@@ -151,41 +151,60 @@ def _stored_classes(path: Path, content: dict[str, Any]) -> str:
     """Return the class names in a file as JSON, or "[]" if it has none."""
     if path.suffix == ".safetensors":
         return safetensors_metadata(path).get("classes", "[]")
-    model_input = content.get("model_input", {})
-    return json.dumps(model_input.get("classes", []))
+    named = content.get("model_input", content)
+    return json.dumps(named.get("classes", []))
 
 
 def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bool = False) -> None:
     """Load weights by name. The model does not change if they do not match.
 
     Raises UserError if keys are missing, unknown or have a different shape, as in a different
-    model's weights. `origin`: the beginning of messages; `new_head`: allow a different head, see
-    `_new_head`.
+    model's weights, or if values are not finite. `origin`: the beginning of messages; `new_head`:
+    allow a different head, see `_new_head`.
     """
     own = model.state_dict()
     weights = {_current_name(name): value for name, value in weights.items()}
-    shared = own.keys() & weights.keys()
-    fitting = {name for name in shared if own[name].shape == weights[name].shape}
+    loaded = dict(weights)
     head = head_of(model)
-    if new_head and fitting.isdisjoint(head):
-        new = _new_head(own, head)
+    if new_head and _fitting(own, weights).isdisjoint(head):
         text = "%s: the file's head does not match the classes, so %s are newly initialized"
         logger.info(text, origin, ", ".join(head))
-        weights |= new
-        fitting |= new.keys()
+        loaded |= _new_head(own, head)
+    counts = mismatch(own, loaded)
+    if counts:
+        from models.zoo import fix_for  # imports this module
+
+        raise UserError(origin, f"does not match the model: {counts}", fix_for(weights))
+    broken = finite_in(own) - finite_in(own | loaded)
+    if broken:
+        fix = "choose weights from before their training diverged"
+        raise UserError(origin, f"{min(broken)} is not finite", fix)
+    own.update(loaded)  # `own` also contains layer versions (`_metadata`), for MNASNet
+    model.load_state_dict(own)
+
+
+def mismatch(own: Weights, weights: Weights) -> str:
+    """Compare the names and shapes of a model's tensors with weights; return "" if they match."""
     # torchvision's oldest weights have no num_batches_tracked.
     counters = fnmatch.filter(own, "*num_batches_tracked")
     missing = own.keys() - weights.keys() - set(counters)
     unknown = weights.keys() - own.keys()
-    misshapen = shared - fitting
+    misshapen = own.keys() & weights.keys() - _fitting(own, weights)
     examples = list(map(min, filter(None, (missing, unknown, misshapen))))
-    if examples:
-        counts = f"keys: {len(missing)} missing, {len(unknown)} unknown, "
-        counts += f"{len(misshapen)} with a different shape, such as {', '.join(examples)}"
-        fix = "check model.name, data.image_size and the number of image channels"
-        raise UserError(origin, f"does not match the model: {counts}", fix)
-    own.update(weights)  # `own` also contains layer versions (`_metadata`), for MNASNet
-    model.load_state_dict(own)
+    counts = f"keys: {len(missing)} missing, {len(unknown)} unknown, "
+    counts += f"{len(misshapen)} with a different shape, such as {', '.join(examples)}"
+    return counts if examples else ""
+
+
+def _fitting(own: Weights, weights: Weights) -> set[str]:
+    """Return the names of tensors that have the same shape in both."""
+    shared = own.keys() & weights.keys()
+    return {name for name in shared if own[name].shape == weights[name].shape}
+
+
+def finite_in(weights: Weights) -> set[str]:
+    """Return the names of tensors without NaN and infinity, which a mask may contain."""
+    return {name for name, value in weights.items() if value.isfinite().all()}
 
 
 def _current_name(name: str) -> str:

@@ -4,6 +4,7 @@ Also freezes parameters and selects the memory format for all of these models. T
 are those of the libraries, so that weights can be exchanged with them.
 """
 
+import fnmatch
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from conf.named import create_object, import_object, is_object_name
 from conf.schema import show
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
-from models.weights import fit_weights, head_of
+from models.weights import Weights, fit_weights, head_of, mismatch
 
 RGB = 3  # input channels of the first convolution in all libraries
 Create = Callable[..., nn.Module]
@@ -41,6 +42,21 @@ def available() -> list[str]:
 
     names = {*OURS, *vision.list_models(module=vision)}
     return sorted(names - UNSUITED)
+
+
+def fix_for(weights: Weights) -> str:
+    """Return the fix for weights of a different model; names it if they match all but its head.
+
+    Compares them with all models in `available()` except RegNets, which need memory to be built.
+    """
+    for name in sorted({*available()} - {*fnmatch.filter(available(), "regnet*")}):
+        with torch.device("meta"):
+            model = _function(name, pretrained=False)(2, 224)
+        own = model.state_dict()
+        head = {key: own[key] for key in head_of(model)}
+        if not mismatch(own, {**weights, **head}):
+            return f"set model.name={name}"
+    return "check model.name, data.image_size and the number of image channels"
 
 
 def build(
