@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +31,20 @@ def diverged(reason: str, folder: Path) -> RunError:
 
 
 def healthy_checkpoints(folder: Path) -> list[Path]:
-    """Return a run's checkpoints with a later loss of at most twice the first one, oldest first.
+    """Return a run's checkpoints that a later loss of at most twice the first one follows.
 
-    Checkpoints saved while a run diverges have large, finite weights. The loss of a training row is
-    from before its last update, so it describes only earlier checkpoints.
+    Checkpoints saved while a run diverges have large, finite weights. A training row's loss is from
+    before its last update.
     """
-    last_healthy = -1
-    with suppress(OSError, LookupError, TypeError, ValueError):  # absent, or edited
-        rows = map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines())
-        finite = [row for row in rows if row.get("loss") is not None]
-        limit = finite[0]["loss"] + abs(finite[0]["loss"])
-        for row in finite:
-            if row["loss"] <= limit:
-                last_healthy = row["step"] - (row["split"] == "train")
+    healthy = -1
+    with suppress(OSError, LookupError, TypeError, ValueError):  # absent, edited, or a loss is null
+        rows = list(map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines()))
+        first = rows[0]["loss"]
+        for row in rows:
+            if row.get("loss", math.inf) <= first + abs(first):
+                healthy = row["step"] - (row["split"] == "train")
     paths = files(folder / "checkpoints")
-    return [path for path in paths if int(path.stem.removeprefix("step-")) <= last_healthy]
+    return list(takewhile(lambda path: int(path.stem[5:]) <= healthy, paths))
 
 
 def check_loss(row: Mapping[str, float], folder: Path) -> None:
@@ -166,10 +165,8 @@ class TrainState:
     def try_step(self) -> None:
         """Step the optimizer with zero gradients, then undo it. Raises an error if it fails."""
         with restored_on_exit(self):
-            for group in self.optimizer.param_groups:
-                group["lr"] = 1.0  # may be a tensor on a different device
-                for parameter in group["params"]:
-                    parameter.grad = torch.zeros_like(parameter)
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()
 
     def forget_validations(self) -> None:

@@ -4,10 +4,9 @@ Also freezes parameters and selects the memory format for all of these models. T
 are those of the libraries, so that weights can be exchanged with them.
 """
 
-import fnmatch
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
@@ -44,17 +43,22 @@ def available() -> list[str]:
     return sorted(names - UNSUITED)
 
 
-def fix_for(weights: Weights) -> str:
-    """Return the fix for weights of a different model; names it if they match all but its head.
+def fix_for(weights: Weights, wrong: Set[str]) -> str:
+    """Return the fix for weights that differ from the model by the keys `wrong`, besides its head.
 
-    Compares them with all models in `available()` except RegNets, which need memory to be built.
+    Names the model that they match: one of OURS, or of the torchvision models of a similar size.
     """
-    for name in sorted({*available()} - {*fnmatch.filter(available(), "regnet*")}):
+    from torchvision import models as vision
+
+    def difference(name: str) -> int:
+        published = vision.get_model_weights(name).DEFAULT
+        return abs(published.meta["num_params"] - sum(map(torch.numel, weights.values())))
+
+    similar = sorted({*available()} - OURS.keys(), key=difference)[:10]
+    for name in (*OURS, *similar):
         with torch.device("meta"):
             model = _function(name, pretrained=False)(2, 224)
-        own = model.state_dict()
-        head = {key: own[key] for key in head_of(model)}
-        if not mismatch(own, {**weights, **head}):
+        if wrong and mismatch(model.state_dict(), weights).issubset(head_of(model)):
             return f"set model.name={name}"
     return "check model.name, data.image_size and the number of image channels"
 

@@ -119,10 +119,9 @@ class Observers:
             returned = self._tracker.guard(name, _returned_values, event, observer) or {}
             for key in sorted(returned.keys() - self._ignored, key=str):
                 try:
-                    if key in row:
-                        raise KeyError("the key exists")
                     text = json.dumps({key: returned[key]}, default=to_list)
-                    row = row | json.loads(text, parse_int=_float_sized)
+                    # Raises TypeError for an existing key.
+                    row = dict(**row, **json.loads(text, parse_int=_float_sized))
                 except Exception as error:  # `tolist` raises many types
                     self._ignored.add(key)
                     problem = f"{name}: {key} cannot be logged ({describe(error)})"
