@@ -143,7 +143,7 @@ def test_observer_result_that_is_no_mapping(values, image_root, tmp_path, caplog
         ("own", 10**400, "OverflowError: int too large to convert to float"),
         ("own", [{"in": -(10**400)}], "OverflowError: int too large to convert to float"),
         ((1, 2), 3, "TypeError: keys must be str"),
-        ("step", -1, "KeyError: 'the key exists'"),
+        ("step", -1, "TypeError: dict() got multiple values"),
     ],
 )
 def test_observer_values_that_cannot_be_logged(key, value, reason, image_root, tmp_path, caplog):
