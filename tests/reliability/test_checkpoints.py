@@ -128,14 +128,16 @@ def test_resume_rejects_foreign_checkpoint(changed, content, readers, path):
     check_rejected(readers[0], path)
 
 
-@pytest.mark.parametrize("value", [None, "x", {"momentum_buffer": torch.zeros(3)}, math.nan])
-def test_resume_rejects_damaged_state(value, content, readers, path):
+DAMAGED = [None, "x", {"momentum_buffer": torch.zeros(3)}]
+DAMAGED_STATES = [("optimizer", "state", {0: value}) for value in DAMAGED]
+DAMAGED_STATES += [("model", "bn1.running_var", torch.full((32,), math.nan))]
+
+
+@pytest.mark.parametrize(("part", "name", "value"), DAMAGED_STATES)
+def test_resume_rejects_damaged_state(part, name, value, content, readers, path):
     """An optimizer state that no step accepts, and weights that are not finite."""
     state = copy.deepcopy(content["state"])
-    state["optimizer"]["state"][0] = value
-    if value is math.nan:
-        state = copy.deepcopy(content["state"])
-        state["model"]["bn1.running_var"][0] = value
+    state[part][name] = value
     torch.save(content | {"state": state}, path)
     check_rejected(readers[0], path)
 
