@@ -5,6 +5,7 @@ damage. `best.pt` is a hard link to the best checkpoint. engine/files.py writes 
 """
 
 import copy
+import json
 import logging
 import os
 import platform
@@ -32,7 +33,8 @@ FORMAT = 3
 READABLE = (2, 3)  # formats whose weights, config and model_input have the same meaning
 RESUME_CHOICES = "a run directory, a step-*.pt, never (start over) or auto (the default)"
 # Required part of a checkpoint -> its type
-PARTS = {"step": int, "state": dict, "identity": dict, "config": dict, "model_input": dict}
+PARTS = {"format": int, "step": int, "state": dict}
+METADATA = {"identity": dict, "config": dict, "model_input": dict}  # parts that JSON can store
 
 
 def host_copy(content: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
 
     Args:
         folder: `checkpoints/` in a run directory.
-        content: PARTS and more, made of plain containers, tensors, numbers and strings.
+        content: PARTS, METADATA and more, made of plain containers, tensors, numbers and strings.
         keep: number of newest checkpoints to keep, in addition to the best one.
     """
     step = content["step"]
@@ -162,10 +164,11 @@ def _check_format(path: Path, content: Any) -> None:
 
 def is_ours(content: Any) -> bool:
     """Return whether file contents are a checkpoint that this version can read."""
-    if not isinstance(content, dict):
-        return False
-    types = {name: type(content.get(name)) for name in PARTS}
-    return types == PARTS and content.get("format") in READABLE
+    with suppress(AttributeError, LookupError, TypeError, ValueError):
+        json.dumps([content[name] for name in METADATA])
+        types = {name: type(content[name]) for name in (*PARTS, *METADATA)}
+        return types == PARTS | METADATA and content["format"] in READABLE
+    return False
 
 
 def provenance() -> dict[str, str]:

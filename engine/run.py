@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent import futures
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -32,6 +32,7 @@ from engine.losses import Loss
 from engine.metrics import Metrics
 from engine.schedule import Schedule
 from engine.state import TrainState, diverged
+from models.weights import finite_in
 from pipeline.data.build import Datasets
 from pipeline.data.field import IMAGE, describe_fields
 from pipeline.data.splits import check_output_path
@@ -78,6 +79,7 @@ class Run(AbstractContextManager["Run"]):
         self.last_saved_step = 0
         self._found: list[Path] = []  # checkpoints that `read_checkpoint` found in run.dir
         self._stored: dict[str, Any] = {}  # contents of `resumed_from` until they are loaded
+        self._finite: set[str] = set()  # names of tensors to check; a mask may contain inf
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self._writing: futures.Future[None] = futures.Future()  # write of the newest checkpoint
         self._writing.set_result(None)
@@ -125,6 +127,7 @@ class Run(AbstractContextManager["Run"]):
         different process. `metadata`: return value of `checkpoint_metadata`.
         """
         self.world.check_same({"checkpoint": str(self.resumed_from), **metadata["identity"]})
+        self._finite = finite_in(state.model.state_dict())
         if self.resumed_from is not None:
             self._load_checkpoint(state, self.resumed_from, metadata["identity"])
         self._stored = {}  # free the memory
@@ -147,6 +150,11 @@ class Run(AbstractContextManager["Run"]):
         check_changes(path, changes, accept=self.config.checkpoint.accept_changes)
         try:
             state.load_state_dict(self._stored["state"])
+            if state.step != self._stored["step"]:
+                raise ValueError(f"step {state.step} instead of {self._stored['step']}")
+            if not self._finite <= finite_in(state.model.state_dict()):
+                raise ValueError("its weights are not finite")
+            state.try_step()
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             problem = f"its state does not match this training ({reason})"
@@ -218,16 +226,13 @@ class Run(AbstractContextManager["Run"]):
             content = {"step": state.step, "state": copied, **self.metadata}
             # timm and others look for weights under this key. The file stores them only once.
             content["state_dict"] = copied["ema"] or copied["model"]
-            parameters = [name for name, _ in state.model.named_parameters()]
-            self._writing = self._thread.submit(self._write, content, parameters)
+            self._writing = self._thread.submit(self._write, content)
         self.last_saved_step = state.step
         gc.collect(1)  # the loop collects nothing; 1 means newer objects, in Python 3.14 maybe more
 
-    def _write(self, content: dict[str, Any], parameters: Sequence[str]) -> None:
-        weights = content["state"]["model"]
-        for name in weights.keys() & parameters:  # skip buffers, because a mask may contain inf
-            if not weights[name].isfinite().all():
-                raise diverged(f"the weights are not finite at step {content['step']}", self.path)
+    def _write(self, content: dict[str, Any]) -> None:
+        if not self._finite <= finite_in(content["state"]["model"]):
+            raise diverged(f"the weights are not finite at step {content['step']}", self.path)
         self.check_lock()
         checkpoint.save(self.checkpoints, content, keep=self.config.checkpoint.keep)
 

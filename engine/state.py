@@ -2,11 +2,12 @@
 
 import copy
 import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,35 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from conf.errors import RunError
-from engine.checkpoint import BEST
+from engine.checkpoint import files
 
 
 def diverged(reason: str, folder: Path) -> RunError:
     """Return the error to raise after divergence in the run directory `folder`."""
-    best = folder / "checkpoints" / BEST  # the newest one may have a large, finite loss
     start = "start over with checkpoint.resume=never"
-    if best.exists():
-        start = f"set a new run.name, checkpoint.resume={best} (if saved before the loss grew) and "
+    healthy = healthy_checkpoints(folder)
+    if healthy:
+        start = f"set a new run.name, checkpoint.resume={healthy[-1]} and "
         start += "checkpoint.accept_changes=true"
     fix = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"
     return RunError(f"{reason}; these weights were not saved; {fix}, and {start}")
+
+
+def healthy_checkpoints(folder: Path) -> list[Path]:
+    """Return a run's checkpoints that a later loss of at most twice the first one follows.
+
+    Checkpoints saved while a run diverges have large, finite weights. A training row's loss is from
+    before its last update.
+    """
+    healthy = -1
+    with suppress(OSError, LookupError, TypeError, ValueError):  # absent, edited, or a loss is null
+        rows = list(map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines()))
+        first = rows[0]["loss"]
+        for row in rows:
+            if row.get("loss", math.inf) <= first + abs(first):
+                healthy = row["step"] - (row["split"] == "train")
+    paths = files(folder / "checkpoints")
+    return list(takewhile(lambda path: int(path.stem[5:]) <= healthy, paths))
 
 
 def check_loss(row: Mapping[str, float], folder: Path) -> None:
@@ -143,6 +161,13 @@ class TrainState:
         self.best_validation = dict(stored["best"])
         self.last_validation = dict(stored["last"])
         self.history = list(stored["history"])
+
+    def try_step(self) -> None:
+        """Step the optimizer with zero gradients, then undo it. Raises an error if it fails."""
+        with restored_on_exit(self):
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
 
     def forget_validations(self) -> None:
         """Make the next validation the best so far."""

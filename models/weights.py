@@ -92,7 +92,7 @@ def weights_in(content: Any, *, origin: str) -> Weights:
             break
     weights = dict(stored)
     weights.pop("n_averaged", None)
-    if not all(isinstance(value, Tensor) for value in weights.values()):
+    if not {*map(type, weights.values())} <= {Tensor, nn.Parameter}:
         raise error
     wrappers: tuple[str, ...] = ("module.",)  # added by DDP and AveragedModel
     if "pytorch-lightning_version" in content:
@@ -119,17 +119,17 @@ def load_weights(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> N
     weights = weights_in(content, origin=origin)
     stored = _stored_classes(path, content)
     # If the numbers differ, the model's outputs are not classes.
-    head = [name for name in head_of(model) if len(model.get_parameter(name)) == len(classes)]
-    outputs = {len(weights[name]) for name in weights.keys() & head}
+    head = {name for name in head_of(model) if len(model.get_parameter(name)) == len(classes)}
+    fitting = head - mismatch(model.state_dict(), weights)
     has_same_classes = stored in ("[]", json.dumps(list(classes)))
-    if stored == "[]" and len(classes) in outputs and has_two_orders(classes):
+    if stored == "[]" and fitting and has_two_orders(classes):
         has_same_classes = False
         fix = "to keep its head, name them: export.py FILE --to safetensors --classes NAMES"
         text = "%s: its head is not loaded, because its class order is unknown; %s"
         logger.warning(text, origin, fix)
     if not has_same_classes:
-        for name in head:
-            weights.pop(name, None)
+        for name in fitting:
+            del weights[name]
     fit_weights(model, weights, origin=origin, new_head=True)
 
 
@@ -151,41 +151,55 @@ def _stored_classes(path: Path, content: dict[str, Any]) -> str:
     """Return the class names in a file as JSON, or "[]" if it has none."""
     if path.suffix == ".safetensors":
         return safetensors_metadata(path).get("classes", "[]")
-    model_input = content.get("model_input", {})
-    return json.dumps(model_input.get("classes", []))
+    named = content.get("model_input", content)
+    return json.dumps(named.get("classes", []))
 
 
 def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bool = False) -> None:
     """Load weights by name. The model does not change if they do not match.
 
     Raises UserError if keys are missing, unknown or have a different shape, as in a different
-    model's weights. `origin`: the beginning of messages; `new_head`: allow a different head, see
-    `_new_head`.
+    model's weights, or if values are not finite. `origin`: the beginning of messages; `new_head`:
+    allow a different head, see `_new_head`.
     """
     own = model.state_dict()
     weights = {_current_name(name): value for name, value in weights.items()}
-    shared = own.keys() & weights.keys()
-    fitting = {name for name in shared if own[name].shape == weights[name].shape}
+    loaded = own | weights
     head = head_of(model)
-    if new_head and fitting.isdisjoint(head):
-        new = _new_head(own, head)
+    wrong = mismatch(own, weights)
+    if new_head and wrong.issuperset(head):
         text = "%s: the file's head does not match the classes, so %s are newly initialized"
         logger.info(text, origin, ", ".join(head))
-        weights |= new
-        fitting |= new.keys()
-    # torchvision's oldest weights have no num_batches_tracked.
-    counters = fnmatch.filter(own, "*num_batches_tracked")
-    missing = own.keys() - weights.keys() - set(counters)
-    unknown = weights.keys() - own.keys()
-    misshapen = shared - fitting
-    examples = list(map(min, filter(None, (missing, unknown, misshapen))))
-    if examples:
-        counts = f"keys: {len(missing)} missing, {len(unknown)} unknown, "
-        counts += f"{len(misshapen)} with a different shape, such as {', '.join(examples)}"
-        fix = "check model.name, data.image_size and the number of image channels"
-        raise UserError(origin, f"does not match the model: {counts}", fix)
-    own.update(weights)  # `own` also contains layer versions (`_metadata`), for MNASNet
+        loaded |= _new_head(own, head)
+        wrong.difference_update(head)
+    if wrong:
+        from models.zoo import fix_for  # imports this module
+
+        counts = f"{len(wrong)} keys are missing, unknown or have a different shape, "
+        problem = f"does not match the model: {counts}such as {min(wrong)}"
+        raise UserError(origin, problem, fix_for(weights, wrong - set(head)))
+    broken = finite_in(own) - finite_in(loaded)
+    if broken:
+        fix = "choose weights from before their training diverged"
+        raise UserError(origin, f"{min(broken)} is not finite", fix)
+    own.update(loaded)  # `own` also contains layer versions (`_metadata`), for MNASNet
     model.load_state_dict(own)
+
+
+def mismatch(own: Weights, weights: Weights) -> set[str]:
+    """Return the keys that are missing in weights, unknown, or have a different shape."""
+    # torchvision's oldest weights have no num_batches_tracked.
+    counters = {*fnmatch.filter(own, "*num_batches_tracked")} - weights.keys()
+    return {name for name, _ in _shapes(own) ^ _shapes(weights)} - counters
+
+
+def _shapes(weights: Weights) -> set[tuple[str, torch.Size]]:
+    return {(name, value.shape) for name, value in weights.items()}
+
+
+def finite_in(weights: Weights) -> set[str]:
+    """Return the names of tensors without NaN and infinity, which a mask may contain."""
+    return {name for name, value in weights.items() if value.isfinite().all()}
 
 
 def _current_name(name: str) -> str:

@@ -6,7 +6,7 @@ are those of the libraries, so that weights can be exchanged with them.
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter
@@ -21,7 +21,7 @@ from conf.named import create_object, import_object, is_object_name
 from conf.schema import show
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
-from models.weights import fit_weights, head_of
+from models.weights import Weights, fit_weights, head_of, mismatch
 
 RGB = 3  # input channels of the first convolution in all libraries
 Create = Callable[..., nn.Module]
@@ -41,6 +41,26 @@ def available() -> list[str]:
 
     names = {*OURS, *vision.list_models(module=vision)}
     return sorted(names - UNSUITED)
+
+
+def fix_for(weights: Weights, wrong: Set[str]) -> str:
+    """Return the fix for weights that differ from the model by the keys `wrong`, besides its head.
+
+    Names the model that they match: one of OURS, or of the torchvision models of a similar size.
+    """
+    from torchvision import models as vision
+
+    def difference(name: str) -> int:
+        published = vision.get_model_weights(name).DEFAULT
+        return abs(published.meta["num_params"] - sum(map(torch.numel, weights.values())))
+
+    similar = sorted({*available()} - OURS.keys(), key=difference)[:10]
+    for name in (*OURS, *similar):
+        with torch.device("meta"):
+            model = _function(name, pretrained=False)(2, 224)
+        if wrong and mismatch(model.state_dict(), weights).issubset(head_of(model)):
+            return f"set model.name={name}"
+    return "check model.name, data.image_size and the number of image channels"
 
 
 def build(

@@ -414,8 +414,8 @@ def test_train_nan_loss_ends_run(train_run, call_main, folder, monkeypatch):
     assert train_run(*options)["status"] == "finished"
 
 
-def test_train_divergence_advises_best_checkpoint(call_main, train_run, folder, tmp_path):
-    """The message names the best checkpoint; the newest one is finite, but has exploded."""
+def test_train_divergence_advises_healthy_checkpoint(call_main, train_run, folder, tmp_path):
+    """The newest checkpoints are finite, but have exploded; without a healthy one, start over."""
     options = ["train.epochs=4", "loader.workers=0", "checkpoint.keep=99"]
     options += ["checkpoint.every_steps=1"]
     train_run("optim.lr=0.01", "train.max_steps=6", *options)
@@ -423,12 +423,16 @@ def test_train_divergence_advises_best_checkpoint(call_main, train_run, folder, 
     assert (number, error.count("\n")) == (1, 1)
     losses = column(folder, "train", "loss")[:-1]
     advised = error.partition("checkpoint.resume=")[2].split()[0]
-    assert Path(advised) == folder / "checkpoints/best.pt"
+    assert Path(advised) == folder / "checkpoints/step-00000006.pt"
     newest = checkpoint.files(folder / "checkpoints")[-1]
     assert losses[int(newest.stem[-8:]) - 1] > 1e6 * losses[0]
     again = ["optim.lr=0.01", f"run.dir={tmp_path}/again", f"checkpoint.resume={advised}"]
     assert call_main(*options, *again, ACCEPT)[0] == 0
     assert column(tmp_path / "again", "train", "loss")[-1] < losses[0]
+    number, _, error = call_main(*options, "optim.lr=1000", f"run.dir={tmp_path}/exploded")
+    assert number == 1
+    assert (tmp_path / "exploded/checkpoints/step-00000001.pt").exists()
+    assert "optim.clip_norm, and start over with checkpoint.resume=never" in error
 
 
 def test_train_with_full_disk(train_run, call_main, folder, nine_steps):

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conf.errors import UserError
+from conf.errors import UserError, describe
 from conf.named import check_signature, import_object, installed, split_entry
 from conf.schema import Config
 from engine.files import to_list
@@ -90,7 +90,7 @@ class Observers:
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._started: list[tuple[str, Observer]] = []
-        self._ignored: set[str] = set()  # keys of returned values that already existed
+        self._ignored: set[Any] = set()  # keys of returned values that cannot be logged
         tracker.callback(self._started.clear)  # otherwise, observers keep the run alive
 
     def start(self, log: ObservedRun) -> None:
@@ -111,20 +111,34 @@ class Observers:
             self._tracker.guard(name, event, observer)
 
     def extend(self, row: dict[str, Any], event: Callable[[Observer], Any]) -> dict[str, Any]:
-        """Return `row` and the values that a method of each observer returns, under new keys."""
+        """Return `row` and the values that a method of each observer returns, under new keys.
+
+        Values that JSON or TensorBoard cannot store cause one warning and are skipped.
+        """
         for name, observer in self._started:
-            added = self._tracker.guard(name, _returned_values, event, observer) or {}
-            for key in sorted(added.keys() & row.keys() - self._ignored):
-                self._ignored.add(key)
-                logger.warning("%s: returns the existing key %s; rename it", name, key)
-            row = row | added | row  # existing keys keep their position and value
+            returned = self._tracker.guard(name, _returned_values, event, observer) or {}
+            for key in sorted(returned.keys() - self._ignored, key=str):
+                try:
+                    text = json.dumps({key: returned[key]}, default=to_list)
+                    # Raises TypeError for an existing key.
+                    row = dict(**row, **json.loads(text, parse_int=_float_sized))
+                except Exception as error:  # `tolist` raises many types
+                    self._ignored.add(key)
+                    problem = f"{name}: {key} cannot be logged ({describe(error)})"
+                    fix = "return a number, string, list, tensor or array under a new key"
+                    logger.warning("%s; %s", problem, fix)
         return row
 
 
-def _returned_values(event: Callable[[Observer], Any], observer: Observer) -> dict[str, Any]:
-    """Return a method's values as plain numbers and lists. Raises an error for other types."""
-    values = dict(event(observer) or {})
-    return dict(json.loads(json.dumps(values, default=to_list)))
+def _returned_values(event: Callable[[Observer], Any], observer: Observer) -> dict[Any, Any]:
+    return dict(event(observer) or {})
+
+
+def _float_sized(digits: str) -> int:
+    """Convert digits to int. Raises OverflowError if it is too large for a float."""
+    number = int(digits)
+    float(number)
+    return number
 
 
 def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str, Any]]]:

@@ -1,6 +1,7 @@
 """Models by name, error messages, and weights from files and libraries."""
 
 import copy
+import math
 import os
 import re
 import sys
@@ -195,6 +196,7 @@ def test_load_weights_rejects_pipe(tmp_path):
 def test_fit_weights_accepts_former_names(name):
     with torch.device("meta"):
         model = models.build(name, num_classes=7, image_size=32)
+    model = model.to_empty(device="cpu")
     former = {
         re.sub(r"(denselayer\d+\.(norm|conv))([12])", r"\1.\3", key)
         .replace(".mlp.0.", ".mlp.linear_1.")
@@ -218,9 +220,11 @@ def test_fit_weights_without_num_batches_tracked(caplog):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("fc.bias", None, "keys: 1 missing, 0 .* such as fc.bias; check model.name"),
-        ("layer9.weight", torch.zeros(3), ", 1 unknown, .* such as layer9.weight"),
-        ("bn1.weight", torch.zeros(3), ", 1 with a different shape, such as bn1.weight"),
+        ("fc.bias", None, "does not match the model: 1 .* such as fc.bias; check model.name"),
+        ("layer9.weight", torch.zeros(3), "does not match .* as layer9.weight; check model.name"),
+        ("bn1.weight", torch.zeros(3), "does not match .* as bn1.weight; check model.name"),
+        ("bn1.bias", torch.tensor([*31 * [0], math.nan]), "bn1.bias is not finite; choose weights"),
+        ("bn1.running_var", torch.full((32,), math.inf), "bn1.running_var is not finite; choose"),
     ],
 )
 def test_fit_weights_mismatch_keeps_model(key, value, message):
@@ -228,9 +232,19 @@ def test_fit_weights_mismatch_keeps_model(key, value, message):
     stored.pop(key, None)
     if value is not None:
         stored[key] = value
-    with pytest.raises(UserError, match=f"does not match the model: .*{message}"):
+    with pytest.raises(UserError, match=f"their file: {message}"):
         fit_weights(model, stored, origin="their file", new_head=True)
     assert same(model.state_dict(), tiny(seed=1).state_dict())
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet18_cifar", "wide_resnet50_2", "vit_b_16"])
+@pytest.mark.parametrize("new_head", [True, False])
+def test_fit_weights_names_model_that_matches(name, new_head):
+    with torch.device("meta"):
+        weights = models.build(name, num_classes=7, image_size=224).state_dict()
+        model = models.build("resnet50", num_classes=7, image_size=224)
+    with pytest.raises(UserError, match=f"does not match the model: .*; set model.name={name}$"):
+        fit_weights(model, weights, origin="their file", new_head=new_head)
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"conv1.weight": 5}, {"state": {}}])

@@ -1,5 +1,7 @@
 """Foreign, hostile and damaged checkpoints are rejected in one line, without running their code."""
 
+import copy
+import math
 import os
 import random
 import zipfile
@@ -116,9 +118,27 @@ def test_readers_reject_other_files(kind, content, readers, path):
         check_rejected(reader, path)
 
 
-@pytest.mark.parametrize("changed", [{"format": 1}, {"identity": None}, {"state": {"model": {}}}])
+FOREIGN = [{"format": 1}, {"format": torch.ones(2)}, {"identity": None}, {"state": {"model": {}}}]
+FOREIGN += [{"step": 4}, {"config": {"data.root": torch.ones(2)}}]
+
+
+@pytest.mark.parametrize("changed", FOREIGN)
 def test_resume_rejects_foreign_checkpoint(changed, content, readers, path):
     torch.save(content | changed, path)
+    check_rejected(readers[0], path)
+
+
+DAMAGED = [None, "x", {"momentum_buffer": torch.zeros(3)}]
+DAMAGED_STATES = [("optimizer", "state", {0: value}) for value in DAMAGED]
+DAMAGED_STATES += [("model", "bn1.running_var", torch.full((32,), math.nan))]
+
+
+@pytest.mark.parametrize(("part", "name", "value"), DAMAGED_STATES)
+def test_resume_rejects_damaged_state(part, name, value, content, readers, path):
+    """An optimizer state that no step accepts, and weights that are not finite."""
+    state = copy.deepcopy(content["state"])
+    state[part][name] = value
+    torch.save(content | {"state": state}, path)
     check_rejected(readers[0], path)
 
 

@@ -128,23 +128,33 @@ def test_observer_values_become_json(image_root, tmp_path, caplog):
     assert warnings_of(caplog) == []
 
 
-@pytest.mark.parametrize(
-    "values", [{"own": object()}, {"own": 1j}, {(1, 2): 3}, 2.5, torch.ones(2)]
-)
-def test_observer_values_that_json_cannot_hold(values, image_root, tmp_path, caplog):
-    summary = returned(image_root, tmp_path, values)
-    assert "own" not in summary and "own" not in rows(tmp_path, "val")[0]
+@pytest.mark.parametrize("values", [2.5, torch.ones(2)])
+def test_observer_result_that_is_no_mapping(values, image_root, tmp_path, caplog):
+    returned(image_root, tmp_path, values)
     (warning,) = warnings_of(caplog)
     assert re.match(r"\S+:Returner: \w+Error: .*; training continues without it$", warning)
 
 
-def test_observer_values_do_not_replace_others(image_root, tmp_path, caplog):
-    summary = returned(image_root, tmp_path, {"step": -1, "own": 2})
-    row = rows(tmp_path, "val")[0]
-    assert (row["step"], row["own"], summary["step"], summary["own"]) == (2, 2, 2, 2)
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("own", object(), "AttributeError: 'object' object has no attribute 'tolist'"),
+        ("own", 1j, "AttributeError: 'complex' object has no attribute 'tolist'"),
+        ("own", 10**400, "OverflowError: int too large to convert to float"),
+        ("own", [{"in": -(10**400)}], "OverflowError: int too large to convert to float"),
+        ((1, 2), 3, "TypeError: keys must be str"),
+        ("step", -1, "TypeError: dict() got multiple values"),
+    ],
+)
+def test_observer_values_that_cannot_be_logged(key, value, reason, image_root, tmp_path, caplog):
+    """Only the value is skipped, with one warning for the validation and the summary."""
+    summary = returned(image_root, tmp_path, {key: value, "huge": 10**300, "good": 2})
+    for written in (rows(tmp_path, "val")[0], summary):
+        assert (written["step"], written["huge"], written["good"]) == (2, 10**300, 2)
+        assert "own" not in written
     (warning,) = warnings_of(caplog)
-    name = f"{__name__}:Returner"
-    assert warning == f"{name}: returns the existing key step; rename it"
+    assert warning.startswith(f"{__name__}:Returner: {key} cannot be logged ({reason}")
+    assert warning.endswith("; return a number, string, list, tensor or array under a new key")
 
 
 def test_observer_user_error_ends_run_only_at_creation(image_root, tmp_path, caplog):
