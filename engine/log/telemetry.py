@@ -73,7 +73,7 @@ def memory_figures(worker_pids: Iterable[int], device: torch.device) -> dict[str
     with suppress(OSError):  # no /proc, or a worker has just exited
         figures["host/trainer_rss_gib"] = anonymous_bytes("self") / GIB
         figures["host/workers_rss_gib"] = sum(map(anonymous_bytes, worker_pids)) / GIB
-    with suppress(LookupError, ValueError):  # not a CUDA device
+    if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         figures["memory/allocated_gib"] = stats["allocated_bytes.all.current"] / GIB
         figures["memory/reserved_gib"] = stats["reserved_bytes.all.current"] / GIB
