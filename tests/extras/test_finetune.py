@@ -67,6 +67,28 @@ def test_complete_keeps_overrides(pretrained):
 
 
 @pytest.mark.parametrize(
+    ("model", "recipe"),
+    [
+        ("resnet18", "finetune"),
+        ("vit_s16", "finetune_vit"),
+        ("vit_b_16", "finetune_vit"),
+        ("swin_t", "finetune_vit"),
+        ("convnext_tiny", "finetune_convnext"),
+    ],
+)
+def test_complete_depends_on_kind_of_model(tmp_path, model, recipe):
+    """The crops follow from the weights, unless the recipe for the kind of model has its own."""
+    torch.save({"a": torch.zeros(1)}, tmp_path / "a.pth")
+    words = [f"model.weights={tmp_path / 'a.pth'}", f"model.name={model}", "run.name=a"]
+    assert decided(36, *words) == decided(36, *words, f"recipe={recipe}")
+    assert decided(36, *words, "optim.lr=3")["optim.lr"] == 3
+    typed = decided(36, *words, "optim=lamb", "augment=demo")
+    assert (typed["optim.name"], typed["optim.lr"]) == ("extras.lamb:lamb", 5e-3)
+    assert typed["augment.batch"] == []
+    assert decided(36, *words, "optim.name=extras.layer_decay:sgd")["optim.lr"] == 0.015
+
+
+@pytest.mark.parametrize(
     ("file", "content", "name", "resize"),
     [
         # torchvision states the preprocessing for its files.
@@ -74,7 +96,7 @@ def test_complete_keeps_overrides(pretrained):
         ("efficientnet_b0_rwightman-7f5810bc.pth", lambda w: w, "efficientnet_b0", BICUBIC),
         ("a.pth", lambda w: {"arch": "resnet18", "state_dict": w}, "resnet18", None),
         ("a.pth", lambda w: w, "resnet50", None),
-        ("a.pth", lambda w: {"arch": "of_timm", "state_dict": w}, "timm/of_timm", None),
+        ("a.pth", lambda w: {"arch": "resnet18d", "state_dict": w}, "timm/resnet18d", None),
     ],
 )
 def test_complete_for_files_of_other_projects(tmp_path, file, content, name, resize):
