@@ -154,8 +154,7 @@ def test_export_hub_folder_for_timm(name, trained, tmp_path):
     metadata = library_metadata(f"timm/local-dir:{out}", Path("pretrained"))
     assert metadata.classes == CLASSES
     assert metadata.config["data.mean"] == list(config.data.mean)
-    transforms = [{"resize": {"size": 32}}, {"center_crop": {"size": 32}}]
-    assert metadata.config["augment.val"] == transforms
+    assert metadata.config["augment.val"] == job.transforms
     config = replace(config, augment=replace(config.augment, val=["horizontal_flip"]))
     with pytest.raises(UserError, match=r"^--to hub: supports a resize of the short side and a "):
         export.export(replace(job, trained=replace(job.trained, config=config)), tmp_path / "other")
