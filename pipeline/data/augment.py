@@ -41,12 +41,8 @@ LARGEST = 4096  # maximum height and width of an image after a transform, in pix
 PIXELS = integer_interval(1, LARGEST)
 NUMPY_GENERATOR = np.random.MT19937(0)  # NumPy's global generator inside `seeded`
 COLOR = integer_interval(0, 255) | list_of(integer_interval(0, 255), 3, 3)  # one or three levels
-# Side that an integer `size` of `resize` refers to -> its length, and rounding of the other side:
-# those of torchvision's Resize and timm's ResizeKeepRatio
-SIDES: dict[str, tuple[Callable[..., int], Callable[[float], int]]] = {
-    "shorter": (min, int),
-    "longer": (max, round),
-}
+# Side of an image -> its length, and the rounding of torchvision's Resize, timm's ResizeKeepRatio
+SIDES = {"shorter": (np.min, np.trunc), "longer": (np.max, np.rint)}
 UNCHECKED = Constraint(lambda value: True, "any value")
 # torchvision's v2 transforms that need only one image and random numbers, and keep size and uint8
 V2_NAMES = tuple(
@@ -171,16 +167,13 @@ class Resize(Geometry):
     side: str = parameter(choice(*SIDES), "shorter")
 
     def __call__(self, picture: Picture, rng: Random) -> Picture:
+        sides = np.rint(np.divide(self.size, self.crop_ratio))  # one, or height and width
+        new_size = np.flip(sides)
         if isinstance(self.size, int):
-            width, height = picture.size
             length, rounded = SIDES[self.side]
-            old, new = length(width, height), round(self.size / self.crop_ratio)
-            new_width = max(1, rounded(new * width / old))
-            new_height = max(1, rounded(new * height / old))
-        else:
-            height, width = self.size
-            new_width, new_height = round(width / self.crop_ratio), round(height / self.crop_ratio)
-        return picture.resized((new_width, new_height), interpolation=self.interpolation)
+            new_size = rounded(sides * np.array(picture.size) / length(picture.size))
+        width, height = np.maximum(1, new_size).astype(int).tolist()
+        return picture.resized((width, height), interpolation=self.interpolation)
 
 
 @dataclass(kw_only=True)
@@ -191,12 +184,9 @@ class CenterCrop(Geometry):
     fill: int | Sequence[int] = parameter(COLOR, 0)  # color of the padding
 
     def __call__(self, picture: Picture, rng: Random) -> Picture:
-        left, top = map(self.start, picture.size)
+        spare = np.subtract(picture.size, self.size)
+        left, top = np.where(spare < 0, spare / 2, np.rint(spare / 2)).astype(int).tolist()
         return picture.cropped((left, top, left + self.size, top + self.size), fill=self.fill)
-
-    def start(self, length: int) -> int:
-        spare = length - self.size
-        return int(spare / 2) if spare < 0 else round(spare / 2)
 
 
 @dataclass(kw_only=True)
