@@ -225,7 +225,7 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
     modes = []
     match job.transforms:
         case [{"resize": {"size": int(side) | [side, _], "interpolation": kernel}}, _]:
-            in_mode = partial(preprocessing, job.size, side, kernel, data.mean, data.std)
+            in_mode = partial(preprocessing, job.size, side, kernel, data)
             modes = [mode for mode in MODES if in_mode(mode)["augment.val"] == job.transforms]
     if not modes:
         problem = f"supports a resize and a center_crop as in timm, not {job.transforms}"

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,6 @@ import torch
 from models.weights import safetensors_metadata
 from models.zoo import import_timm
 
-Floats = Sequence[float]
 MODES = ("center", "squash", "border")  # timm's crop_mode
 
 
@@ -47,8 +46,7 @@ def library_metadata(name: str, path: Path) -> Metadata:
     transforms = entry.transforms()
     (size,) = transforms.crop_size
     (short_side,) = transforms.resize_size
-    kernel = transforms.interpolation.value
-    config = preprocessing(size, short_side, kernel, transforms.mean, transforms.std)
+    config = preprocessing(size, short_side, transforms.interpolation.value, transforms)
     classes = entry.meta["categories"] or ()  # None for VGG's feature weights
     return Metadata(config, tuple(classes))
 
@@ -90,28 +88,27 @@ def timm_config(cfg: Any) -> dict[str, Any]:
     """
     size = min((cfg.test_input_size or cfg.input_size)[1:])
     side = math.floor(size / (cfg.test_crop_pct or cfg.crop_pct))
-    config = preprocessing(size, side, cfg.interpolation, cfg.mean, cfg.std, cfg.crop_mode)
+    config = preprocessing(size, side, cfg.interpolation, cfg, cfg.crop_mode)
     config["data.image_size"] = min(cfg.input_size[1:])
     return config
 
 
 def preprocessing(
-    size: int, side: int, interpolation: str, mean: Floats, std: Floats, mode: str = "center"
+    size: int, side: int, kernel: str, norm: Any, mode: str = "center"
 ) -> dict[str, Any]:
     """Return config keys that resize to `side` and crop to `size`, like timm in one of MODES.
 
-    center resizes the shorter side, squash both, and border the longer one.
+    center resizes the shorter side, squash both, and border the longer one. `norm`: an object with
+    attributes `mean` and `std`.
     """
-    resize: dict[str, Any] = {"size": side, "interpolation": interpolation}
+    resizes: dict[str, Any] = {"squash": {"size": [side, side]}, "border": {"side": "longer"}}
+    resize = {"size": side, "interpolation": kernel, **resizes.get(mode, {})}
     crop: dict[str, Any] = {"size": size}
-    if mode == "squash":
-        resize["size"] = [side, side]
-    elif mode == "border":
-        resize["side"] = "longer"
-        crop["fill"] = [round(255 * level) for level in mean]
+    if mode == "border":
+        crop["fill"] = [round(255 * level) for level in norm.mean]
     config = dict.fromkeys(("data.image_size", "data.val_size"), size)
     transforms = [{"resize": resize}, {"center_crop": crop}]
-    return config | {"data.mean": [*mean], "data.std": [*std], "augment.val": transforms}
+    return config | {"data.mean": [*norm.mean], "data.std": [*norm.std], "augment.val": transforms}
 
 
 def exported_metadata(path: Path) -> Metadata | None:

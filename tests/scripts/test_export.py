@@ -148,7 +148,7 @@ def test_export_hub_folder_for_timm(name, mode, trained, tmp_path):
     data = trained.config.data
     out = tmp_path / "model"
     weights = models.build(name, num_classes=3, image_size=32).state_dict()
-    val = preprocessing(32, 36, "bicubic", data.mean, data.std, mode)["augment.val"]
+    val = preprocessing(32, 36, "bicubic", data, mode)["augment.val"]
     config = replace(trained.config, model=replace(trained.config.model, name=name))
     config = replace(config, augment=replace(config.augment, val=val))
     job = Job(replace(trained, config=config, weights=weights), "hub", False, 32)
@@ -163,9 +163,7 @@ def test_export_hub_folder_for_timm(name, mode, trained, tmp_path):
     assert metadata.config["data.mean"] == list(config.data.mean)
     assert metadata.config["augment.val"] == val
     config = replace(config, augment=replace(config.augment, val=["horizontal_flip"]))
-    with pytest.raises(
-        UserError, match=r"^--to hub: supports a resize and a center_crop as in "
-    ):
+    with pytest.raises(UserError, match=r"^--to hub: supports a resize and a center_crop as in "):
         export.export(replace(job, trained=replace(job.trained, config=config)), tmp_path / "other")
 
 
