@@ -74,6 +74,7 @@ from models.weights import safetensors_metadata
 from pipeline.data.build import build_image_transforms
 from pipeline.data.field import IMAGE, Field, describe_fields
 from pipeline.feed.batch import Batch, ImageFormat
+from scripts.lib.published import MODES, preprocessing
 from scripts.lib.trained import Trained, open_trained, run_main
 
 CPU = torch.device("cpu")
@@ -221,20 +222,22 @@ def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
 
     trained = job.trained
     data = trained.config.data
+    modes = []
     match job.transforms:
-        case [{"resize": {"size": int(short_side), "interpolation": kernel}}, {"center_crop": _}]:
-            pass
-        case transforms:
-            problem = f"supports a resize of the short side and a center_crop, not {transforms}"
-            raise UserError("--to hub", problem, "choose safetensors, which stores all transforms")
+        case [{"resize": {"size": int(side) | [side, _], "interpolation": kernel}}, _]:
+            in_mode = partial(preprocessing, job.size, side, kernel, data)
+            modes = [mode for mode in MODES if in_mode(mode)["augment.val"] == job.transforms]
+    if not modes:
+        problem = f"supports a resize and a center_crop as in timm, not {job.transforms}"
+        raise UserError("--to hub", problem, "choose safetensors, which stores all transforms")
     pretrained_cfg = {
         "input_size": job.example().shape[1:],
         "mean": list(data.mean),
         "std": list(data.std),
         "interpolation": kernel,
-        "crop_mode": "center",
-        # Round crop_pct down, because timm rounds the short side, size / crop_pct, down.
-        "crop_pct": math.floor(1e6 * job.size / short_side) / 1e6,
+        "crop_mode": modes[0],
+        # Round crop_pct down, because timm rounds the resized side, size / crop_pct, down.
+        "crop_pct": math.floor(1e6 * job.size / side) / 1e6,
         "fixed_input_size": False,
         "tag": None,  # this and the next keys would describe timm's weights
         "license": None,

@@ -40,6 +40,9 @@ from pipeline.data.decode import INTERPOLATIONS, Box, CropResize, Picture, crop,
 LARGEST = 4096  # maximum height and width of an image after a transform, in pixels
 PIXELS = integer_interval(1, LARGEST)
 NUMPY_GENERATOR = np.random.MT19937(0)  # NumPy's global generator inside `seeded`
+COLOR = integer_interval(0, 255) | list_of(integer_interval(0, 255), 3, 3)  # one or three levels
+# Side of an image -> its length, and the rounding of torchvision's Resize, timm's ResizeKeepRatio
+SIDES = {"shorter": (np.min, np.trunc), "longer": (np.max, np.rint)}
 UNCHECKED = Constraint(lambda value: True, "any value")
 # torchvision's v2 transforms that need only one image and random numbers, and keep size and uint8
 V2_NAMES = tuple(
@@ -150,39 +153,40 @@ class RandomResizedCrop(Geometry):
 
 @dataclass(kw_only=True)
 class Resize(Geometry):
-    """Scale the image so that its shorter side is `size / crop_ratio` pixels.
+    """Scale the image so that one side is `size / crop_ratio` pixels.
 
     A `size` of [height, width] scales both sides, whatever the image's aspect ratio.
     """
 
-    # size of the following crop in pixels; with the default ratio, the shorter side itself
+    # size of the following crop in pixels; with the default ratio, the side itself
     size: int | Sequence[int] = parameter(PIXELS | list_of(PIXELS, 2, 2))
     # 0.875 is usual for ImageNet: 256 px before a crop of 224 px
     crop_ratio: float = parameter(interval(0.01, 1), 1.0)
     interpolation: str = parameter(choice(*INTERPOLATIONS), "bilinear")  # with antialiasing
+    # longer keeps the whole image, which center_crop then pads
+    side: str = parameter(choice(*SIDES), "shorter")
 
     def __call__(self, picture: Picture, rng: Random) -> Picture:
+        sides = np.rint(np.divide(self.size, self.crop_ratio))  # one, or height and width
+        new_size = np.flip(sides)
         if isinstance(self.size, int):
-            width, height = picture.size
-            side = round(self.size / self.crop_ratio)
-            short = min(width, height)
-            new_width, new_height = int(side * width / short), int(side * height / short)
-        else:
-            height, width = self.size
-            new_width, new_height = round(width / self.crop_ratio), round(height / self.crop_ratio)
-        return picture.resized((new_width, new_height), interpolation=self.interpolation)
+            length, rounded = SIDES[self.side]
+            new_size = rounded(sides * np.array(picture.size) / length(picture.size))
+        width, height = np.maximum(1, new_size).astype(int).tolist()
+        return picture.resized((width, height), interpolation=self.interpolation)
 
 
 @dataclass(kw_only=True)
 class CenterCrop(Geometry):
-    """Crop the center to size x size pixels; pad a smaller image with black."""
+    """Crop the center to size x size pixels, and pad a smaller image, like torchvision."""
 
     size: int = parameter(PIXELS)
+    fill: int | Sequence[int] = parameter(COLOR, 0)  # color of the padding
 
     def __call__(self, picture: Picture, rng: Random) -> Picture:
-        width, height = picture.size
-        left, top = round((width - self.size) / 2), round((height - self.size) / 2)
-        return picture.cropped((left, top, left + self.size, top + self.size))
+        spare = np.subtract(picture.size, self.size)
+        left, top = np.where(spare < 0, spare / 2, np.rint(spare / 2)).astype(int).tolist()
+        return picture.cropped((left, top, left + self.size, top + self.size), fill=self.fill)
 
 
 @dataclass(kw_only=True)

@@ -11,6 +11,8 @@ import torch
 from models.weights import safetensors_metadata
 from models.zoo import import_timm
 
+MODES = ("center", "squash", "border")  # timm's crop_mode
+
 
 class Metadata(NamedTuple):
     """Metadata that a file or a library has about weights."""
@@ -44,10 +46,7 @@ def library_metadata(name: str, path: Path) -> Metadata:
     transforms = entry.transforms()
     (size,) = transforms.crop_size
     (short_side,) = transforms.resize_size
-    config = _preprocessing(size, short_side, transforms.interpolation.value)
-    config["data.image_size"] = size
-    config["data.mean"] = transforms.mean
-    config["data.std"] = transforms.std
+    config = preprocessing(size, short_side, transforms.interpolation.value, transforms)
     classes = entry.meta["categories"] or ()  # None for VGG's feature weights
     return Metadata(config, tuple(classes))
 
@@ -79,28 +78,37 @@ def _timm_metadata(name: str) -> Metadata:
     except (RuntimeError, OSError):  # no such model, tag or file
         return UNKNOWN  # `build` raises the error
     cfg = timm.models.PretrainedCfg(**model.pretrained_cfg)
-    input_size = cfg.test_input_size or cfg.input_size
-    crop_pct = cfg.test_crop_pct or cfg.crop_pct
-    # The check of augment.val rejects crop modes that no transform supports, such as squash.
-    interpolation = cfg.interpolation
-    if cfg.crop_mode != "center":
-        interpolation = cfg.crop_mode
-    size = input_size[-1]
-    config = _preprocessing(size, math.floor(size / crop_pct), interpolation)
-    config["data.image_size"] = cfg.input_size[-1]
-    config["data.mean"] = list(cfg.mean)
-    config["data.std"] = list(cfg.std)
-    classes = cfg.label_names or ()
-    return Metadata(config, tuple(classes))
+    return Metadata(timm_config(cfg), tuple(cfg.label_names or ()))
 
 
-def _preprocessing(size: int, short_side: int, interpolation: str) -> dict[str, Any]:
-    """Return config keys that resize to `short_side` and crop to `size`."""
-    resize: dict[str, Any] = {"size": short_side}
-    if interpolation != "bilinear":
-        resize["interpolation"] = interpolation
-    transforms = [{"resize": resize}, {"center_crop": {"size": size}}]
-    return {"data.val_size": size, "augment.val": transforms}
+def timm_config(cfg: Any) -> dict[str, Any]:
+    """Return config keys for timm's PretrainedCfg.
+
+    The rectangular images of the five sapiens2 models become squares of their shorter side.
+    """
+    size = min((cfg.test_input_size or cfg.input_size)[1:])
+    side = math.floor(size / (cfg.test_crop_pct or cfg.crop_pct))
+    config = preprocessing(size, side, cfg.interpolation, cfg, cfg.crop_mode)
+    config["data.image_size"] = min(cfg.input_size[1:])
+    return config
+
+
+def preprocessing(
+    size: int, side: int, kernel: str, norm: Any, mode: str = "center"
+) -> dict[str, Any]:
+    """Return config keys that resize to `side` and crop to `size`, like timm in one of MODES.
+
+    center resizes the shorter side, squash both, and border the longer one. `norm`: an object with
+    attributes `mean` and `std`.
+    """
+    resizes: dict[str, Any] = {"squash": {"size": [side, side]}, "border": {"side": "longer"}}
+    resize = {"size": side, "interpolation": kernel, **resizes.get(mode, {})}
+    crop: dict[str, Any] = {"size": size}
+    if mode == "border":
+        crop["fill"] = [round(255 * level) for level in norm.mean]
+    config = dict.fromkeys(("data.image_size", "data.val_size"), size)
+    transforms = [{"resize": resize}, {"center_crop": crop}]
+    return config | {"data.mean": [*norm.mean], "data.std": [*norm.std], "augment.val": transforms}
 
 
 def exported_metadata(path: Path) -> Metadata | None:

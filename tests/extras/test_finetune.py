@@ -18,6 +18,7 @@ from tests.helpers import small_run
 pytestmark = pytest.mark.usefixtures("toy_runs", "restored_logging")
 FAST = ["train.device=cpu", "loader.workers=0", "log.trackers=[]"]
 BICUBIC = {"size": 256, "interpolation": "bicubic"}
+BILINEAR = {"size": 232, "interpolation": "bilinear"}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def test_complete_depends_on_kind_of_model(tmp_path, model, recipe):
     ("file", "content", "name", "resize"),
     [
         # torchvision states the preprocessing for its files.
-        ("wide_resnet50_2-9ba9bcbe.pth", lambda w: w, "wide_resnet50_2", {"size": 232}),
+        ("wide_resnet50_2-9ba9bcbe.pth", lambda w: w, "wide_resnet50_2", BILINEAR),
         ("efficientnet_b0_rwightman-7f5810bc.pth", lambda w: w, "efficientnet_b0", BICUBIC),
         ("a.pth", lambda w: {"arch": "resnet18", "state_dict": w}, "resnet18", None),
         ("a.pth", lambda w: w, "resnet50", None),
@@ -110,7 +111,7 @@ def test_complete_for_files_of_other_projects(tmp_path, file, content, name, res
     if resize:
         assert values["augment.val"][0] == {"resize": resize}
         crop = values["augment.train"][0]["random_resized_crop"]
-        assert crop.get("interpolation") == resize.get("interpolation")
+        assert crop.get("interpolation", "bilinear") == resize["interpolation"]
     assert decided(36, weights, "model=resnet18")["model.name"] == "resnet18"
 
 

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pipeline.data.augment import TRANSFORMS, Compose, build_by_name
 from pipeline.data.field import Field
 from scripts import export
 from scripts.export import CPU, Job
-from scripts.lib.published import library_metadata
+from scripts.lib.published import MODES, library_metadata, preprocessing
 from scripts.lib.trained import Trained, build_val, open_trained
 from tests.conftest import CLASSES
 from tests.helpers.second_input import with_age
@@ -137,13 +138,19 @@ def test_export_command_line(folder, image_root, tmp_path, monkeypatch, capsys):
         export.export_model(export.arguments([str(folder), "--to", "hub", *HERE]))
 
 
-@pytest.mark.parametrize("name", ["timm/resnet10t", "timm/efficientvit_m0"])
-def test_export_hub_folder_for_timm(name, trained, tmp_path):
-    """timm's own weights of the first are tested at 224 px; the second states that it takes 224."""
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*product(["timm/resnet10t"], MODES), ("timm/efficientvit_m0", "center")],
+)
+def test_export_hub_folder_for_timm(name, mode, trained, tmp_path):
+    """timm's own weights of the first are tested at 224 px; the last states that it takes 224."""
     pytest.importorskip("timm")
+    data = trained.config.data
     out = tmp_path / "model"
     weights = models.build(name, num_classes=3, image_size=32).state_dict()
+    val = preprocessing(32, 36, "bicubic", data, mode)["augment.val"]
     config = replace(trained.config, model=replace(trained.config.model, name=name))
+    config = replace(config, augment=replace(config.augment, val=val))
     job = Job(replace(trained, config=config, weights=weights), "hub", False, 32)
     export.export(job, out)
     found = {path.name for path in out.iterdir()}
@@ -154,10 +161,9 @@ def test_export_hub_folder_for_timm(name, trained, tmp_path):
     metadata = library_metadata(f"timm/local-dir:{out}", Path("pretrained"))
     assert metadata.classes == CLASSES
     assert metadata.config["data.mean"] == list(config.data.mean)
-    transforms = [{"resize": {"size": 32}}, {"center_crop": {"size": 32}}]
-    assert metadata.config["augment.val"] == transforms
+    assert metadata.config["augment.val"] == val
     config = replace(config, augment=replace(config.augment, val=["horizontal_flip"]))
-    with pytest.raises(UserError, match=r"^--to hub: supports a resize of the short side and a "):
+    with pytest.raises(UserError, match=r"^--to hub: supports a resize and a center_crop as in "):
         export.export(replace(job, trained=replace(job.trained, config=config)), tmp_path / "other")
 
 

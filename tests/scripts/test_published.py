@@ -1,18 +1,24 @@
 """Preprocessing of published weights: torchvision's by file name, timm's by model."""
 
-import sys
+import io
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import models
-from conf.errors import UserError
 from pipeline.data.build import build_image_transforms
-from scripts.lib.published import UNKNOWN, library_metadata
+from pipeline.data.decode import open_picture
+from scripts.lib.published import MODES, UNKNOWN, library_metadata, timm_config
 from scripts.lib.trained import open_trained
+from tests.helpers.drawings import draw_image
+from tests.reliability.odd_images import encoded
+
+PHOTO = draw_image("dots", np.random.default_rng(3))
 
 
 def test_published_torchvision():
@@ -21,7 +27,8 @@ def test_published_torchvision():
     found = library_metadata("resnet50", path)
     assert found.classes[:2] == ("tench", "goldfish")
     means = {"data.mean": [0.485, 0.456, 0.406], "data.std": [0.229, 0.224, 0.225]}
-    transforms = [{"resize": {"size": 256}}, {"center_crop": {"size": 224}}]
+    resize = {"size": 256, "interpolation": "bilinear"}
+    transforms = [{"resize": resize}, {"center_crop": {"size": 224}}]
     sizes = dict.fromkeys(("data.image_size", "data.val_size"), 224)
     assert found.config == {**sizes, **means, "augment.val": transforms}
     assert library_metadata("vit_s16", path) is UNKNOWN
@@ -43,37 +50,52 @@ def test_published_size_keeps_crop_ratio(tmp_path):
     model = models.build("squeezenet1_1", num_classes=1000, image_size=224)
     torch.save(model.state_dict(), path)
     config = open_trained(path, ["model.name=squeezenet1_1", "data.val_size=112"]).config
-    assert config.augment.val == [{"resize": {"size": 128}}, {"center_crop": {"size": 112}}]
+    resize, crop = config.augment.val
+    assert (resize["resize"]["size"], crop["center_crop"]["size"]) == (128, 112)
 
 
-def timm_values(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
-    """Return the keys for a model whose preprocessing is defined by a replacement for timm."""
-    common = {"input_size": (3, 224, 224), "test_input_size": None, "label_names": None}
-    common |= {"crop_pct": 0.9, "test_crop_pct": None, "crop_mode": "center"}
-    common |= {"interpolation": "bicubic", "mean": (0.5, 0.5, 0.5), "std": (0.4, 0.5, 0.6)}
-    timm = SimpleNamespace(__spec__="found")
-    timm.create_model = lambda name: SimpleNamespace(pretrained_cfg=common | changes)
-    timm.models = SimpleNamespace(PretrainedCfg=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "timm", timm)
-    return library_metadata("timm/resnet50", Path("x")).config
+@pytest.mark.parametrize(
+    ("changes", "resize", "crop"),
+    [
+        ({}, {"size": 248}, {"size": 224}),  # timm rounds down; 224 / 0.9 is 248.9
+        ({"test_input_size": (3, 288, 288), "test_crop_pct": 1}, {"size": 288}, {"size": 288}),
+        ({"crop_mode": "squash"}, {"size": [248, 248]}, {"size": 224}),
+        ({"crop_mode": "border"}, {"size": 248, "side": "longer"}, {"fill": [0, 128, 255]}),
+    ],
+)
+def test_published_timm(changes, resize, crop):
+    cfg = {"input_size": (3, 256, 224), "test_input_size": None, "crop_pct": 0.9}
+    cfg |= {"test_crop_pct": None, "crop_mode": "center", "interpolation": "bicubic"}
+    cfg |= {"mean": (0, 0.5, 1), "std": (0.4, 0.5, 0.6)}
+    config = timm_config(SimpleNamespace(**cfg | changes))
+    assert (config["data.mean"], config["data.std"]) == ([0, 0.5, 1], [0.4, 0.5, 0.6])
+    assert config["data.image_size"] == 224
+    crop = {"size": config["data.val_size"], **crop}
+    resize = {**resize, "interpolation": "bicubic"}
+    assert config["augment.val"] == [{"resize": resize}, {"center_crop": crop}]
 
 
-def test_published_former_timm_name():
-    pytest.importorskip("timm")
-    values = library_metadata("timm/vit_tiny_patch16_224_in21k", Path("x")).config
-    assert values["data.mean"] == [0.5] * 3
-
-
-def test_published_timm(monkeypatch):
-    """timm rounds the short side down; 224 / 0.9 is 248.9."""
-    values = timm_values(monkeypatch)
-    assert values["data.mean"] == [0.5] * 3
-    resize = {"size": 248, "interpolation": "bicubic"}
-    assert values["augment.val"] == [{"resize": resize}, {"center_crop": {"size": 224}}]
-    values = timm_values(monkeypatch, test_input_size=(3, 288, 288), test_crop_pct=1.0)
-    assert values["data.image_size"] == 224
-    resize = {"size": 288, "interpolation": "bicubic"}
-    assert values["augment.val"] == [{"resize": resize}, {"center_crop": {"size": 288}}]
-    for wrong in ({"crop_mode": "squash"}, {"interpolation": "nearest"}):
-        with pytest.raises(UserError, match=r"^augment\.val: resize: interpolation"):
-            build_image_transforms(timm_values(monkeypatch, **wrong)["augment.val"], "augment.val")
+def test_published_every_timm_model():
+    """Pixels differ by rounding. Pillow 13 may resize the height first, but torch the width."""
+    timm = pytest.importorskip("timm")
+    files = [encoded(PHOTO.resize(size)) for size in ((300, 200), (20, 15), (200, 300), (90, 90))]
+    modes: dict[str, str] = {}  # of each list of transforms
+    for name in timm.list_models(pretrained=True):
+        cfg = timm.get_pretrained_cfg(name)
+        config, theirs = timm_config(cfg), timm.data.resolve_data_config({}, vars(cfg), None, True)
+        *_, height, width = theirs["input_size"]
+        assert config["data.val_size"] == min(height, width)
+        assert config["data.mean"] == [*theirs["mean"]] and config["data.std"] == [*theirs["std"]]
+        entries = config["augment.val"]
+        if height != width or str(entries) in modes:
+            continue
+        modes[str(entries)] = theirs["crop_mode"]
+        transform = build_image_transforms(entries, "augment.val")
+        expected = timm.data.create_transform(**theirs, normalize=False)
+        for data in files[len(modes) % 2 :: 2]:
+            ours = transform(open_picture(data, "pillow"), Random(0)).pixels().astype(float)
+            image = expected(Image.open(io.BytesIO(data))).permute(1, 2, 0).numpy()
+            assert abs(image - ours).mean() < 0.2, name  # of 255 levels
+    assert {*modes.values()} == {*MODES}
+    former = library_metadata("timm/vit_tiny_patch16_224_in21k", Path("x")).config
+    assert former["data.mean"] == [0.5] * 3
