@@ -58,6 +58,7 @@ MISREAD_TIFFS = (
     {"planes", "white zeros"},
     {"an 8-bit color map"},
 )
+UNUSED = 16  # more bytes than a WebP decoder ignores at the end of the pixels
 JPEG_START = b"\xff\xd8"  # first bytes of a JPEG
 ORIENTATION = 0x0112  # EXIF tag
 BITS, PHOTOMETRIC, PLANAR, COLOR_MAP, SAMPLE_FORMAT = 258, 262, 284, 320, 339  # TIFF tags
@@ -311,7 +312,30 @@ def open_image(data: bytes) -> ImageFile.ImageFile:
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     if image.format == "TIFF":
         check_tiff(image)
+    if image.format == "WEBP":
+        check_webp(data)
     return image
+
+
+def check_webp(data: bytes) -> None:
+    """Raise UnreadableError for a WebP that ends in zeros which libwebp does not need.
+
+    They are the end of a preallocated file that was never written, which libwebp decodes as gray.
+    A complete image may also end in zeros, but cannot be decoded without its last bytes.
+    """
+    start = max(data.find(b"VP8 "), data.find(b"VP8L"))  # the chunk with the pixels
+    size = int.from_bytes(data[start + 4 : start + 8], "little")
+    content = data[start + 8 : start + 8 + size // 2 * 2]  # a chunk's length is even
+    if not content.endswith(bytes(2 * UNUSED)):
+        return
+    kept = len(content) - UNUSED
+    chunk = data[start : start + 4] + kept.to_bytes(4, "little") + content[:kept]
+    shorter = b"RIFF" + (len(chunk) + 4).to_bytes(4, "little") + b"WEBP" + chunk
+    try:
+        Image.open(io.BytesIO(shorter), formats=["WEBP"]).load()
+    except Exception:  # as it should be
+        return
+    raise UnreadableError("WebP that ends in zeros instead of pixels; download it again")
 
 
 def check_tiff(image: Any) -> None:

@@ -97,6 +97,11 @@ KINDS: dict[str, tuple[Callable[[], bytes], tuple[int, int] | str]] = {
     "tiff orientation": (lambda: encoded(drawn(), "TIFF", tiffinfo={274: 6}), SIZE),
     "tiff of 32-bit floats": (lambda: encoded(drawn("F"), "TIFF"), "32-bit levels"),
     "webp": (lambda: encoded(drawn(), "WEBP"), SIZE),
+    "webp flat": (lambda: encoded(Image.new("RGB", (900, 700)), "WEBP"), (900, 700)),
+    "webp ends in zeros": (
+        lambda: encoded(drawn(), "WEBP", quality=100)[:2500].ljust(5000, b"\0"),
+        "ends in zeros",
+    ),
     "avif": (lambda: b"\0\0\0\x1cftypavif" + bytes(50), "AVIF and HEIC are not supported"),
     "html": (lambda: b"<!DOCTYPE html><html><body>404 Not Found</body></html>", "a web page"),
     "jpeg 2000": (lambda: encoded(drawn(), "JPEG2000"), "JPEG 2000 is not supported"),
