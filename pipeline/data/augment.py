@@ -41,8 +41,7 @@ LARGEST = 4096  # maximum height and width of an image after a transform, in pix
 PIXELS = integer_interval(1, LARGEST)
 NUMPY_GENERATOR = np.random.MT19937(0)  # NumPy's global generator inside `seeded`
 COLOR = integer_interval(0, 255) | list_of(integer_interval(0, 255), 3, 3)  # one or three levels
-# Side of an image -> its length, and the rounding of torchvision's Resize, timm's ResizeKeepRatio
-SIDES = {"shorter": (np.min, np.trunc), "longer": (np.max, np.rint)}
+SIDES: dict[str, Any] = {"shorter": (min, int), "longer": (max, round)}  # like torchvision, timm
 UNCHECKED = Constraint(lambda value: True, "any value")
 # torchvision's v2 transforms that need only one image and random numbers, and keep size and uint8
 V2_NAMES = tuple(
@@ -167,13 +166,14 @@ class Resize(Geometry):
     side: str = parameter(choice(*SIDES), "shorter")
 
     def __call__(self, picture: Picture, rng: Random) -> Picture:
-        sides = np.rint(np.divide(self.size, self.crop_ratio))  # one, or height and width
-        new_size = np.flip(sides)
+        width, height = picture.size
         if isinstance(self.size, int):
             length, rounded = SIDES[self.side]
-            new_size = rounded(sides * np.array(picture.size) / length(picture.size))
-        width, height = np.maximum(1, new_size).astype(int).tolist()
-        return picture.resized((width, height), interpolation=self.interpolation)
+            old, new = length(width, height), round(self.size / self.crop_ratio)
+            width, height = rounded(new * width / old), rounded(new * height / old)
+        else:
+            height, width = map(round, np.divide(self.size, self.crop_ratio))
+        return picture.resized((max(1, width), max(1, height)), interpolation=self.interpolation)
 
 
 @dataclass(kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from models.weights import safetensors_metadata
@@ -46,7 +47,7 @@ def library_metadata(name: str, path: Path) -> Metadata:
     transforms = entry.transforms()
     (size,) = transforms.crop_size
     (short_side,) = transforms.resize_size
-    config = preprocessing(size, short_side, transforms.interpolation.value, transforms)
+    config = preprocessing(size, short_side, transforms.interpolation.value, transforms, "center")
     classes = entry.meta["categories"] or ()  # None for VGG's feature weights
     return Metadata(config, tuple(classes))
 
@@ -93,19 +94,19 @@ def timm_config(cfg: Any) -> dict[str, Any]:
     return config
 
 
-def preprocessing(
-    size: int, side: int, kernel: str, norm: Any, mode: str = "center"
-) -> dict[str, Any]:
+def preprocessing(size: int, side: int, kernel: str, norm: Any, mode: str) -> dict[str, Any]:
     """Return config keys that resize to `side` and crop to `size`, like timm in one of MODES.
 
     center resizes the shorter side, squash both, and border the longer one. `norm`: an object with
     attributes `mean` and `std`.
     """
-    resizes: dict[str, Any] = {"squash": {"size": [side, side]}, "border": {"side": "longer"}}
-    resize = {"size": side, "interpolation": kernel, **resizes.get(mode, {})}
+    resize: dict[str, Any] = {"size": side, "interpolation": kernel}
     crop: dict[str, Any] = {"size": size}
-    if mode == "border":
-        crop["fill"] = [round(255 * level) for level in norm.mean]
+    if mode == "squash":
+        resize["size"] = [side, side]
+    elif mode == "border":
+        resize["side"] = "longer"
+        crop["fill"] = np.rint(np.multiply(255, norm.mean)).astype(int).tolist()
     config = dict.fromkeys(("data.image_size", "data.val_size"), size)
     transforms = [{"resize": resize}, {"center_crop": crop}]
     return config | {"data.mean": [*norm.mean], "data.std": [*norm.std], "augment.val": transforms}

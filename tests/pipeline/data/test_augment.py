@@ -65,6 +65,7 @@ def test_crop_padding_equals_torchvision(padding_mode):
     for size in range(10, 44):
         theirs = functional.center_crop(image, [size])
         np.testing.assert_array_equal(made(one("center_crop", size=size), image), theirs)
+    assert made(one("resize", size=8, side="longer"), PHOTO.resize((90, 2))).shape == (1, 8, 3)
 
 
 def test_random_crop_rejects_small_image():
