@@ -35,7 +35,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
         raise UserError(f"optim.name={config.name}", "unknown optimizer", fix)
     try:
         return create(model, config, **config.args)
-    except (TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         if not config.args:
             raise
         raise UserError(f"optim.args={show(config.args)}", str(error), "change them") from None

@@ -50,6 +50,7 @@ def working_dir(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         change(Path(shutil.copytree(image_root, place / name)))
     shutil.copytree(image_root / "train", place / "flat")  # class folders only
     (place / "im\udce9").symlink_to("images")
+    (place / "loop").symlink_to("loop")
     (place / "model.onnx").write_bytes(b"graph")
     (place / "work" / "photos").mkdir(parents=True)
     (place / "work" / "photos" / "cat.jpg").write_bytes(b"mine")

@@ -47,7 +47,7 @@ def check_output_path(output: str | os.PathLike[str], data: DataConfig, origin: 
     splits = [root / data.train, root / data.val]
     if held_out(data) and not find_storage(splits[0]):
         splits.append(root)  # contains the class folders
-    inner = Path(output).resolve()
+    inner = Path(os.path.realpath(output))  # Path.resolve raises for a link to itself
     outer = list(filter(inner.is_relative_to, map(Path.resolve, splits)))
     if outer:
         problem = f"is inside {outer[0]}, where every folder is a class of images"

@@ -6,6 +6,7 @@ import pytest
 
 from conf import cli
 from conf.compose import from_overrides
+from conf.errors import UserError
 from conf.overrides import read_overrides
 from conf.schema import FIELDS
 from tests.conf.errors import DATA
@@ -45,6 +46,12 @@ CLASS_WEIGHTS = {
 def test_read_overrides_class_names(typed, weights):
     values = read_overrides([f"train.class_weights={typed}"]).values
     assert values == {"train.class_weights": weights}
+
+
+def test_read_overrides_number_with_too_many_digits():
+    digits = "1" * 5000  # int() raises ValueError for more than 4300
+    with pytest.raises(UserError, match="invalid value; expected a number > 0"):
+        read_overrides([f"optim.lr={digits}"])
 
 
 def test_run_name_fits_in_a_file_name(tmp_path):
