@@ -110,7 +110,7 @@ def from_class(
     values: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     values["capturable"] = _is_on_gpu(model)
     takes = inspect.signature(optimizer_class).parameters.keys()
-    keys: dict[str, Any] = {name: values[name] for name in values.keys() & takes}
+    keys = {name: values[name] for name in values.keys() & takes}
     optimizer = optimizer_class(decay_groups(model, config), **keys, **args)
     if not optimizer.defaults.get("capturable"):
         optimizer.register_step_pre_hook(_check_not_capturing)
