@@ -39,6 +39,7 @@ from engine.checkpoint import find_checkpoint
 from engine.classifier import classifier_means, classifier_values
 from engine.compute import (
     Compute,
+    autocast,
     build_model,
     choose_compute,
     compile_blocks,
@@ -56,7 +57,7 @@ from engine.memory import explain_limit
 from engine.metrics import Metrics, Values
 from engine.optim import build_optimizer
 from engine.run import Parts, Run, checkpoint_metadata, resolve_config
-from engine.schedule import Schedule, make_schedule
+from engine.schedule import make_schedule
 from engine.state import MovingAverage, TrainState, check_loss, seed_step
 from engine.step_graph import StepGraph
 from engine.stop_signal import StopSignal
@@ -81,13 +82,15 @@ def train(config: Config) -> dict[str, Any]:
         run, parts = enter(open_run(config))  # joins the ranks, builds the parts, resumes
         if run.finished_summary is not None:
             return run.finished_summary
-        schedule, state = parts.schedule, parts.state
-        feed = enter(open_feed(run.config, parts.datasets, run.world, **parts.compute.image_format))
+        schedule, state, compute = parts.schedule, parts.state, parts.compute
+        image_format = compute.dtype, compute.channels_last
+        feed = enter(open_feed(run.config, parts.datasets, run.world, *image_format))
         step = enter(TrainStep(parts, feed.mix))
         stop = enter(StopSignal(run.world, feed.pool))
         fit_to_machine(parts, feed, step, run, stop)  # micro-batches, decoder, workers
         log = enter(open_log(parts, feed, step, run))
-        if is_validation_missing(schedule, state):
+        # Missing if the validation due at this step was interrupted.
+        if schedule.due(state.step).validate and state.last_validation.get("step") != state.step:
             validate(parts, feed, stop, log)
             save(run, state, log)
 
@@ -203,15 +206,8 @@ def train_step(
 def build_loss(criterion: Criterion, compute: Compute) -> Loss:
     """Return `training_loss` with this criterion, compiled and under autocast."""
     compiled = compile_function(training_loss, compute.compile_mode)
-    context = compute.autocast()  # created once, because it queries the device
-
-    def loss_fn(
-        network: nn.Module, batch: Batch, criterion: Criterion = criterion
-    ) -> tuple[Tensor, Values]:
-        with context:
-            return compiled(network, batch, criterion=criterion)
-
-    return loss_fn
+    context = autocast(compute.device.type, compute.precision)  # once, as it queries the device
+    return partial(context(compiled), criterion=criterion)
 
 
 def forward(network: nn.Module, batch: Batch) -> Tensor:
@@ -289,12 +285,6 @@ def validate(parts: Parts, feed: Feed, stop: StopSignal, log: RunLog) -> None:
         if best:
             state.best_validation = row
         log.validated(row, result, best=best)
-
-
-def is_validation_missing(schedule: Schedule, state: TrainState) -> bool:
-    """Return whether the validation due at this step was interrupted, so it has no result."""
-    validated = state.last_validation.get("step") == state.step
-    return schedule.due(state.step).validate and not validated
 
 
 def save(run: Run, state: TrainState, log: RunLog) -> None:

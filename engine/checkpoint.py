@@ -5,7 +5,6 @@ damage. `best.pt` is a hard link to the best checkpoint. engine/files.py writes 
 """
 
 import copy
-import json
 import logging
 import os
 import platform
@@ -34,7 +33,7 @@ READABLE = (2, 3)  # formats whose weights, config and model_input have the same
 RESUME_CHOICES = "a run directory, a step-*.pt, never (start over) or auto (the default)"
 # Required part of a checkpoint -> its type
 PARTS = {"format": int, "step": int, "state": dict}
-METADATA = {"identity": dict, "config": dict, "model_input": dict}  # parts that JSON can store
+PARTS |= {"identity": dict, "config": dict, "model_input": dict}
 
 
 def host_copy(content: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -58,7 +57,7 @@ def save(folder: Path, content: dict[str, Any], *, keep: int) -> Path:
 
     Args:
         folder: `checkpoints/` in a run directory.
-        content: PARTS, METADATA and more, made of plain containers, tensors, numbers and strings.
+        content: PARTS and more, made of plain containers, tensors, numbers and strings.
         keep: number of newest checkpoints to keep, in addition to the best one.
     """
     step = content["step"]
@@ -164,10 +163,9 @@ def _check_format(path: Path, content: Any) -> None:
 
 def is_ours(content: Any) -> bool:
     """Return whether file contents are a checkpoint that this version can read."""
-    with suppress(AttributeError, LookupError, TypeError, ValueError):
-        json.dumps([content[name] for name in METADATA])
-        types = {name: type(content[name]) for name in (*PARTS, *METADATA)}
-        return types == PARTS | METADATA and content["format"] in READABLE
+    with suppress(LookupError, TypeError):  # not a dict, or a part is missing
+        types = {name: type(content[name]) for name in PARTS}
+        return types == PARTS and content["format"] in READABLE
     return False
 
 

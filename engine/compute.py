@@ -53,19 +53,10 @@ class Compute:
         """Dtype of images on the device. With two bytes per value, a layer reads half as much."""
         return dtype_of(self.precision)
 
-    @property
-    def image_format(self) -> dict[str, Any]:
-        """Arguments of `open_feed` for the images on the device."""
-        return {"dtype": self.dtype, "channels_last": self.channels_last}
-
-    def autocast(self) -> torch.autocast:
-        """Return the autocast context for each forward pass."""
-        return autocast(self.device.type, self.precision)
-
     @contextmanager
     def for_validation(self) -> Iterator[None]:
         """Enter autocast, without `compile_blocks`, which would recompile for each batch size."""
-        with self.autocast(), torch.compiler.set_stance("force_eager"):
+        with autocast(self.device.type, self.precision), torch.compiler.set_stance("force_eager"):
             yield
 
 

@@ -18,7 +18,6 @@ from conf.errors import UserError, did_you_mean
 from conf.named import check_signature, import_object, is_object_name
 from conf.schema import Config, TrainConfig, override_keys, show
 from pipeline.data.build import Datasets
-from pipeline.data.class_names import look_alikes
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """(logits float32 [B, classes], targets int64 [B] or float32 [B, classes]) -> float32 []."""
@@ -92,9 +91,8 @@ def class_weights(config: TrainConfig, datasets: Datasets, device: torch.device)
         name = str(key)  # YAML may have parsed a number
         if name not in classes:
             some = f"the dataset has {len(classes):,} classes, such as {', '.join(classes[:5])}"
-            alike = "".join(f"; {names} look alike" for names in look_alikes([name, *classes]))
-            near = alike or did_you_mean(name, classes)
-            raise UserError("train.class_weights", f"class {name} not found", some + near)
+            fix = some + did_you_mean(name, classes)
+            raise UserError("train.class_weights", f"class {name} not found", fix)
         result[classes.index(name)] = weight
     return result
 

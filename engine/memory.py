@@ -34,9 +34,9 @@ def fit_memory(step: StepGraph, schedule: Schedule, world: World, batches: Itera
     `batches`: yields the first batch, which is read only if the step is tried.
     """
     size = schedule.local_batch_size  # maximum number of images per micro-batch
-    fixed = schedule.config.train.micro_batch or step.state.step > 0
-    waits = schedule.config.model.sync_bn and world.size > 1
-    if world.device.type not in TRIED_ON or fixed or waits:
+    config = schedule.config
+    fixed = config.train.micro_batch or step.state.step > 0
+    if world.device.type not in TRIED_ON or fixed or config.model.sync_bn:
         return
     for batch in batches:
         while not all(world.all_gather(_fits(step, batch))):
@@ -46,8 +46,6 @@ def fit_memory(step: StepGraph, schedule: Schedule, world: World, batches: Itera
                 raise RunError(f"{key}: {problem}; use a smaller model.name or data.image_size")
             size //= 2
             schedule.fitted_micro_batch = size
-    if world.device.type == "cuda":  # StepGraph reads the peak: exclude trials
-        torch.cuda.reset_peak_memory_stats()
     if schedule.fitted_micro_batch is not None:
         text = "out of memory with %d images at a time; training with train.micro_batch=%d"
         logger.warning(text, schedule.local_batch_size, size)

@@ -98,13 +98,23 @@ def adamw(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
 def from_class(
     optimizer_class: Callable[..., Optimizer], model: nn.Module, config: OptimConfig, **args: Any
 ) -> Optimizer:
-    """Create any other optimizer of torch.optim, with only lr, weight_decay and optim.args."""
-    _check_unused_keys(config)
+    """Create any other optimizer of torch.optim, with only lr, weight_decay and optim.args.
+
+    Raises UserError for a recipe's optim.betas or optim.eps; conf/schema.py checks typed ones.
+    """
+    usual = OptimConfig()
+    if (config.betas, config.eps) != (usual.betas, usual.eps):
+        problem = "does not accept optim.betas and optim.eps, which each class defines differently"
+        fix = f"set optim.args={{betas: {show(config.betas)}, eps: {show(config.eps)}}}"
+        raise UserError(f"optim.name={config.name}", problem, fix)
     values: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     values["capturable"] = _is_on_gpu(model)
     takes = inspect.signature(optimizer_class).parameters.keys()
-    keys: dict[str, Any] = {name: values[name] for name in values.keys() & takes}
-    return _with_capture_check(optimizer_class(decay_groups(model, config), **keys, **args))
+    keys = {name: values[name] for name in values.keys() & takes}
+    optimizer = optimizer_class(decay_groups(model, config), **keys, **args)
+    if not optimizer.defaults.get("capturable"):
+        optimizer.register_step_pre_hook(_check_not_capturing)
+    return optimizer
 
 
 def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
@@ -112,34 +122,16 @@ def from_timm(model: nn.Module, config: OptimConfig, **args: Any) -> Optimizer:
     import_timm(f"optim.name={config.name}")
     import timm.optim
 
-    _check_unused_keys(config)
-    keys: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     name = config.name.removeprefix("timm/")
     excluded = ["bnb*", "fused*", "adahessian"]  # need other packages or second derivatives
     if name not in timm.optim.list_optimizers(exclude_filters=excluded):
         raise UserError(f"optim.name={config.name}", "not found in timm")
-    args = {"momentum": config.momentum} | args
-    groups = decay_groups(model, config)
-    return _with_capture_check(timm.optim.create_optimizer_v2(groups, name, **keys, **args))
-
-
-def _check_unused_keys(config: OptimConfig) -> None:
-    """Raise UserError for a recipe's optim.betas or optim.eps; conf/schema.py checks typed ones."""
-    usual = OptimConfig()
-    if (config.betas, config.eps) != (usual.betas, usual.eps):
-        problem = "does not accept optim.betas and optim.eps, which each class defines differently"
-        fix = f"set optim.args={{betas: {show(config.betas)}, eps: {show(config.eps)}}}"
-        raise UserError(f"optim.name={config.name}", problem, fix)
-
-
-def _with_capture_check(optimizer: Optimizer) -> Optimizer:
-    """Make graph capture fail if the host counts steps, because replays would repeat one count."""
-    if not optimizer.defaults.get("capturable"):
-        optimizer.register_step_pre_hook(_check_not_capturing)
-    return optimizer
+    args = {"momentum": config.momentum} | args | {"opt": name}
+    return from_class(timm.optim.create_optimizer_v2, model, config, **args)
 
 
 def _check_not_capturing(optimizer: Optimizer, *_: Any) -> None:
+    """Make graph capture fail if the host counts steps, because replays would repeat one count."""
     on_gpu = optimizer.param_groups[0]["params"][0].is_cuda
     if on_gpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{type(optimizer).__name__} computes part of its step on the host")

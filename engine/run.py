@@ -81,8 +81,7 @@ class Run(AbstractContextManager["Run"]):
         self._stored: dict[str, Any] = {}  # contents of `resumed_from` until they are loaded
         self._finite: set[str] = set()  # names of tensors to check; a mask may contain inf
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
-        self._writing: futures.Future[None] = futures.Future()  # write of the newest checkpoint
-        self._writing.set_result(None)
+        self._writing = self._thread.submit(lambda: None)  # write of the newest checkpoint
         self._lock: int | None = None  # file descriptor on rank 0 while the directory is locked
 
     def read_checkpoint(self) -> dict[str, Any]:
@@ -135,11 +134,6 @@ class Run(AbstractContextManager["Run"]):
         self.last_saved_step = state.step
         self.finished_summary = self.world.on_rank_0(lambda: self._lock_directory(state, stop_step))
 
-    def record_measured(self, fitted_micro_batch: int | None, decode_mode: str) -> None:
-        """Add choices measured at the start to the identity, so that later starts keep them."""
-        measured = {"fitted_micro_batch": fitted_micro_batch, "decode_mode": decode_mode}
-        self.metadata["identity"] |= measured
-
     def _load_checkpoint(self, state: TrainState, path: Path, identity: Mapping[str, Any]) -> None:
         """Load the state from a checkpoint. Raises UserError if it does not match this training."""
         changes = changed_keys(self._stored["identity"], identity)
@@ -150,8 +144,6 @@ class Run(AbstractContextManager["Run"]):
         check_changes(path, changes, accept=self.config.checkpoint.accept_changes)
         try:
             state.load_state_dict(self._stored["state"])
-            if state.step != self._stored["step"]:
-                raise ValueError(f"step {state.step} instead of {self._stored['step']}")
             if not self._finite <= finite_in(state.model.state_dict()):
                 raise ValueError("its weights are not finite")
             state.try_step()

@@ -158,10 +158,7 @@ def make_schedule(
         problem = f"the global batch size is not a multiple of the number of ranks ({world.size})"
         multiple = max(world.size, size // world.size * world.size)
         raise UserError(given, problem, f"set loader.batch_size={multiple}")
-    fitted = identity.get("fitted_micro_batch")
-    if fitted not in range(1, size + 1):
-        fitted = None  # if it is stored, the identity check raises
-    return Schedule(config, images, world.size, fitted)
+    return Schedule(config, images, world.size, identity.get("fitted_micro_batch"))
 
 
 def with_batch_size(config: Config, size: int) -> str:

@@ -41,7 +41,7 @@ def healthy_checkpoints(folder: Path) -> list[Path]:
         rows = list(map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines()))
         first = rows[0]["loss"]
         for row in rows:
-            if row.get("loss", math.inf) <= first + abs(first):
+            if row.get("loss", math.inf) <= 2 * first:
                 healthy = row["step"] - (row["split"] == "train")
     paths = files(folder / "checkpoints")
     return list(takewhile(lambda path: int(path.stem[5:]) <= healthy, paths))

@@ -54,13 +54,7 @@ class StepGraph(AbstractContextManager["StepGraph"], ABC):
         self._captured: tuple[torch.cuda.CUDAGraph, Batch, Values] | None = None
 
     def __exit__(self, *_: object) -> None:
-        """Destroy the graph, even if a traceback still refers to it.
-
-        NCCL waits for graphs with collectives, so the process group would hang (pytorch#115388).
-        """
-        if self._captured is not None:
-            self._captured[0].reset()
-            self._captured = None
+        self.reset()
 
     @abstractmethod
     def launch(self, batch: Batch) -> Values:
@@ -74,6 +68,7 @@ class StepGraph(AbstractContextManager["StepGraph"], ABC):
         if self._captured is None and self._steps > self.steps_before_capture:
             self._capture(batch)
         if self._captured is None:
+            torch.cuda.reset_peak_memory_stats()
             values = self.launch(batch)
             peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
             self._needed = max(self._needed, peak)
@@ -84,7 +79,13 @@ class StepGraph(AbstractContextManager["StepGraph"], ABC):
         return values
 
     def reset(self) -> None:
-        """Drop the graph after the step's tensors have moved; later steps capture a new one."""
+        """Destroy the graph, even if a traceback refers to it; later steps capture a new one.
+
+        Required if the step's tensors have moved, and before the process group is destroyed: NCCL
+        waits for graphs with collectives, so the group would hang (pytorch#115388).
+        """
+        if self._captured is not None:
+            self._captured[0].reset()
         self._captured = None
         # One more step is enough, because it creates the optimizer state.
         self._steps = min(self._steps, self.steps_before_capture - 1)

@@ -128,4 +128,5 @@ def fit_to_machine(parts: Parts, feed: Feed, step: StepGraph, run: Run, stop: St
         with restored_on_exit(state):
             Tuner(feed, run.world).start(step, state.step)
         step.reset()
-    run.record_measured(schedule.fitted_micro_batch, feed.decode_mode)
+    choices = {"fitted_micro_batch": schedule.fitted_micro_batch, "decode_mode": feed.decode_mode}
+    run.metadata["identity"] |= choices  # in each checkpoint, so that later starts keep them

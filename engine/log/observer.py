@@ -113,32 +113,21 @@ class Observers:
     def extend(self, row: dict[str, Any], event: Callable[[Observer], Any]) -> dict[str, Any]:
         """Return `row` and the values that a method of each observer returns, under new keys.
 
-        Values that JSON or TensorBoard cannot store cause one warning and are skipped.
+        Values that JSON cannot store cause one warning and are skipped.
         """
         for name, observer in self._started:
-            returned = self._tracker.guard(name, _returned_values, event, observer) or {}
+            returned = self._tracker.guard(name, lambda one: dict(event(one) or {}), observer) or {}
             for key in sorted(returned.keys() - self._ignored, key=str):
                 try:
                     text = json.dumps({key: returned[key]}, default=to_list)
                     # Raises TypeError for an existing key.
-                    row = dict(**row, **json.loads(text, parse_int=_float_sized))
+                    row = dict(**row, **json.loads(text))
                 except Exception as error:  # `tolist` raises many types
                     self._ignored.add(key)
                     problem = f"{name}: {key} cannot be logged ({describe(error)})"
                     fix = "return a number, string, list, tensor or array under a new key"
                     logger.warning("%s; %s", problem, fix)
         return row
-
-
-def _returned_values(event: Callable[[Observer], Any], observer: Observer) -> dict[Any, Any]:
-    return dict(event(observer) or {})
-
-
-def _float_sized(digits: str) -> int:
-    """Convert digits to int. Raises OverflowError if it is too large for a float."""
-    number = int(digits)
-    float(number)
-    return number
 
 
 def named_observers(config: Config) -> list[tuple[str, type[Observer], dict[str, Any]]]:

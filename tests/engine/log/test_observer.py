@@ -140,8 +140,6 @@ def test_observer_result_that_is_no_mapping(values, image_root, tmp_path, caplog
     [
         ("own", object(), "AttributeError: 'object' object has no attribute 'tolist'"),
         ("own", 1j, "AttributeError: 'complex' object has no attribute 'tolist'"),
-        ("own", 10**400, "OverflowError: int too large to convert to float"),
-        ("own", [{"in": -(10**400)}], "OverflowError: int too large to convert to float"),
         ((1, 2), 3, "TypeError: keys must be str"),
         ("step", -1, "TypeError: dict() got multiple values"),
     ],
