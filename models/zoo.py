@@ -4,7 +4,6 @@ Also freezes parameters and selects the memory format for all of these models. T
 are those of the libraries, so that weights can be exchanged with them.
 """
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from conf.errors import UserError, describe, did_you_mean
-from conf.named import create_object, import_object, is_object_name
+from conf.named import create_object, import_object, installed, is_object_name
 from conf.schema import show
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
@@ -50,9 +49,11 @@ def fix_for(weights: Weights, wrong: Set[str]) -> str:
     """
     from torchvision import models as vision
 
+    size = sum(map(torch.numel, weights.values()))
+
     def difference(name: str) -> int:
         published = vision.get_model_weights(name).DEFAULT
-        return abs(published.meta["num_params"] - sum(map(torch.numel, weights.values())))
+        return abs(published.meta["num_params"] - size)
 
     similar = sorted({*available()} - OURS.keys(), key=difference)[:10]
     for name in (*OURS, *similar):
@@ -166,11 +167,8 @@ def _download(instead: str) -> Iterator[None]:
 
 def import_timm(origin: str) -> ModuleType:
     """Import timm. Raises UserError if it is missing. `origin`: the key=value that needs it."""
-    if importlib.util.find_spec("timm") is None:
-        fix = "run `make env EXTRAS=timm` or `pip install timm`"
-        raise UserError(origin, "timm is not installed", fix)
-    import timm
-
+    with installed(origin):
+        import timm
     return timm
 
 
@@ -183,7 +181,9 @@ def _build_timm(
         raise UserError(f"model.name=timm/{name}", f"timm has no such model{near}")
     options |= {"num_classes": num_classes, "in_chans": in_channels}
     create = partial(timm.create_model, name, **options)
-    if _depends_on_size(create):
+    with torch.device("meta"):
+        patches = getattr(create(), "patch_embed", None)
+    if getattr(patches, "strict_img_size", False):  # built for a fixed image size, like a ViT
         create = partial(create, img_size=size)
     if not pretrained:
         return create()
@@ -195,14 +195,6 @@ def _build_timm(
             del weights[head]
         fit_weights(model, weights, origin="model.weights=pretrained", new_head=True)
     return cast("nn.Module", model)
-
-
-def _depends_on_size(create: Create) -> bool:
-    """Return whether a timm model is built for a fixed image size, like a ViT."""
-    with torch.device("meta"):
-        model = create()
-    patches = getattr(model, "patch_embed", None)
-    return bool(getattr(patches, "strict_img_size", False))
 
 
 def use_channels_last(choice: bool | str, model: nn.Module, device: str) -> bool:
