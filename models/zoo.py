@@ -89,10 +89,8 @@ def build(
         options["in_channels"] = in_channels
     try:
         return create(num_classes, image_size, **options)
-    except UserError:
-        raise
     except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
-        if is_object_name(name):  # the traceback of custom code helps
+        if is_object_name(name) or isinstance(error, UserError):  # custom code's traceback helps
             raise
         wanted = f"data.image_size={image_size} and model.args={show(options)}"
         problem = f"cannot be built for {wanted} ({describe(error)})"

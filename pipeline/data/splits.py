@@ -61,7 +61,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     held = held_out(data)
     if held is not None:
         index = _load_undivided(root, data, held)
-        train_rows, val_rows = split_rows(index, held)
+        train_rows, val_rows = hold_out(index.labels.array, index.paths.array, index.classes, held)
         return index.rows(train_rows), index.rows(val_rows)
     # data.val first: evaluate.py sets it for both splits, and the error should name this key.
     val = load_index(os.path.join(root, data.val), key="data.val", storage=data.storage)
@@ -110,11 +110,6 @@ def _load_undivided(root: str, data: DataConfig, held: HeldOut) -> Index:
     if data.train == "train" and find_split(train_split, data.storage) is None:
         return load_index(root, key="data.root", storage=data.storage)
     return load_index(train_split, key="data.train", storage=data.storage)
-
-
-def split_rows(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
-    """Return a table's rows for training and for validation; see `hold_out`."""
-    return hold_out(index.labels.array, index.paths.array, index.classes, held)
 
 
 def hold_out(
