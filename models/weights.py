@@ -83,9 +83,9 @@ def weights_in(content: Any, *, origin: str) -> Weights:
     types = set(map(type, weights.values()))
     if not types or not types <= {Tensor, nn.Parameter}:
         raise error
-    wrappers: tuple[str, ...] = ("module.",)  # added by DDP and AveragedModel
-    if "pytorch-lightning_version" in content:
-        wrappers = ("module.", "model.")
+    is_lightning = "pytorch-lightning_version" in content
+    # DDP and AveragedModel add `module.`.
+    wrappers = ("module.", "model.") if is_lightning else ("module.",)
     return {_plain_name(name, wrappers): value for name, value in weights.items()}
 
 
@@ -161,9 +161,8 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
         # Gradients of a random head would damage the trained layers. A convolutional head stays
         # random, because a ReLU may follow (SqueezeNet).
         for name in head:
-            loaded[name] = own[name]
-            if own[name].ndim < 4:
-                loaded[name] = torch.zeros_like(own[name])
+            value = own[name]
+            loaded[name] = value if value.ndim > 3 else torch.zeros_like(value)
         wrong.difference_update(head)
     if wrong:
         from models.zoo import fix_for  # imports this module

@@ -38,8 +38,7 @@ def available() -> list[str]:
     """Return all names that `build` accepts, except timm models and `module:name`."""
     from torchvision import models as vision
 
-    names = {*OURS, *vision.list_models(module=vision)}
-    return sorted(names - UNSUITED)
+    return sorted({*OURS, *vision.list_models(module=vision, exclude=UNSUITED)})
 
 
 def fix_for(weights: Weights, wrong: Set[str]) -> str:
@@ -136,13 +135,10 @@ def _build_torchvision(
         raise UserError(given, problem, f"choose model.name=timm/NAME or one of {ours}")
     if name.startswith("vit_"):
         options["image_size"] = size
-    create = partial(vision.get_model, name, num_classes=num_classes, **options)
-    try:
-        model: nn.Module = create()
-    except NotImplementedError:  # RegNets compute widths with tensors, which have no data on meta
-        with torch.device("cpu"):
-            model = create()
-        model = model.to(torch.get_default_device())
+    device = torch.get_default_device()
+    # RegNets compute widths with tensors, which have no data on meta.
+    with torch.device("cpu" if name.startswith("regnet") else device):
+        model = vision.get_model(name, num_classes=num_classes, **options).to(device)
     if pretrained:
         published = vision.get_model_weights(name).DEFAULT
         with _download(f"model.weights=FILE ({published.url})"):
@@ -157,7 +153,7 @@ def _download(instead: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # libraries raise many types, some with multi-line messages
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        reason = describe(error).partition("\n")[0]
         problem = f"the weights cannot be loaded ({reason})"
         fix = f"pass {instead}; see The weights in docs/finetune.md"
         raise UserError("model.weights=pretrained", problem, fix) from None

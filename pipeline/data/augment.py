@@ -43,8 +43,6 @@ NUMPY_GENERATOR = np.random.MT19937(0)  # NumPy's global generator inside `seede
 COLOR = integer_interval(0, 255) | list_of(integer_interval(0, 255), 3, 3)  # one or three levels
 # Side of an image -> its length, and the rounding of torchvision's Resize, timm's ResizeKeepRatio
 SIDES = {"shorter": (np.min, np.trunc), "longer": (np.max, np.rint)}
-# Padding mode -> `CropResize.fill`: constant is black, reflect the image mirrored at its edge
-PADDINGS = {"constant": 0, "reflect": None}
 UNCHECKED = Constraint(lambda value: True, "any value")
 # torchvision's v2 transforms that need only one image and random numbers, and keep size and uint8
 V2_NAMES = tuple(
@@ -53,6 +51,8 @@ V2_NAMES = tuple(
     "RandomAutocontrast RandomChannelPermutation RandomEqualize RandomErasing RandomGrayscale "
     "RandomInvert RandomPhotometricDistort RandomPosterize RandomSolarize".split()
 )
+# Padding mode -> `CropResize.fill`: constant is black, reflect the image mirrored at its edge
+PADDINGS = {"constant": 0, "reflect": None}
 
 
 def sample_rng(seed: int, epoch: int, index: int) -> Random:
@@ -112,7 +112,9 @@ def parameter(constraint: Constraint, default: Any = MISSING) -> Any:
 
 def draw_interpolation(choice: str, rng: Random) -> str:
     """Return bilinear or bicubic for `random`, else the choice itself."""
-    return choice if choice != "random" else INTERPOLATIONS[rng.random() < 0.5]
+    if choice == "random":
+        return INTERPOLATIONS[rng.random() < 0.5]
+    return choice
 
 
 @dataclass(kw_only=True)

@@ -75,9 +75,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
 
 def shared_images(train: Index, val: Index) -> str:
     """Describe the images in both tables, even through different paths; "" if there are none."""
-    names = set(map(os.path.basename, val.paths.array.tolist()))
-    rows = [os.path.basename(path) in names for path in train.paths.array.tolist()]
-    shared = _real_paths(train.rows(np.flatnonzero(rows))) & _real_paths(val)
+    shared = _real_paths(train) & _real_paths(val)
     counts = f"{len(shared):,} of {len(val):,} validation images are also training images"
     return f"{counts} (first: {min(shared)})" if shared else ""
 

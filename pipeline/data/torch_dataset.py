@@ -255,8 +255,7 @@ def image_array(name: str, value: Any, origin: str) -> np.ndarray:
         array = array.astype(np.float32, copy=False)
     if array.ndim == 2:
         array = array[..., None]
-    is_image = array.ndim == 3 and array.size > 0 and array.dtype in (np.uint8, np.float32)
-    if not is_image:
+    if array.ndim != 3 or not array.size or array.dtype not in (np.uint8, np.float32):
         problem = f"{name} is {array.dtype} {list(array.shape)}"
         raise UserError(origin, problem, "expected uint8 or float, [H, W, C] or a tensor [C, H, W]")
     # Channels come first in a tensor, unless only the last axis is short enough for them.

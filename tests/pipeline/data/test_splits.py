@@ -31,8 +31,7 @@ def test_val_fraction_per_class(train_copy, fraction):
     assert sorted(samples(train) + samples(val)) == samples(load_index(train_copy, key="data.root"))
     assert (samples(train), samples(val)) == (sorted(samples(train)), sorted(samples(val)))
     names = sorted(f"cat/{i}é.jpg".encode() for i in range(500))  # resumed runs need the same
-    labels = np.zeros(len(names), int)
-    _, rows = hold_out(labels, np.array(names), ["cat"], HeldOut("", 0, 0.01, 2))
+    _, rows = hold_out(np.zeros(500, int), np.array(names), ["cat"], HeldOut("", 0, 0.01, 2))
     assert {names[i] for i in rows} == {f"cat/{i}é.jpg".encode() for i in (279, 167, 416, 29, 148)}
     repeated = np.array(9 * names[:1] + names)  # like a list
     for rows in hold_out(np.zeros(len(repeated), int), repeated, ["cat"], HeldOut("", 0.5, 1, 2)):
