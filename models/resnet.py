@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with a shortcut (arXiv 1512.03385)."""
+    """Two 3x3 convolutions with a shortcut (arXiv 1512.03385). `scale`: initial one of `bn2`."""
 
-    def __init__(self, width_in: int, width: int, stride: int) -> None:
+    def __init__(self, width_in: int, width: int, stride: int, scale: float = 1.0) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(width_in, width, 3, stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
+        nn.init.constant_(self.bn2.weight, scale)
         self.relu = nn.ReLU(inplace=True)
         self.downsample: nn.Module = nn.Identity()
         if stride != 1 or width_in != width:
@@ -52,15 +53,12 @@ def small_resnet(
     layers = stem(in_channels, width_in, stem_stride)
     stride = 1
     for stage, (width, depth) in enumerate(zip(widths, depths, strict=True), start=1):
-        layers[f"layer{stage}"] = residual_stage(width_in, width, depth, stride)
+        scale = float(not zero_init_residual)
+        layers[f"layer{stage}"] = residual_stage(width_in, width, depth, stride, scale)
         width_in = width
         stride = 2
     layers |= mean_classifier(width_in, num_classes)
-    model = init_convolutions(nn.Sequential(layers))
-    for module in model.modules():
-        if isinstance(module, BasicBlock) and zero_init_residual:
-            nn.init.zeros_(module.bn2.weight)
-    return model
+    return init_convolutions(nn.Sequential(layers))
 
 
 def stem(in_channels: int, width: int, stride: int) -> OrderedDict[str, nn.Module]:
@@ -72,10 +70,12 @@ def stem(in_channels: int, width: int, stride: int) -> OrderedDict[str, nn.Modul
     )
 
 
-def residual_stage(width_in: int, width: int, depth: int, stride: int) -> nn.Sequential:
-    """Return `depth` residual blocks; the first one has the stride."""
-    blocks = [BasicBlock(width_in, width, stride)]
-    blocks += [BasicBlock(width, width, 1) for _ in range(depth - 1)]
+def residual_stage(
+    width_in: int, width: int, depth: int, stride: int, scale: float = 1.0
+) -> nn.Sequential:
+    """Return `depth` residual blocks; the first one has the stride. For `scale`, see the block."""
+    blocks = [BasicBlock(width_in, width, stride, scale)]
+    blocks += [BasicBlock(width, width, 1, scale) for _ in range(depth - 1)]
     return nn.Sequential(*blocks)
 
 

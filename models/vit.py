@@ -5,6 +5,7 @@ its code.
 """
 
 import math
+from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
@@ -47,21 +48,14 @@ class Attention(nn.Module):
         return self.proj(x)
 
 
-class Mlp(nn.Module):
-    """Two linear layers with the tanh approximation of GELU, the default in JAX."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
-        for layer in (self.fc1, self.fc2):
-            nn.init.xavier_uniform_(layer.weight)
-            nn.init.normal_(layer.bias, std=1e-6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.fc1(x)
-        x = F.gelu(x, approximate="tanh")
-        return self.fc2(x)
+def mlp(width: int, hidden: int) -> nn.Sequential:
+    """Return two linear layers with the tanh approximation of GELU, the default in JAX."""
+    fc1 = nn.Linear(width, hidden)
+    fc2 = nn.Linear(hidden, width)
+    for layer in (fc1, fc2):
+        nn.init.xavier_uniform_(layer.weight)
+        nn.init.normal_(layer.bias, std=1e-6)
+    return nn.Sequential(OrderedDict(fc1=fc1, gelu=nn.GELU("tanh"), fc2=fc2))
 
 
 class AddNorm(nn.LayerNorm):
@@ -84,7 +78,7 @@ class Block(nn.Module):
         self.norm1 = AddNorm(width, eps=1e-6)
         self.attn = Attention(width, heads)
         self.norm2 = AddNorm(width, eps=1e-6)
-        self.mlp = Mlp(width, hidden)
+        self.mlp = mlp(width, hidden)
 
     def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """Add `branch` to the residual stream; return the stream and the MLP's output.

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 Weights = dict[str, Tensor]
 # Keys under which trainers store the state_dict. EMA weights come first, because timm and
 # torchvision report the EMA's accuracy if there is one.
-CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
+CONTAINERS = "state state_dict_ema model_ema ema state_dict model model_state_dict".split()
 ANY_FILE = "a checkpoint, a run directory, or a file with weights (.pth, .pt, .safetensors)"
 OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")  # torchvision's files
 
@@ -38,7 +38,12 @@ def read_file(path: Path, *, origin: str, expected: str = ANY_FILE) -> Any:
             return load_file(path)
         if path.exists() and not path.is_file():  # a pipe would block
             raise OSError("not a regular file")
-        check_sums(path)
+        # torch.load ignores CRC-32 checksums. Files from before torch 1.6 are no zip files.
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as file:
+                damaged = file.testzip()
+            if damaged is not None:
+                raise OSError(f"damaged: CRC-32 mismatch in {damaged}")
         # timm and torchvision store their arguments. A Namespace only contains attributes.
         with torch.serialization.safe_globals([argparse.Namespace]):
             return _renamed(torch.load(path, map_location="cpu", weights_only=True))
@@ -60,43 +65,27 @@ def _renamed(content: Any) -> Any:
     return content
 
 
-def check_sums(path: Path) -> None:
-    """Raise BadZipFile if a zip file is damaged, because torch.load ignores CRC-32 checksums.
-
-    torch.save has written zip files since torch 1.6. Older files have no checksums.
-    """
-    if not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as file:
-        damaged = file.testzip()
-    if damaged is not None:
-        raise zipfile.BadZipFile(f"damaged: CRC-32 mismatch in {damaged}")
-
-
 def weights_in(content: Any, *, origin: str) -> Weights:
     """Return the state_dict in a file's contents, with the keys of the unwrapped model.
 
-    It is the contents themselves, or under one of CONTAINERS; in this project's checkpoints, the
-    EMA weights if there are any. Raises UserError if there is no state_dict.
+    It is the contents themselves, or in one or more of CONTAINERS. Raises UserError if there is no
+    state_dict.
     """
     error = UserError(origin, "is not a state_dict", "pass a state_dict or a checkpoint")
     if not isinstance(content, dict):
         raise error
-    stored = content
-    state = content.get("state")
-    if isinstance(state, dict):
-        stored = {"model_ema": state.get("ema"), "model": state.get("model")}
+    weights = content
     for container in CONTAINERS:
-        if isinstance(stored.get(container), dict):
-            stored = stored[container]
-            break
-    weights = dict(stored)
+        if isinstance(weights.get(container), dict):
+            weights = weights[container]
+    weights = dict(weights)
     weights.pop("n_averaged", None)
-    if not {*map(type, weights.values())} <= {Tensor, nn.Parameter}:
+    types = set(map(type, weights.values()))
+    if not types or not types <= {Tensor, nn.Parameter}:
         raise error
-    wrappers: tuple[str, ...] = ("module.",)  # added by DDP and AveragedModel
-    if "pytorch-lightning_version" in content:
-        wrappers = ("module.", "model.")
+    is_lightning = "pytorch-lightning_version" in content
+    # DDP and AveragedModel add `module.`.
+    wrappers = ("module.", "model.") if is_lightning else ("module.",)
     return {_plain_name(name, wrappers): value for name, value in weights.items()}
 
 
@@ -141,10 +130,9 @@ def has_two_orders(classes: Sequence[str]) -> bool:
     return list(classes) == sorted(classes) != sorted(classes, key=_natural_key)
 
 
-def _natural_key(name: str) -> list[int | str]:
-    """Split a name into text and numbers, so that class10 follows class2, and B follows a."""
-    parts = re.split(r"(\d+)", name)
-    return [int(part) if part.isdecimal() else part.casefold() for part in parts]
+def _natural_key(name: str) -> str:
+    """Pad numbers and ignore case, so that class10 follows class2, and B follows a."""
+    return re.sub(r"\d+", lambda number: "\0" + number[0].zfill(99), name.casefold())
 
 
 def _stored_classes(path: Path, content: dict[str, Any]) -> str:
@@ -160,7 +148,7 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
 
     Raises UserError if keys are missing, unknown or have a different shape, as in a different
     model's weights, or if values are not finite. `origin`: the beginning of messages; `new_head`:
-    allow a different head, see `_new_head`.
+    replace a head that differs by zeros (ViT, arXiv 2010.11929).
     """
     own = model.state_dict()
     weights = {_current_name(name): value for name, value in weights.items()}
@@ -170,7 +158,11 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     if new_head and wrong.issuperset(head):
         text = "%s: the file's head does not match the classes, so %s are newly initialized"
         logger.info(text, origin, ", ".join(head))
-        loaded |= _new_head(own, head)
+        # Gradients of a random head would damage the trained layers. A convolutional head stays
+        # random, because a ReLU may follow (SqueezeNet).
+        for name in head:
+            value = own[name]
+            loaded[name] = value if value.ndim > 3 else torch.zeros_like(value)
         wrong.difference_update(head)
     if wrong:
         from models.zoo import fix_for  # imports this module
@@ -207,20 +199,6 @@ def _current_name(name: str) -> str:
     name = name.replace(".mlp.linear_1.", ".mlp.0.")
     name = name.replace(".mlp.linear_2.", ".mlp.3.")
     return OLD_DENSENET.sub(r"\1\2.", name)
-
-
-def _new_head(own: Weights, head: Sequence[str]) -> Weights:
-    """Return the initial values of a new head, which are zeros (ViT, arXiv 2010.11929).
-
-    Gradients of a random head would damage the trained layers. A convolutional head stays random,
-    because a ReLU may follow (SqueezeNet).
-    """
-    new: Weights = {}
-    for name in head:
-        new[name] = own[name]
-        if own[name].ndim < 4:
-            new[name] = torch.zeros_like(own[name])
-    return new
 
 
 def head_of(model: nn.Module) -> list[str]:

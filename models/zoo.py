@@ -4,7 +4,6 @@ Also freezes parameters and selects the memory format for all of these models. T
 are those of the libraries, so that weights can be exchanged with them.
 """
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from conf.errors import UserError, describe, did_you_mean
-from conf.named import create_object, import_object, is_object_name
+from conf.named import create_object, import_object, installed, is_object_name
 from conf.schema import show
 from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import vit_s16
@@ -39,8 +38,7 @@ def available() -> list[str]:
     """Return all names that `build` accepts, except timm models and `module:name`."""
     from torchvision import models as vision
 
-    names = {*OURS, *vision.list_models(module=vision)}
-    return sorted(names - UNSUITED)
+    return sorted({*OURS, *vision.list_models(module=vision, exclude=UNSUITED)})
 
 
 def fix_for(weights: Weights, wrong: Set[str]) -> str:
@@ -50,9 +48,11 @@ def fix_for(weights: Weights, wrong: Set[str]) -> str:
     """
     from torchvision import models as vision
 
+    size = sum(map(torch.numel, weights.values()))
+
     def difference(name: str) -> int:
         published = vision.get_model_weights(name).DEFAULT
-        return abs(published.meta["num_params"] - sum(map(torch.numel, weights.values())))
+        return abs(published.meta["num_params"] - size)
 
     similar = sorted({*available()} - OURS.keys(), key=difference)[:10]
     for name in (*OURS, *similar):
@@ -88,10 +88,8 @@ def build(
         options["in_channels"] = in_channels
     try:
         return create(num_classes, image_size, **options)
-    except UserError:
-        raise
     except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
-        if is_object_name(name):  # the traceback of custom code helps
+        if is_object_name(name) or isinstance(error, UserError):  # custom code's traceback helps
             raise
         wanted = f"data.image_size={image_size} and model.args={show(options)}"
         problem = f"cannot be built for {wanted} ({describe(error)})"
@@ -137,13 +135,10 @@ def _build_torchvision(
         raise UserError(given, problem, f"choose model.name=timm/NAME or one of {ours}")
     if name.startswith("vit_"):
         options["image_size"] = size
-    create = partial(vision.get_model, name, num_classes=num_classes, **options)
-    try:
-        model: nn.Module = create()
-    except NotImplementedError:  # RegNets compute widths with tensors, which have no data on meta
-        with torch.device("cpu"):
-            model = create()
-        model = model.to(torch.get_default_device())
+    device = torch.get_default_device()
+    # RegNets compute widths with tensors, which have no data on meta.
+    with torch.device("cpu" if name.startswith("regnet") else device):
+        model = vision.get_model(name, num_classes=num_classes, **options).to(device)
     if pretrained:
         published = vision.get_model_weights(name).DEFAULT
         with _download(f"model.weights=FILE ({published.url})"):
@@ -158,7 +153,7 @@ def _download(instead: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # libraries raise many types, some with multi-line messages
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        reason = describe(error).partition("\n")[0]
         problem = f"the weights cannot be loaded ({reason})"
         fix = f"pass {instead}; see The weights in docs/finetune.md"
         raise UserError("model.weights=pretrained", problem, fix) from None
@@ -166,11 +161,8 @@ def _download(instead: str) -> Iterator[None]:
 
 def import_timm(origin: str) -> ModuleType:
     """Import timm. Raises UserError if it is missing. `origin`: the key=value that needs it."""
-    if importlib.util.find_spec("timm") is None:
-        fix = "run `make env EXTRAS=timm` or `pip install timm`"
-        raise UserError(origin, "timm is not installed", fix)
-    import timm
-
+    with installed(origin):
+        import timm
     return timm
 
 
@@ -183,7 +175,9 @@ def _build_timm(
         raise UserError(f"model.name=timm/{name}", f"timm has no such model{near}")
     options |= {"num_classes": num_classes, "in_chans": in_channels}
     create = partial(timm.create_model, name, **options)
-    if _depends_on_size(create):
+    with torch.device("meta"):
+        patches = getattr(create(), "patch_embed", None)
+    if getattr(patches, "strict_img_size", False):  # built for a fixed image size, like a ViT
         create = partial(create, img_size=size)
     if not pretrained:
         return create()
@@ -195,14 +189,6 @@ def _build_timm(
             del weights[head]
         fit_weights(model, weights, origin="model.weights=pretrained", new_head=True)
     return cast("nn.Module", model)
-
-
-def _depends_on_size(create: Create) -> bool:
-    """Return whether a timm model is built for a fixed image size, like a ViT."""
-    with torch.device("meta"):
-        model = create()
-    patches = getattr(model, "patch_embed", None)
-    return bool(getattr(patches, "strict_img_size", False))
 
 
 def use_channels_last(choice: bool | str, model: nn.Module, device: str) -> bool:

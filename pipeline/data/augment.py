@@ -25,7 +25,7 @@ import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from conf.errors import UserError, did_you_mean
-from conf.named import create_object, import_object, is_object_name, split_entry
+from conf.named import check_signature, create_object, import_object, is_object_name, split_entry
 from conf.schema import (
     UNIT_INTERVAL,
     Constraint,
@@ -50,6 +50,8 @@ V2_NAMES = tuple(
     "RandomAutocontrast RandomChannelPermutation RandomEqualize RandomErasing RandomGrayscale "
     "RandomInvert RandomPhotometricDistort RandomPosterize RandomSolarize".split()
 )
+# Padding mode -> `CropResize.fill`: constant is black, reflect the image mirrored at its edge
+PADDINGS = {"constant": 0, "reflect": None}
 
 
 def sample_rng(seed: int, epoch: int, index: int) -> Random:
@@ -109,9 +111,9 @@ def parameter(constraint: Constraint, default: Any = MISSING) -> Any:
 
 def draw_interpolation(choice: str, rng: Random) -> str:
     """Return bilinear or bicubic for `random`, else the choice itself."""
-    if choice != "random":
-        return choice
-    return "bicubic" if rng.random() < 0.5 else "bilinear"
+    if choice == "random":
+        return INTERPOLATIONS[rng.random() < 0.5]
+    return choice
 
 
 @dataclass(kw_only=True)
@@ -196,8 +198,7 @@ class RandomCrop(Geometry):
     size: int = parameter(PIXELS)
     # width of the border that is first added on every side, in pixels
     padding: int = parameter(integer_interval(0, LARGEST), 0)
-    # border content: constant is black, reflect the image mirrored at its edge
-    padding_mode: str = parameter(choice("constant", "reflect"), "constant")
+    padding_mode: str = parameter(choice(*PADDINGS), "constant")
 
     def __call__(self, picture: Picture, rng: Random) -> Picture:
         width, height = picture.size
@@ -208,8 +209,8 @@ class RandomCrop(Geometry):
             raise ValueError(f"random_crop: {padded} is smaller than size {self.size}")
         left = int(rng.random() * (spare_width + 1)) - self.padding
         top = int(rng.random() * (spare_height + 1)) - self.padding
-        fill = None if self.padding_mode == "reflect" else 0
-        return picture.cropped((left, top, left + self.size, top + self.size), fill=fill)
+        box = (left, top, left + self.size, top + self.size)
+        return picture.cropped(box, fill=PADDINGS[self.padding_mode])
 
 
 @dataclass(kw_only=True)
@@ -288,16 +289,14 @@ def transform_target(target: np.ndarray, picture: Picture, *, fill: int = 0) -> 
             "a mask follows crops, resizes and flips only; remove other transforms, and rotate "
             "photos with an EXIF orientation once (exiftran -ai) or set data.exif_orientation=false"
         )
-    if target.dtype.kind == "f" and target.shape[1:] == (2,):
-        for step in picture.geometry:
-            target = _transform_points(target, step)
-        return target
-    size = size_of(target)
-    if size != picture.full_size:
-        text = f"the mask's (width, height) is {size}, its image's is {picture.full_size}"
-        raise ValueError(f"{text}; return points as float [N, 2]")
+    is_points = target.dtype.kind == "f" and target.shape[1:] == (2,)
+    if not is_points and size_of(target) != picture.full_size:
+        size = f"the mask's (width, height) is {size_of(target)}"
+        text = f"{size}, its image's is {picture.full_size}; return points as float [N, 2]"
+        raise ValueError(text)
+    transform = _transform_points if is_points else partial(_transform_mask, fill=fill)
     for step in picture.geometry:
-        target = _transform_mask(target, step, fill)
+        target = transform(target, step)
     return target
 
 
@@ -356,10 +355,7 @@ def _custom_transform(name: str, parameters: dict[str, Any], key: str) -> Any:
     named = import_object(name, key)
     if isinstance(named, type):
         return create_object(name, key, Callable, **parameters)
-    try:
-        inspect.signature(named).bind_partial(rng=None, **parameters)
-    except TypeError as error:
-        raise UserError(f"{key}: {name}", str(error), "see docs/fork.md") from None
+    check_signature(named, f"{key}: {name}", None, rng=None, **parameters)
     return partial(named, **parameters)
 
 

@@ -216,7 +216,7 @@ class FolderDataset(Dataset):
                 content = self.index.read(row)
             return function(content)
 
-        rows = np.linspace(0, len(self) - 1, min(len(self), number)).astype(int).tolist()
+        rows = np.linspace(0, len(self) - 1, min(len(self), number), dtype=int).tolist()
         with ThreadPoolExecutor(THREADS) as pool:  # network storage takes milliseconds per file
             return list(pool.map(call, rows))
 

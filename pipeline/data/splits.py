@@ -61,7 +61,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
     held = held_out(data)
     if held is not None:
         index = _load_undivided(root, data, held)
-        train_rows, val_rows = split_rows(index, held)
+        train_rows, val_rows = hold_out(index.labels.array, index.paths.array, index.classes, held)
         return index.rows(train_rows), index.rows(val_rows)
     # data.val first: evaluate.py sets it for both splits, and the error should name this key.
     val = load_index(os.path.join(root, data.val), key="data.val", storage=data.storage)
@@ -75,9 +75,7 @@ def load_splits(data: DataConfig) -> tuple[Index, Index]:
 
 def shared_images(train: Index, val: Index) -> str:
     """Describe the images in both tables, even through different paths; "" if there are none."""
-    names = set(map(os.path.basename, val.paths.array.tolist()))
-    rows = [os.path.basename(path) in names for path in train.paths.array.tolist()]
-    shared = _real_paths(train.rows(np.flatnonzero(rows))) & _real_paths(val)
+    shared = _real_paths(train) & _real_paths(val)
     counts = f"{len(shared):,} of {len(val):,} validation images are also training images"
     return f"{counts} (first: {min(shared)})" if shared else ""
 
@@ -110,11 +108,6 @@ def _load_undivided(root: str, data: DataConfig, held: HeldOut) -> Index:
     if data.train == "train" and find_split(train_split, data.storage) is None:
         return load_index(root, key="data.root", storage=data.storage)
     return load_index(train_split, key="data.train", storage=data.storage)
-
-
-def split_rows(index: Index, held: HeldOut) -> tuple[np.ndarray, np.ndarray]:
-    """Return a table's rows for training and for validation; see `hold_out`."""
-    return hold_out(index.labels.array, index.paths.array, index.classes, held)
 
 
 def hold_out(

@@ -21,7 +21,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from random import Random
 from typing import Any
 
@@ -72,13 +72,9 @@ def torch_splits(
         problem = "the classes of the validation dataset differ from those of the training dataset"
         raise UserError(key, problem, "use the same classes in the same order in both")
     splits = SharedObject(divided(first, second, data, classes))
-    options: dict[str, Any] = {
-        "seed": config.train.seed,
-        "is_unit": ({*data.mean}, {*data.std}) != ({0}, {1}),
-        "key": key,
-    }
-    train_split = TorchDataset(splits, 0, train, **options)
-    return train_split, TorchDataset(splits, 1, val, **options), classes
+    is_unit = ({*data.mean}, {*data.std}) != ({0}, {1})
+    create = partial(TorchDataset, splits, seed=config.train.seed, is_unit=is_unit, key=key)
+    return create(0, train), create(1, val), classes
 
 
 def divided(first: Any, second: Any, data: DataConfig, classes: Sequence[str]) -> tuple[Any, Any]:
@@ -124,20 +120,14 @@ class TorchDataset(Dataset):
         try:
             first = self.read(0, sample_rng(self.seed, 0, 0))
             self.dtypes = dtypes_of(first)
-            self._fields = {name: self._batch_field(name, value) for name, value in first.items()}
             self.first_label = first.get("label")
-            self.names = sorted(first)  # `image` precedes the masks and points that follow it
-            self.load(0, sample_rng(self.seed, 0, 0))
+            transformed = self.load(0, sample_rng(self.seed, 0, 0))
         except UnreadableError as error:
             raise UserError(self.key, str(error)) from error
-
-    def _batch_field(self, name: str, value: np.ndarray) -> Field:
-        """Return the batch field, after the transforms, for an untransformed array."""
-        shape = value.shape
-        if name.startswith((IMAGE, MASK)):
-            size = self.transform.image_size
-            shape = size, size, *shape[2:]
-        return Field(value.dtype, shape, image=name.startswith(IMAGE))
+        self._fields = {
+            name: Field(first[name].dtype, value.shape, image=name.startswith(IMAGE))
+            for name, value in transformed.items()
+        }
 
     @property
     def samples(self) -> Any:
@@ -160,7 +150,7 @@ class TorchDataset(Dataset):
             raise UserError(self.name(index), f"has the fields {dtypes}", expected)
         seed = rng.getrandbits(64)  # all images get the same draws
         pictures = {}
-        for name in self.names:
+        for name in sorted(sample):  # `image` precedes the masks and points that follow it
             if name.startswith(IMAGE):
                 pictures[name] = self.transform(Picture(sample[name]), Random(seed))
                 sample[name] = pictures[name].pixels()
@@ -265,8 +255,7 @@ def image_array(name: str, value: Any, origin: str) -> np.ndarray:
         array = array.astype(np.float32, copy=False)
     if array.ndim == 2:
         array = array[..., None]
-    is_image = array.ndim == 3 and array.size > 0 and array.dtype in (np.uint8, np.float32)
-    if not is_image:
+    if array.ndim != 3 or not array.size or array.dtype not in (np.uint8, np.float32):
         problem = f"{name} is {array.dtype} {list(array.shape)}"
         raise UserError(origin, problem, "expected uint8 or float, [H, W, C] or a tensor [C, H, W]")
     # Channels come first in a tensor, unless only the last axis is short enough for them.

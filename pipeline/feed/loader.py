@@ -16,7 +16,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,6 @@ TASK_ROWS = 32
 MAX_ROWS, MAX_BYTES = 128, 1 << 19  # limits for small images, which pass at a higher rate
 TASKS_AHEAD = 3  # maximum number of unfinished tasks per worker; benchmarked on an H200
 MAX_NAMED = 10  # unreadable images to print
-MAX_READING = 4  # images to name in the message about hanging workers
 STOP_SECONDS = 1.0
 CHECK_SECONDS = 1.0  # interval of checks for a signal while all workers are stalled
 START_SECONDS = 60.0  # extra time until the first reply; workers start slowly on a busy machine
@@ -132,10 +130,9 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
                 raise self._timeout()
 
     def _timeout(self) -> LoaderError:
-        busy = filter(attrgetter("tasks"), self.workers)
-        reading = [f"{self._current(worker)} (worker {worker.process.pid})" for worker in busy]
+        worker = max(self.workers, key=lambda worker: len(worker.tasks))
         key = f"loader.timeout_seconds={self.timeout_seconds:g}"
-        still = f"still reading {', '.join(reading[:MAX_READING])}"
+        still = f"still reading {self._current(worker)} (worker {worker.process.pid})"
         return LoaderError(f"{key}: no image for that long; {still}; check the storage")
 
     def run_in_process(self, task: Task) -> None:

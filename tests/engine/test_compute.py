@@ -50,7 +50,7 @@ def test_has_identical_blocks():
 
 def test_for_validation_does_not_compile_blocks():
     compiler = Mock(side_effect=lambda graph, examples: graph)
-    block = models.vit.Mlp(3, 4)
+    block = models.vit.mlp(3, 4)
     block.compile(backend=compiler)
     with Compute(CPU, "fp32", False, "blocks", None, {}, 0, 0).for_validation():
         block(torch.zeros(2, 3))
