@@ -292,7 +292,7 @@ def test_predictor_reads_numbers_from_csv(predictor, folder, monkeypatch, image_
     assert old.values["predictions"][0]["index"] == 0
     assert old.values["predictions"][0]["probability"] == 1
     texts = ["'old'", "''"]
-    reasons = [f"ValueError: could not convert string to float: {text}" for text in texts]
+    reasons = [f"could not convert string to float: {text}" for text in texts]
     assert [result.reason for result in unreadable] == reasons
 
 
