@@ -146,7 +146,8 @@ def load_newest(paths: list[Path]) -> tuple[Path, dict[str, Any]]:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU. Raises UserError if it is missing, damaged or no checkpoint."""
-    content: dict[str, Any] = read_file(path, origin=str(path), expected=RESUME_CHOICES)
+    origin = f"checkpoint.resume={path}"
+    content: dict[str, Any] = read_file(path, origin=origin, expected=RESUME_CHOICES)
     _check_format(path, content)
     return content
 

@@ -5,6 +5,7 @@ import fnmatch
 import json
 import logging
 import re
+import stat
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,10 +35,10 @@ def read_file(path: Path, *, origin: str, expected: str = ANY_FILE) -> Any:
     if the file is not found, damaged, or cannot be read without executing code from it.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block
+            raise OSError("not a regular file or a directory with checkpoints")
         if path.suffix == ".safetensors":
             return load_file(path)
-        if path.exists() and not path.is_file():  # a pipe would block
-            raise OSError("not a regular file")
         # torch.load ignores CRC-32 checksums. Files from before torch 1.6 are no zip files.
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as file:

@@ -52,6 +52,7 @@ from torch import Tensor, nn
 import train
 from conf.cli import check_root
 from conf.named import with_parameter
+from conf.overrides import checked
 from engine.checkpoint import provenance
 from engine.compute import autocast, choose_precision, device_name, dtype_of, set_up_kernels
 from engine.distributed import World, join_world
@@ -385,13 +386,11 @@ def write(result: Evaluated, folder: Path) -> None:
 def data_of_run(trained: Trained) -> DataConfig:
     """Return the data paths of a checkpoint's run; of other files, the current directory."""
     stored = trained.stored.get("config", {})
-    return DataConfig(
-        root=stored.get("data.root"),
-        train=stored.get("data.train", "train"),
-        val=stored.get("data.val", "val"),
-        val_fraction=stored.get("data.val_fraction", 0.0),
-        val_fold=stored.get("data.val_fold"),
-    )
+    paths = {}
+    for name in ("root", "train", "val", "val_fraction", "val_fold"):
+        if f"data.{name}" in stored:
+            paths[name] = checked(f"data.{name}", stored[f"data.{name}"])
+    return DataConfig(**paths)
 
 
 def name_of(trained: Trained) -> str:

@@ -256,8 +256,7 @@ def read_each(paths: Iterable[Path], read: Callable, damaged: list[str]) -> list
         try:
             intact.append(read(path))
         except Exception as error:  # damaged files raise many types
-            reason = " ".join(describe(error).split())
-            damaged.append(f"{path}: damaged, skipped: {reason.removeprefix('ValueError: ')}")
+            damaged.append(f"{path}: damaged, skipped: {' '.join(describe(error).split())}")
     return intact
 
 

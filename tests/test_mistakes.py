@@ -56,6 +56,7 @@ def working_dir(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     (place / "work" / "photos" / "cat.jpg").write_bytes(b"mine")
     (place / "work" / "photos.tar.gz").write_bytes(b"mine")
     (place / "work" / "notes").write_text("mine")
+    os.mkfifo(place / "pipe.safetensors")  # opening it would wait for a writer
     return place / "work"
 
 

@@ -35,6 +35,7 @@ DARK_LEVEL = 64  # a 16-bit image with only lower levels, in 8 bits, is nearly b
 MAX_PIXELS = 178_956_970  # Pillow's limit: decoding takes up to 17 bytes per pixel
 # Pillow warns of "Corrupt EXIF data", many pixels and the like, which do not affect the pixels.
 warnings.filterwarnings("ignore", module="PIL")
+logging.getLogger("PIL").setLevel(logging.CRITICAL)  # its errors are also raised
 # A truncated file must raise an error with its path, not become an image with a gray lower half.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 # Accepted file contents, whatever the file name. Pillow supports many other formats, but starts
@@ -58,6 +59,9 @@ MISREAD_TIFFS = (
     {"planes", "white zeros"},
     {"an 8-bit color map"},
 )
+# Mode and palette of images that Pillow would convert to a black or white one
+BLACK_OR_WHITE: dict[Any, str] = dict.fromkeys([("I", None), ("F", None)], "32-bit levels")
+BLACK_OR_WHITE["P", None] = "no palette"
 UNUSED = 16  # more bytes than a WebP decoder ignores at the end of the pixels
 JPEG_START = b"\xff\xd8"  # first bytes of a JPEG
 ORIENTATION = 0x0112  # EXIF tag
@@ -105,8 +109,7 @@ class JpegFile:
         """Decode as little as a crop and resize need: uint8 [height, width, 3]."""
         left, top, right, bottom = step.box
         width, height = self.size
-        inside = max(left, 0), max(top, 0), min(right, width), min(bottom, height)
-        if inside != step.box:
+        if min(left, top, width - right, height - bottom) < 0:
             whole = self.region((0, 0, width, height), 1)
             return resize(crop(whole, step.box, step.fill), step.size, step.interpolation)
         scale = reduction(step.box, step.size) if step.quick else 1
@@ -233,17 +236,34 @@ def _open_stored(data: bytes, decoder: str) -> JpegFile | np.ndarray:
     size = color_size(data)
     if size is None:
         image = open_image(data)
-        if image.format == "TIFF":  # otherwise Pillow rotates it while decoding
-            image.getexif()[ORIENTATION] = 1
         # libjpeg decodes neither a region nor a smaller image of a lossless file.
         markers = {marker for marker, _, _ in segments(data)}
         kind = image.format, image.mode, LOSSLESS in markers
         if kind == ("JPEG", "L", False):
             return DECODERS[decoder](data, (0, 0, *image.size), 1)
         if kind != ("JPEG", "RGB", False):
+            # A stored pixel may have one of the two levels by chance.
+            if keeps_last_pixel(image, 171) and keeps_last_pixel(open_image(data), 0):
+                raise UnreadableError("ends before its last row; download it again")
             return rgb_pixels(image)
         size = image.size
     return JpegFile(data, size, DECODERS[decoder])
+
+
+def keeps_last_pixel(image: ImageFile.ImageFile, level: int) -> bool:
+    """Set the last pixel, decode the file, and return whether the pixel is unchanged.
+
+    Pillow accepts a PNG or TIFF that ends after complete rows, and leaves the others black.
+    """
+    if image.format == "TIFF":  # otherwise Pillow rotates it while decoding
+        image.getexif()[ORIENTATION] = 1
+    image.load_prepare()
+    image.decoderconfig = ()  # `load` prepares again, which adds to it for an interlaced PNG
+    last = image.im.size[0] - 1, image.im.size[1] - 1
+    image.im.putpixel(last, level)
+    before = image.im.getpixel(last)
+    image.load()
+    return bool(image.im.getpixel(last) == before)
 
 
 def crop(pixels: np.ndarray, box: Box, fill: int | Sequence[int] | None) -> np.ndarray:
@@ -437,9 +457,12 @@ def rgb_pixels(image: Image.Image) -> np.ndarray:
     if image.mode.startswith("I;16"):
         # A copy has the correct shape even if a TIFF's orientation was ignored.
         image = Image.fromarray((np.asarray(image.copy()) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):  # it would become black or white
-        raise ValueError("Pillow reads 32-bit levels; save it as an 8-bit or 16-bit PNG")
-    return np.asarray(image.convert("RGB"))
+    problem = BLACK_OR_WHITE.get((image.mode, image.palette))
+    if problem:
+        raise UnreadableError(f"Pillow reads {problem}; save it as an 8-bit or 16-bit PNG")
+    if (image.mode, image.size) != ("RGB", image.im.size):  # a needless copy takes up to 20 %
+        image = image.convert("RGB")
+    return np.asarray(image)
 
 
 def decode_region(data: bytes, box: Box, scale: int) -> np.ndarray:
@@ -461,13 +484,12 @@ def resolve(name: str) -> str:
 
     Raises UserError if `name` is a CPU decoder that does not work on this machine.
     """
-    if name == "pillow":
-        return name
-    try:
-        region.load()
-    except UserError as error:
-        if name == "region":
-            raise
-        logger.warning("decoding with pillow takes up to twice as long: %s", error)
-        return "pillow"
-    return "region"
+    if name != "pillow":
+        try:
+            region.load()
+            return "region"
+        except UserError as error:
+            if name == "region":
+                raise
+            logger.warning("decoding with pillow takes up to twice as long: %s", error)
+    return "pillow"

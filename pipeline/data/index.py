@@ -229,7 +229,7 @@ def load_index(place: str | os.PathLike[str], *, key: str, storage: Any = None) 
     load = find_split(os.fspath(place), storage)
     if load is None:
         path = Path(os.path.abspath(place))
-        names = sorted(other.name for other in path.parent.glob("[!.]*"))
+        names = sorted({other.name for other in path.parent.glob("[!.]*")} - {path.name})
         problem = "no such folder, .tar or .csv file"
         fix = "set the splits with data.train and data.val, or hold out data.val_fraction=0.2"
         raise UserError(f"{key}={place}", problem, fix + did_you_mean(path.name, names))

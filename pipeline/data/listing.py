@@ -275,24 +275,24 @@ def _check_end(file: BinaryIO, at: int, stop: int) -> None:
         raise ValueError("neither a header nor the end, two blocks of zeros with nothing after")
 
 
-def csv_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
+def csv_rows(path: str | os.PathLike[str], origin: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the first line's number and the cells of each row in a CSV file, skipping empty rows.
 
     Raises OSError if the file cannot be read, UserError for UTF-16 or, with the line, invalid CSV.
     """
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         if file.read(2) in ("\udcff\udcfe", "\udcfe\udcff"):  # as Excel's Unicode text
-            raise UserError(str(path), "encoded in UTF-16", "save it as CSV in UTF-8")
+            raise UserError(origin, "encoded in UTF-16", "save it as CSV in UTF-8")
         file.seek(0)
         rows = csv.reader(file, skipinitialspace=True, strict=True)
         line = 1
         try:
             for cells in rows:
                 if cells:
-                    yield line, list(map(str.strip, cells))
+                    yield line, list(map(str.rstrip, cells))  # the reader strips the left
                 line = rows.line_num + 1
         except csv.Error as error:  # a quote may be closed many lines later, or never
-            raise UserError(f"{path}: line {line}", str(error), "correct its quotes") from None
+            raise UserError(origin, f"line {line}: {error}", "correct its quotes") from None
 
 
 def read_list(path: str, origin: str) -> Classes:
@@ -331,7 +331,7 @@ def read_list(path: str, origin: str) -> Classes:
 
 def _listed_rows(path: str, origin: str) -> Iterator[tuple[int, str, str]]:
     """Yield the line number, path and label of each image in a list, and of a header."""
-    for line, row in csv_rows(path):
+    for line, row in csv_rows(path, origin):
         cells = list(filter(None, row))
         if len(cells) != 2 or is_image(os.fsencode(cells[1])):
             fix = "write one image per line; the columns are path,label"

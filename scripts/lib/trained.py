@@ -197,8 +197,7 @@ def open_trained(
         names = _read_names(classes, num_classes)
     if len(names) != num_classes:
         names = ()
-    fields = {name: Field(**about) for name, about in metadata.fields.items()}
-    fields.pop(IMAGE, None)
+    fields = _stored_fields(metadata, path)
     shape = tuple(shape)
     return Trained(path, config, weights, averaged, num_classes, names, shape, stored, fields)
 
@@ -221,6 +220,18 @@ def _run_metadata(content: dict[str, Any], overrides: Sequence[str]) -> Metadata
     num_classes = len(classes) or None
     shape, fields = model_input.get("image_shape"), model_input.get("fields", {})
     return Metadata(config, classes, num_classes, shape, fields)
+
+
+def _stored_fields(metadata: Metadata, path: Path) -> dict[str, Field]:
+    """Return the fields besides the image. Raises UserError if a different program wrote them."""
+    try:
+        fields = {name: Field(**about) for name, about in metadata.fields.items()}
+        Batch.zeros(fields, torch.device("cpu"))
+    except (AttributeError, TypeError, ValueError):
+        problem = "its sample fields are invalid"
+        raise UserError(str(path), problem, "pass a different checkpoint") from None
+    fields.pop(IMAGE, None)
+    return fields
 
 
 def _published_metadata(path: Path, overrides: Sequence[str]) -> Metadata:

@@ -6,6 +6,8 @@
 
 import io
 import random
+import struct
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -49,6 +51,28 @@ def png(mode: str = "RGB", **options: Any) -> bytes:
     return encoded(drawn(mode), "PNG", **options)
 
 
+def changed(
+    data: bytes, name: bytes, change: Callable[[bytes], bytes], *, new_name: bytes = b""
+) -> bytes:
+    """Change the contents or the name of a PNG's first chunk with this name."""
+    start = data.index(name)
+    end = start + 4 + int.from_bytes(data[start - 4 : start], "big")
+    chunk = (new_name or name) + change(data[start + 4 : end])
+    length, check = struct.pack(">I", len(chunk) - 4), struct.pack(">I", zlib.crc32(chunk))
+    return data[: start - 4] + length + chunk + check + data[end + 4 :]
+
+
+def first_rows(pixels: bytes) -> bytes:
+    """Keep 10 rows of a PNG in RGB; each begins with the number of its filter."""
+    return zlib.compress(zlib.decompress(pixels)[: 10 * (1 + 3 * SIZE[0])])
+
+
+def taller(data: bytes) -> bytes:
+    """Set a TIFF's height to 1,000 rows, of which only the first ones are stored."""
+    height = struct.Struct("<HHII")
+    return data.replace(height.pack(257, 4, 1, SIZE[1]), height.pack(257, 4, 1, 1000))
+
+
 def with_alpha() -> Image.Image:
     image = drawn("RGBA").copy()
     image.putalpha(Image.linear_gradient("L").resize(image.size))
@@ -88,6 +112,20 @@ KINDS: dict[str, tuple[Callable[[], bytes], tuple[int, int] | str]] = {
     "png 16 bits gray": (lambda: encoded(wide_gray("<u2"), "PNG"), SIZE),
     "png 16 bits color": (DEEP.read_bytes, (30, 20)),
     "png ends in its data": (lambda: png()[:-2000], "truncated"),
+    "png of rows that end early": (
+        lambda: changed(png(), b"IDAT", first_rows),
+        "ends before its last row",
+    ),
+    "png of one level": (lambda: encoded(Image.new("L", SIZE, 171), "PNG"), SIZE),
+    "png interlaced": (  # with a single pixel, which is stored in the same way
+        lambda: changed(encoded(drawn().resize((1, 1)), "PNG"), b"IHDR", lambda c: c[:-1] + b"\1"),
+        (1, 1),
+    ),
+    "png black": (lambda: encoded(Image.new("1", SIZE), "PNG"), SIZE),
+    "png without its palette": (
+        lambda: changed(png("P"), b"PLTE", bytes, new_name=b"teXt"),
+        "Pillow reads no palette",
+    ),
     "gif animated": (
         lambda: encoded(drawn("P"), "GIF", save_all=True, append_images=[drawn("L").convert("P")]),
         SIZE,
@@ -96,6 +134,10 @@ KINDS: dict[str, tuple[Callable[[], bytes], tuple[int, int] | str]] = {
     "tiff 16 bits gray, high byte first": (lambda: encoded(wide_gray(">u2"), "TIFF"), SIZE),
     "tiff orientation": (lambda: encoded(drawn(), "TIFF", tiffinfo={274: 6}), SIZE),
     "tiff of 32-bit floats": (lambda: encoded(drawn("F"), "TIFF"), "32-bit levels"),
+    "tiff of rows that end early": (
+        lambda: taller(encoded(drawn(), "TIFF")),
+        "ends before its last row",
+    ),
     "webp": (lambda: encoded(drawn(), "WEBP"), SIZE),
     "webp flat": (lambda: encoded(Image.new("RGB", (900, 700)), "WEBP"), (900, 700)),
     "webp ends in zeros": (

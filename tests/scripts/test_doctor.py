@@ -90,8 +90,8 @@ def test_doctor_folders_that_training_rejects(root):
 BAD = {
     b"": "empty, 0 bytes",
     b"<html>404": "a web page; download the image again",
-    encoded(drawn())[:-200]: ("OSError: ", "the JPEG data is damaged"),  # Pillow's and region's
-    encoded(drawn(), "PNG")[:-100]: "OSError: ",
+    encoded(drawn())[:-200]: ("image file is", "the JPEG data is damaged"),  # Pillow's and region's
+    encoded(drawn(), "PNG")[:-100]: "image file is truncated",
 }
 
 

@@ -276,6 +276,9 @@ def test_evaluate_run_with_val_fraction(frozen_gc, image_root, tmp_path, capsys)
     whole = opened(folder, f"data.val={flat}")  # including held-out images
     run = evaluate.data_of_run(whole)
     places = [whole.config.data, run, replace(run, val_fraction=0.5)]
+    odd = {"data.root": 1, "data.train": 2, "data.val": 3.5}  # of a different program
+    named = evaluate.data_of_run(replace(whole, stored={"config": odd}))
+    assert (named.root, named.train, named.val) == ("1", "2", "3.5")
     assert [evaluate.are_trained_on(place, run) for place in places] == [True, False, True]
     for file in ("listed.csv", "packed.tar"):
         held = replace(run, root=str(flat / file))

@@ -155,13 +155,15 @@ def test_watch_head_of_other_models(name):
 
 def test_predictor_unreadable_files_stay_in_order(damaged, predictor, capsys):
     os.mkfifo(damaged / "pipe")  # opening it would wait for a writer
-    others = [damaged / name for name in ("sub/.hidden", "link.jpg")]
+    (damaged / "device").symlink_to("/dev/zero")  # has no end
+    others = [damaged / name for name in ("sub/.hidden", "link.jpg", "pipe", "device")]
     found = results(predictor, damaged, *others)
     said = capsys.readouterr().err.partition(": ")[2]
     assert said.startswith(f"{damaged}: ignored files or folders: not a regular")
     reasons = {os.path.relpath(result.path, damaged): result.reason for result in found}
     files = ["line\nbreak.jpg", "sub.jpg", "text.png", "sub/\udcff.jpg", "sub/.hidden/hidden.jpg"]
-    assert list(reasons) == [*files, "link.jpg"]
+    assert list(reasons) == [*files, "link.jpg", "pipe", "device"]
+    assert reasons["pipe"] == reasons["device"] == "not a regular file"
     with pytest.raises(SystemExit, match="2"):
         predict.arguments([str(damaged / "pipe"), "image.jpg"])
     assert reasons["link.jpg"] == "No such file or directory"
@@ -292,7 +294,7 @@ def test_predictor_reads_numbers_from_csv(predictor, folder, monkeypatch, image_
     assert old.values["predictions"][0]["index"] == 0
     assert old.values["predictions"][0]["probability"] == 1
     texts = ["'old'", "''"]
-    reasons = [f"ValueError: could not convert string to float: {text}" for text in texts]
+    reasons = [f"could not convert string to float: {text}" for text in texts]
     assert [result.reason for result in unreadable] == reasons
 
 
@@ -304,6 +306,9 @@ def test_predictor_names_missing_field(folder, monkeypatch, image_root, tmp_path
     for path in (image_root / "val", table):
         with pytest.raises(UserError, match=message):
             results(two_inputs, path)
+    os.mkfifo(tmp_path / "pipe.csv")
+    with pytest.raises(OSError, match="not a regular file"):
+        results(two_inputs, tmp_path / "pipe.csv")
     table.write_text("file,age\nnew.jpg,0\n")
     with pytest.raises(UserError, match=r"new\.csv: has no column `path`; "):
         results(two_inputs, table)

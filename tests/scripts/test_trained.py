@@ -100,6 +100,19 @@ def test_scripts_reject_checkpoint_without_config(script, folder, photos, tmp_pa
     assert done.stderr.startswith(message)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [3, ["age"], {"age": 3}, {"age": {"kind": "int64"}}, {"age": {"dtype": "number"}}]
+    + [{"age": {"dtype": "int64", "shape": "2"}}, {"age": {"dtype": "int64", "shape": 2}}],
+)
+def test_open_trained_rejects_invalid_fields(fields, folder, tmp_path):
+    content = checkpoint.load(checkpoint.find_checkpoint(folder))
+    content["model_input"]["fields"] = fields
+    torch.save(content, tmp_path / "file.pt")
+    with pytest.raises(UserError, match=r"file\.pt: its sample fields are invalid; pass a diff"):
+        open_trained(tmp_path / "file.pt")
+
+
 def test_open_trained_sample_fields(folder, tmp_path, monkeypatch):
     """A checkpoint without fields has only the image."""
     found = open_trained(folder)

@@ -1,9 +1,11 @@
 """Read files and ranges of files, and list the files in a tar file, for layouts.py."""
 
+import errno
 import gzip
 import os
 import re
 import shutil
+import stat
 import sys
 import zlib
 from collections import Counter
@@ -108,12 +110,19 @@ def check_unique(classes: Sequence[Any], origin: str) -> None:
         raise UserError(origin, f"several classes have the name {name}", "rename them")
 
 
+def check_regular(path: str) -> None:
+    """Raise OSError if a file is missing, or a pipe or a device, which may have no end."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+
+
 def tree_of_tar(path: str, skipped: Ignored, start: int = 0, length: int = sys.maxsize) -> Tree:
     """List the members of the tar file at byte `start` of a file; add hidden ones to `skipped`.
 
     `length`: maximum size of the tar file in bytes. Nested tar files become folders. Raises
     UserError if it is damaged, OSError if it cannot be read.
     """
+    check_regular(path)
     with open(path, "rb") as file:
         stored = inflated(path).name if file.read(2) == b"\x1f\x8b" else path
     tree: Tree = {}

@@ -203,17 +203,23 @@ def test_load_index_prefers_folder(tmp_path):
     assert content(tmp_path / "train") == [("a/1.jpg", b"a/1.jpg")]
     assert "no such folder, .tar or .csv file; " in error_message(tmp_path / "trani")
     assert error_message(tmp_path / "trani.tar").endswith("; did you mean train.tar?")
+    (tmp_path / "train.txt").write_text("1.jpg,a")
+    assert not error_message(tmp_path / "train.txt").endswith("train.txt?")  # it exists
 
 
 def test_csv_index_paths_and_errors(tmp_path):
     (tmp_path / "one, two.jpg").write_bytes(JPEG)
     (tmp_path / "three.jpg").write_bytes(JPEG)
+    spaces = [" quoted.jpg", "\N{LINE SEPARATOR}plain.jpg"]  # belong to the names
+    for name in spaces:
+        (tmp_path / name).write_bytes(JPEG)
     text = f'\npath,label\n"one, two.jpg", "z"\n"{tmp_path / "three.jpg"}",a b\n./three.jpg,a b\n'
+    text += f'"{spaces[0]}",z\n{spaces[1]}, z \n'
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "4.jpg").write_bytes(JPEG)
     (tmp_path / "train.csv").write_text(text, encoding="utf-8-sig")
     index = load_index(tmp_path / "train", key="data.train")
-    assert (index.classes, [*dict(content_of(index)).values()]) == (("a b", "z"), [JPEG] * 2)
+    assert (index.classes, [*dict(content_of(index)).values()]) == (("a b", "z"), [JPEG] * 4)
     for text, message in (
         ("image,Target\n", "contains no images"),  # no class of that name
         ("1.jpg,a\n2.jpg;a\n", "line 2 is not path,label"),
@@ -228,7 +234,8 @@ def test_csv_index_paths_and_errors(tmp_path):
         ("1.jpg,a\n2.jpg,b\n./1.jpg,b", "line 3: ./1.jpg has the label b, but a in"),
     ):
         (tmp_path / "train.csv").write_text(text)
-        assert message in error_message(tmp_path / "train")
+        found = error_message(tmp_path / "train")
+        assert message in found and found.startswith(f"data.train={tmp_path}/train.csv: ")
     (tmp_path / "LIST.CSV").write_text("three.jpg\ta\n", "utf-16")  # as Excel's Unicode text
     assert "LIST.CSV: encoded in UTF-16; save it as" in error_message(tmp_path / "LIST.CSV")
 
