@@ -296,10 +296,7 @@ FORMATS: dict[str, Format] = {
         lambda: nested("train/a/x", "train/b", "val/a/x", "val/b", "val/b/y"),
         nested("train/a/x", "train/b", "val/a/x", "val/b", "val/b/y"),
     ),
-    "around": (
-        lambda: {**within("x/y", IMAGES), "x/y/0.jpg": jpeg(1)},
-        within("train", IMAGES),
-    ),
+    "around": (lambda: {**within("x/y", IMAGES), "x/y/0.jpg": jpeg(1)}, within("train", IMAGES)),
     "only val": (lambda: within("x/val", IMAGES), within("val", IMAGES)),
     "val and test": (lambda: within("val", IMAGES) | within("test", IMAGES), within("val", IMAGES)),
     "test images": (
@@ -448,10 +445,7 @@ WRONG: list[tuple[Source, str]] = [
     (lambda: {"a.parquet": one_image(label=[1.5])}, "row 0: label '1.5'; expected a number >= 0"),
     (lambda: {**CIFAR_10, CIFAR_3: labeled(-1)}, "data_batch_3: image 0: label '-1'; expected an"),
     (lambda: shard_of(b"1" * 5000), "label '111111"),
-    (
-        lambda: shard_of(b"-1"),
-        "train.tar: a.cls: label '-1'; expected a number >= 0 or a cl",
-    ),
+    (lambda: shard_of(b"-1"), "train.tar: a.cls: label '-1'; expected a number >= 0 or a cl"),
     (lambda: shard_of(b'{"label": "\\ud800"}', "json"), "a.json: label '"),
     (lambda: shard_of(b'{"label": [1]}', "json"), "a.json: label '[1]'; expected a number"),
     (lambda: shard_of(b"[" * 100_000, "json"), "a.json: has no label"),
@@ -459,10 +453,7 @@ WRONG: list[tuple[Source, str]] = [
         lambda: {"a.parquet": two_images([1, -1])},
         "row 1: label '-1'; expected an integer from 0 to 1",
     ),
-    (
-        lambda: {"a.parquet": two_images([None, 1])},
-        "row 0: label 'None'; expected an integer",
-    ),
+    (lambda: {"a.parquet": two_images([None, 1])}, "row 0: label 'None'; expected an integer"),
     (lambda: {"a.parquet": two_images([-1, None])}, "without labels (1), such as "),
     (lambda: nested("cat/train", "cat/val", "dog/train"), "the folders train, val are not above"),
     (lambda: nested("1/train/a", "1/val/a", "2/train/a"), "the folders train, val are not above"),

@@ -179,8 +179,7 @@ def test_transform_target_rejects_rotation():
 
 
 @pytest.mark.parametrize(
-    "mask",
-    [MASK.astype(np.uint8), MASK.astype(np.float32), np.stack([MASK, MASK + 5], axis=-1)],
+    "mask", [MASK.astype(np.uint8), MASK.astype(np.float32), np.stack([MASK, MASK + 5], axis=-1)]
 )
 def test_transform_target_without_decoding(mask):
     file = JpegFile(b"", (155, 140), lambda *_: pytest.fail("the file was decoded"))

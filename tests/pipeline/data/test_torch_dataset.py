@@ -108,14 +108,8 @@ def test_torch_dataset_seeds_global_generators():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (
-            [(RGB, 1, 2)],
-            r"Rows\[0\]: a sample has type tuple; return \(image, label\) or a",
-        ),
-        (
-            [{"img": RGB, "label": 0}],
-            "a sample has the fields img, label; rename the image to",
-        ),
+        ([(RGB, 1, 2)], r"Rows\[0\]: a sample has type tuple; return \(image, label\) or a"),
+        ([{"img": RGB, "label": 0}], "a sample has the fields img, label; rename the image to"),
         ([(RGB, "cat")], "label is str; expected a 64-bit number, array or tensor; remove"),
         ([(RGB, 2**70)], "label is int; expected a 64-bit number, array or tensor; remove"),
         ([(RGB[0, 0], 1)], r"image is uint8 \[3\]; expected uint8 or float, \[H, W, C\] or"),

@@ -190,10 +190,7 @@ def test_mix_all_images_and_numbers(names, entry):
     [
         (pick("image"), "augment.batch: .* a sample has image; remove them"),
         (pick("image", "mask"), "augment.batch: .* a sample has image, mask; "),
-        (
-            pick("image", "number", "mask"),
-            "augment.batch: .* a sample has image, number, mask; ",
-        ),
+        (pick("image", "number", "mask"), "augment.batch: .* a sample has image, number, mask; "),
         (EVERYTHING | {"view": DEEP["image"]}, "data.mean: .* differ in"),
     ],
 )
