@@ -156,7 +156,6 @@ NO_CLASSES = r"returns no two datasets with classes; return \(train, val, classe
 INVALID = {
     "empty_val": r"a split has no samples \(Squares\); return at least one for each split$",
     "iterable data.val_fraction=0.2": r"a split has no __len__ \(list_iterator\); return a map",
-    "no_names": r"the classes are unknown; return \(train, val, classes\)",
     "direct_val": f"the validation {NO_SAMPLES}",
     "direct_train": f"the training {NO_SAMPLES}",
     "direct_classes": NO_CLASSES,

@@ -171,10 +171,6 @@ def iterable(data):
     return iter([1]), None, CLASSES
 
 
-def no_names(data):
-    return Squares(36), Squares(15), []
-
-
 class Unlabeled(FakeDataset):
     labels = None
 

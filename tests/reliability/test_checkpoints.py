@@ -38,6 +38,7 @@ class Touch:
 # Neither checkpoints nor weights, so every reader rejects them.
 FILES: dict[str, Callable[[Content, Path], object]] = {
     "directory": lambda _, path: path.mkdir(),
+    "pipe": lambda _, path: os.mkfifo(path),
     "empty": lambda _, path: path.touch(),
     "text": lambda _, path: path.write_text("step: 5\n" * 1000),
     "zip without a pickle": lambda _, path: zipfile.ZipFile(path, "w").writestr("a/data.pkl", b""),

@@ -284,10 +284,7 @@ def test_report_of_unfinished_run(folder, tmp_path):
 
 
 BROKEN = {  # file and content of a run -> what is reported
-    (
-        "metrics.jsonl",
-        '{"step": 1, "epoch": 1, "split": "val"}\n{not json}\n',
-    ): "line 2: JSONDecodeErr",
+    ("metrics.jsonl", '{"step": 1, "epoch": 1, "split": "val"}\n{no}\n'): "line 2: JSONDecode",
     ("metrics.jsonl", '{"step": 1, "epoch": 1, "split": "test"}\n'): "line 1: KeyError: 'test'",
     ("metrics.jsonl", '{"step": 1, "split": "val"}\n'): "line 1: KeyError: 'epoch'",
     ("metrics.jsonl", "\0\n"): "line 1: JSONDecodeError",
@@ -300,14 +297,10 @@ BROKEN = {  # file and content of a run -> what is reported
     ("config.yaml", "a: [1"): "ParserError: while parsing a flow sequence in",
     ("config.yaml", "\0"): "ReaderError: ",
     ("overrides.yaml", "1"): "TypeError",
-    **{
-        (name, os.mkfifo): f"{name} is not a regular file"
-        for name in ("summary.json", "config.yaml")
-    },
-    **{
-        (name, os.mkdir): f"{name} is not a regular file"
-        for name in ("verdict.json", "config.yaml")
-    },
+    ("summary.json", os.mkfifo): "summary.json is not a regular file",
+    ("verdict.json", os.mkdir): "verdict.json is not a regular file",
+    ("config.yaml", os.mkfifo): "config.yaml is not a regular file",
+    ("config.yaml", os.mkdir): "config.yaml is not a regular file",
     ("metrics.jsonl", os.mkfifo): "metrics.jsonl is not a regular file",
 }
 
