@@ -151,26 +151,6 @@ def test_label_other_than_index_is_named(label, image_root, tmp_path, toy_runs, 
     assert not (tmp_path / "run").exists()
 
 
-NO_SAMPLES = "dataset has no samples; return at least one$"
-NO_CLASSES = r"returns no two datasets with classes; return \(train, val, classes\), two instances"
-INVALID = {
-    "empty_val": r"a split has no samples \(Squares\); return at least one for each split$",
-    "iterable data.val_fraction=0.2": r"a split has no __len__ \(list_iterator\); return a map",
-    "direct_val": f"the validation {NO_SAMPLES}",
-    "direct_train": f"the training {NO_SAMPLES}",
-    "direct_classes": NO_CLASSES,
-    "direct_pair": NO_CLASSES,
-}
-
-
-@pytest.mark.parametrize(("words", "message"), INVALID.items())
-def test_invalid_splits_end_run_at_start(words, message, image_root, tmp_path, toy_runs):
-    kind, *others = words.split()
-    with pytest.raises(UserError, match=f"^data.source=tests.helpers.own_data:{kind}: {message}"):
-        small_run.run(image_root, tmp_path / "run", *words_of(kind), *others)
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("label", [999, -1, -100])
 @pytest.mark.parametrize(("kind", "error"), [("known", UserError), ("late", LoaderError)])
 def test_label_outside_classes_is_named(

@@ -131,10 +131,6 @@ def hugging_face(data):
     return found["train"], found["val"]
 
 
-def lambdas(data):
-    return ImageFolder(f"{data.root}/train", lambda image: image), ImageFolder(f"{data.root}/val")
-
-
 def not_installed(data):
     import no_such_package  # noqa: F401
 
