@@ -20,7 +20,7 @@ from engine.compute import (
     is_search_worthwhile,
     resolve_compile,
 )
-from pipeline.data.field import LABEL, Field, image_field
+from pipeline.data.field import Field, image_field
 from pipeline.feed.batch import Batch
 from tests.helpers.processes import run_python
 from tests.models.test_vit import short_vit
@@ -160,9 +160,3 @@ def test_count_flops_reports_wrong_call_in_one_line():
         count_two(nn.Linear(8, 3), forward_both, age=Field(np.float32))
     with pytest.raises(TypeError, match=r"^Linear\.forward\(\) takes 2 "):  # within the network
         count_two(TwoInputs(inner=True), forward_both, age=Field(np.float32))
-
-
-def test_count_flops_reports_missing_field():
-    message = r'^batch\["age"\]: samples have no such field, only image, label; '
-    with pytest.raises(UserError, match=message):
-        count_two(TwoInputs(), forward_both, label=LABEL)

@@ -133,27 +133,25 @@ def test_tars_reject_server_without_ranges(tars):
         server.shutdown()
 
 
-LISTING = "/photos"  # the path of S3's requests that list the bucket
 TEMPORARY = ["500", "503", "429", "loop", "cut"]
+REQUESTS = [("one", "/photos/one/val.tar"), ("prepared", "/photos/prepared/val.tar.json")]
 
 
-@BOTH
 @pytest.mark.parametrize("fault", TEMPORARY)
-@pytest.mark.parametrize("path", ["one/val.tar", "prepared/val.tar.json", LISTING])
-def test_tars_retry_requests_at_startup(bucket, tars, monkeypatch, protocol, fault, path):
+@pytest.mark.parametrize(
+    ("protocol", "name", "broken"),
+    [*((S3, *each) for each in REQUESTS), *(("http", *each) for each in REQUESTS)]
+    + [(S3, "many", "/photos")],  # lists the bucket; a web server lists no directory
+)
+def test_tars_retry_requests_at_startup(bucket, tars, monkeypatch, fault, protocol, name, broken):
     """One line follows if the error lasts; so do statuses that a retry cannot fix, at once."""
-    if path == LISTING and protocol != S3:
-        pytest.skip("a web server lists no directory")
     monkeypatch.setattr(index, "PAUSES", (0, 0, 0))
-    name = "many" if path == LISTING else path.partition("/")[0]
     url = f"{root_of(bucket, protocol)}/{name}/val"
-    broken = path if path == LISTING else f"/photos/{path}"
     bucket.broken[broken] = iter([fault] * 3)
     assert len(load(url)) == 15
     if (protocol, fault) in ((S3, "loop"), (S3, "cut")):
         return  # botocore and s3fs pause for seconds between their own attempts
-    for path in default_cache_dir().glob("*.npz"):
-        path.unlink()
+    shutil.rmtree(default_cache_dir())
     bucket.broken[broken] = repeat(fault)
     with pytest.raises(UserError, match=f"^{url}.*; check the network, the credentials") as caught:
         load(url)
@@ -344,17 +342,18 @@ def test_tars_retry_failed_requests(bucket, tars, monkeypatch, fault, protocol):
         found.read(0)
 
 
-def test_tars_detect_replaced_object(bucket, tars, monkeypatch):
+@BOTH
+def test_tars_detect_replaced_object(bucket, tars, monkeypatch, protocol):
     monkeypatch.setattr(index, "PAUSES", ())
-    for root in (S3, f"{bucket.url}/photos"):
-        bucket.put(tars / "one", "changing")
-        found = load(f"{root}/changing/val")
-        assert found.read(0)
-        bucket.put(tars / "prepared", "changing")
-        for row in (0, 1):
-            with pytest.raises(OSError, match=r"/changing/val\.tar has changed since the run"):
-                found.read(row)
-        assert content(load(f"{root}/changing/val"))
+    bucket.put(tars / "one", "changing")
+    url = f"{root_of(bucket, protocol)}/changing/val"
+    found = load(url)
+    assert found.read(0)
+    bucket.put(tars / "prepared", "changing")
+    for row in (0, 1):
+        with pytest.raises(OSError, match=r"/changing/val\.tar has changed since the run"):
+            found.read(row)
+    assert content(load(url))
 
 
 def test_tars_disk_cache(bucket, tars, tmp_path):

@@ -40,26 +40,17 @@ def test_build_names_and_sizes(name, count, channels_last):
     assert found == [channels_last, channels_last, False]
 
 
-def without_size(num_classes: int, width: int = 4) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, num_classes))
+def without_size(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, num_classes))
 
 
-def with_image_size(num_classes: int, width: int = 4, *, image_size: int) -> nn.Module:
+def with_image_size(num_classes: int, *, image_size: int) -> nn.Module:
     return nn.Sequential(nn.Linear(image_size, num_classes))
 
 
-@pytest.mark.parametrize(
-    ("function", "args", "size"),
-    [
-        (without_size, {}, 4),
-        (without_size, {"width": 8}, 8),
-        (with_image_size, {}, 32),
-        (resnet18_cifar, {}, 3),
-    ],
-)
-def test_build_passes_image_size_if_accepted(function, args, size):
-    name = f"{function.__module__}:{function.__name__}"
-    model = models.build(name, num_classes=3, image_size=32, args=args)
+@pytest.mark.parametrize(("function", "size"), [(without_size, 4), (with_image_size, 32)])
+def test_build_passes_image_size_if_accepted(function, size):
+    model = models.build(f"{__name__}:{function.__name__}", num_classes=3, image_size=32)
     assert next(model.parameters()).shape[1] == size
 
 
