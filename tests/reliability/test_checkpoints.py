@@ -6,7 +6,6 @@ import os
 import random
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +76,8 @@ def readers(saved: Path, image_root: Path) -> list[Reader]:
     metadata = checkpoint_metadata(parts)
 
     def resume(path: Path) -> None:
-        started = replace(
-            config,
-            run=replace(config.run, dir=str(path.parents[1] / "run")),
-            checkpoint=replace(config.checkpoint, resume=str(path)),
-        )
-        with Run(started, ALONE) as opened:
+        words = [*OPTIONS, f"checkpoint.resume={path}"]
+        with Run(small_run.compose(image_root, path.parents[1] / "run", *words), ALONE) as opened:
             opened.read_checkpoint()
             opened.resume(parts.state, metadata, parts.schedule.stop_step)
 
