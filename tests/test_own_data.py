@@ -71,7 +71,7 @@ def root_of(image_root: Path, tmp_path: Path) -> Any:
     return root_of
 
 
-KINDS = ("squares", "undivided", "noisy", "masks", "folders", "cifar", "hugging_face")
+KINDS = ("undivided", "noisy", "masks", "folders", "cifar", "hugging_face")
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("fake", "flowers")]
 
 

@@ -40,10 +40,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def padded(images: Tensor, labels: Tensor, size: int) -> Iterator[Batch]:
-    """Split into batches of equal size, padding the last one with invalid rows.
-
-    A later batch overwrites an earlier batch's memory, as on a GPU.
-    """
+    """Split into batches of equal size, padded, which share their memory, as on a GPU."""
     reused = None
     for start in range(0, len(images), size):
         rows = torch.arange(start, start + size)

@@ -66,9 +66,6 @@ def test_crop_padding_equals_torchvision(padding_mode):
         theirs = functional.center_crop(image, [size])
         np.testing.assert_array_equal(made(one("center_crop", size=size), image), theirs)
     assert made(one("resize", size=8, side="longer"), PHOTO.resize((90, 2))).shape == (1, 8, 3)
-
-
-def test_random_crop_rejects_small_image():
     with pytest.raises(ValueError, match="smaller than size 11"):
         made(one("random_crop", size=11), PHOTO.resize((10, 12)))
 

@@ -16,6 +16,7 @@ from pipeline.data.augment import CenterCrop, Compose, HorizontalFlip
 from pipeline.data.field import LABEL, Field
 from pipeline.data.shared import SharedObject
 from pipeline.data.torch_dataset import TorchDataset, torch_splits
+from tests.reliability.odd_images import png
 
 RGB = np.random.default_rng(0).integers(0, 256, (8, 10, 3), np.uint8)
 PLANES = RGB.transpose(2, 0, 1)
@@ -162,11 +163,7 @@ def test_torch_dataset_unreadable_samples():
     """A Pillow image from a file is loaded when its array is accessed."""
 
     def damaged() -> Any:
-        file = io.BytesIO()
-        Image.fromarray(np.random.default_rng(0).integers(0, 9, (64, 64, 3), np.uint8)).save(
-            file, "PNG"
-        )
-        return Image.open(io.BytesIO(file.getvalue()[:600])), 0
+        return Image.open(io.BytesIO(png()[:600])), 0
 
     for row, message in ((damaged, ""), (lambda: next(iter(())), "StopIteration$")):
         with pytest.raises(UnreadableError, match=rf"^Rows\[1\]: {message}"):
