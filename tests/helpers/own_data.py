@@ -30,10 +30,6 @@ class Squares(Dataset):
         return self.images[index], self.targets[index]
 
 
-def squares(data):
-    return Squares(36), Squares(15)
-
-
 def undivided(data):
     return Squares(51), None
 
@@ -45,10 +41,6 @@ class Noisy(Squares):
         image, label = super().__getitem__(index)
         drawn = torch.rand(()).item() + np.random.rand() + random.random()
         return torch.from_numpy(image).permute(2, 0, 1) / 255 * drawn / 3, label
-
-
-def noisy(data):
-    return Noisy(36), Noisy(15)
 
 
 class Masks(Squares):
@@ -66,10 +58,6 @@ class Masks(Squares):
         }
 
 
-def masks(data):
-    return Masks(36), Masks(15), CLASSES
-
-
 class Gray(Squares):
     """Float tensors [1, H, W]."""
 
@@ -78,8 +66,11 @@ class Gray(Squares):
         return torch.from_numpy(image[..., 0])[None] / 255, label
 
 
-def gray(data):
-    return Gray(36), Gray(15)
+def both(kind, *classes):
+    return lambda data: (kind(36), kind(15), *classes)
+
+
+squares, noisy, gray, masks = both(Squares), both(Noisy), both(Gray), both(Masks, CLASSES)
 
 
 def fake(data):
