@@ -173,16 +173,15 @@ direct_val, direct_train = direct(36, 0, 3), direct(0, 15, 3)
 direct_labels = direct(36, 15, 5, Unlabeled)
 
 
+PAIR = FakeDataset(36, 3, 32), FakeDataset(15, 3, 32)
+
+
 def direct_classes(data, train, val, options):
-    return (*fake_pair(), ())
+    return (*PAIR, ())
 
 
 def direct_pair(data, train, val, options):
-    return fake_pair()
-
-
-def fake_pair():
-    return FakeDataset(36, 3, 32), FakeDataset(15, 3, 32)
+    return PAIR
 
 
 class Exit(Squares):
