@@ -8,13 +8,7 @@ from pathlib import Path
 from tests.helpers.processes import ROOT, run_python
 
 # Part -> parts that it may import, in addition to itself.
-LOW = (
-    "conf.errors",
-    "conf.schema",
-    "conf.named",
-    "conf.start",
-    "conf.terminal",
-)
+LOW = ("conf.errors", "conf.schema", "conf.named", "conf.start", "conf.terminal")
 PARTS = ("conf", "pipeline", "models", "engine")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "conf": (),

@@ -22,7 +22,7 @@ from tests.helpers.processes import Started, run_python, wait_for
 from tests.helpers.results import logged_steps
 
 
-def write_cifar(root: Path) -> Path:
+def write_cifar(root: Path, images: Path) -> Path:
     """Write the files of torchvision's CIFAR10 with 36 and 15 images."""
     folder = root / "cifar-10-batches-py"
     folder.mkdir()
@@ -50,11 +50,11 @@ def write_hugging_face(root: Path, images: Path) -> Path:
     return root
 
 
+WRITERS = {"cifar": write_cifar, "hugging_face": write_hugging_face}
+
+
 def words_of(kind: str) -> list[str]:
-    words = [f"data.source=tests.helpers.own_data:{kind}"]
-    if kind == "undivided":
-        words.append("data.val_fraction=0.3")
-    return words
+    return f"data.source=tests.helpers.own_data:{kind}".split()
 
 
 @pytest.fixture
@@ -62,16 +62,12 @@ def root_of(image_root: Path, tmp_path: Path) -> Any:
     def root_of(kind: str) -> Path:
         folder = tmp_path / "data"
         folder.mkdir()
-        if kind == "cifar":
-            return write_cifar(folder)
-        if kind == "hugging_face":
-            return write_hugging_face(folder, image_root)
-        return image_root
+        return WRITERS[kind](folder, image_root) if kind in WRITERS else image_root
 
     return root_of
 
 
-KINDS = ("squares", "undivided", "noisy", "masks", "folders", "cifar", "hugging_face")
+KINDS = ("undivided data.val_fraction=0.3", "noisy", "masks", "folders", "cifar", "hugging_face")
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("fake", "flowers")]
 
 
@@ -151,32 +147,9 @@ def test_label_other_than_index_is_named(label, image_root, tmp_path, toy_runs, 
     assert not (tmp_path / "run").exists()
 
 
-NO_SAMPLES = "dataset has no samples; return at least one$"
-NO_CLASSES = r"returns no two datasets with classes; return \(train, val, classes\), two instances"
-INVALID = {
-    "empty_val": r"a split has no samples \(Squares\); return at least one for each split$",
-    "iterable data.val_fraction=0.2": r"a split has no __len__ \(list_iterator\); return a map",
-    "no_names": r"the classes are unknown; return \(train, val, classes\)",
-    "direct_val": f"the validation {NO_SAMPLES}",
-    "direct_train": f"the training {NO_SAMPLES}",
-    "direct_classes": NO_CLASSES,
-    "direct_pair": NO_CLASSES,
-}
-
-
-@pytest.mark.parametrize(("words", "message"), INVALID.items())
-def test_invalid_splits_end_run_at_start(words, message, image_root, tmp_path, toy_runs):
-    kind, *others = words.split()
-    with pytest.raises(UserError, match=f"^data.source=tests.helpers.own_data:{kind}: {message}"):
-        small_run.run(image_root, tmp_path / "run", *words_of(kind), *others)
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("label", [999, -1, -100])
 @pytest.mark.parametrize(("kind", "error"), [("known", UserError), ("late", LoaderError)])
-def test_label_outside_classes_is_named(
-    kind, error, label, image_root, tmp_path, toy_runs, monkeypatch
-):
+def test_label_outside_classes(kind, error, label, image_root, tmp_path, toy_runs, monkeypatch):
     """Known labels are checked at the start, others when a worker loads the sample."""
     monkeypatch.setattr(own_data, "WRONG_LABEL", label)
     named = rf"^Wrong\[20\]: label {label} is not in \[0, 3\); use class indices from 0, or return"
@@ -185,7 +158,7 @@ def test_label_outside_classes_is_named(
     assert (tmp_path / "run").exists() == (kind == "late")
 
 
-def test_label_outside_classes_of_own_dataset_is_named(image_root, tmp_path, toy_runs):
+def test_label_outside_classes_of_own_dataset(image_root, tmp_path, toy_runs):
     """A subclass of Dataset that does not know its labels."""
     with pytest.raises(LoaderError, match=r"^fake sample \d+: label [34] is not in \[0, 3\)"):
         small_run.run(image_root, tmp_path / "run", *words_of("direct_labels"), "loader.workers=2")

@@ -49,10 +49,7 @@ def test_from_checkpoint_roundtrip(values):
     assert config_values(from_checkpoint(values)) == values
     del values["data.on_error"]  # written by a different version
     assert from_checkpoint({**values, "data.former": 3, "ranks": 8}).data.on_error == "raise"
-
-
-def test_from_checkpoint_accepts_former_names(values):
-    """A checkpoint whose transforms and loss were renamed since can still be evaluated."""
+    # Transforms and losses may have been renamed since.
     former = {**values, "augment.train": ["former"], "train.loss": "former"}
     assert from_checkpoint(former).train.loss == "former"
 
@@ -104,9 +101,7 @@ def test_from_checkpoint_checks_stored_values(values, value):
 
 
 def test_overrides_resolve_environment_in_paths(monkeypatch):
-    monkeypatch.setenv("FOLDER", "/images")
-    config = from_overrides(
-        ["data.root=${oc.env:FOLDER}/more", "run.dir=${oc.env:NONE,/runs}/${now:%Y}"]
-    )
-    assert config.data.root == "/images/more"
+    monkeypatch.setenv("DIR", "/images")
+    config = from_overrides(["data.root=${oc.env:DIR}/a", "run.dir=${oc.env:NONE,/runs}/${now:%Y}"])
+    assert config.data.root == "/images/a"
     assert config.run.dir.startswith("/runs/20")

@@ -65,11 +65,7 @@ def test_run_readable_without_recipe_folder(folder, image_root, tmp_path):
 
 CASES = [  # file in the directory, its content, the message
     ("recipe/mine", "optim:\n  lr=0.1", "unknown key; write optim=adamw"),
-    (
-        "recipe/mine",
-        "defaults: [{model: resnet51}]",
-        "to select a group in a recipe, write",
-    ),
+    ("recipe/mine", "defaults: [{model: resnet51}]", "to select a group in a recipe, write"),
     ("recipe/mine", RECIPE + "log: {every_step: 3}", "unknown key; did you"),
     ("recipe/mine", RECIPE.replace("wide", "wid"), "Could not find 'model/wid'"),
     ("recipe/mine", "# \udce4", "mine.yaml: cannot be read as YAML"),

@@ -17,7 +17,7 @@ from pipeline.data.build import build_image_transforms
 from pipeline.data.field import image_field
 from pipeline.feed.batch_augment import BATCH_TRANSFORMS
 from tests.conf.errors import compose_or_skip
-from tests.helpers.results import rows, stored
+from tests.helpers.results import column, rows, stored
 from tests.helpers.small_run import run
 
 RECIPES = group_names("recipe")
@@ -65,7 +65,7 @@ def test_run_resumes_with_larger_images(image_root, tmp_path):
         run(image_root, folder, *smaller)
         run(image_root, folder, *larger, f"train.max_steps={stop}")
         weights.add(run(image_root, folder, *larger)["params_sha256"])
-        assert [row["step"] for row in rows(folder, "train")] == list(range(1, 10))
+        assert column(folder, "train", "step") == list(range(1, 10))
         assert stored(folder)["history"][0] == "accepted at step 5: data.image_size=16 (now 32)"
     assert len(weights) == 1
 
@@ -80,9 +80,8 @@ def test_recipe_trains(recipe, image_root, tmp_path):
     if config.model.name.startswith("timm/"):
         pytest.importorskip("timm")
     assert train.train(config)["step"] == 2
-    found = rows(tmp_path, "train")
-    assert [row["step"] for row in found] == [1, 2]
+    assert column(tmp_path, "train", "step") == [1, 2]
     # With three classes, the loss is near that of guessing, which is ln 3, or ln 2 for bce.
-    assert all(0.3 < row["loss"] < 3 for row in found)
+    assert all(0.3 < loss < 3 for loss in column(tmp_path, "train", "loss"))
     (validated,) = rows(tmp_path, "val")
     assert ("top1_raw" in validated) == (config.train.ema_decay is not None)

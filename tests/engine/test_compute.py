@@ -20,7 +20,7 @@ from engine.compute import (
     is_search_worthwhile,
     resolve_compile,
 )
-from pipeline.data.field import LABEL, Field, image_field
+from pipeline.data.field import Field, image_field
 from pipeline.feed.batch import Batch
 from tests.helpers.processes import run_python
 from tests.models.test_vit import short_vit
@@ -75,17 +75,15 @@ def test_compile_blocks_compiles_equal_blocks_once():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.parametrize(
-    ("capability", "auto"), [((9, 0), "bf16"), ((7, 5), "fp16"), ((6, 0), "fp32")]
-)
-def test_choose_precision(monkeypatch, capability, auto):
+@pytest.mark.parametrize(("level", "auto"), [((9, 0), "bf16"), ((7, 5), "fp16"), ((6, 0), "fp32")])
+def test_choose_precision(monkeypatch, level, auto):
     """Older GPUs emulate bf16, which torch reports as supported by default."""
     monkeypatch.setattr(
         torch.cuda,
         "is_bf16_supported",
         lambda including_emulation=True: including_emulation or auto == "bf16",
     )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: level)
     choices = ("auto", "bf16", "fp16", "tf32", "fp32")
     assert [choose_precision(choice, CPU) for choice in choices] == ["fp32", *choices[1:]]
     assert [choose_precision(choice, CUDA) for choice in choices] == [auto, *choices[1:]]
@@ -160,9 +158,3 @@ def test_count_flops_reports_wrong_call_in_one_line():
         count_two(nn.Linear(8, 3), forward_both, age=Field(np.float32))
     with pytest.raises(TypeError, match=r"^Linear\.forward\(\) takes 2 "):  # within the network
         count_two(TwoInputs(inner=True), forward_both, age=Field(np.float32))
-
-
-def test_count_flops_reports_missing_field():
-    message = r'^batch\["age"\]: samples have no such field, only image, label; '
-    with pytest.raises(UserError, match=message):
-        count_two(TwoInputs(), forward_both, label=LABEL)

@@ -50,9 +50,7 @@ def test_join_world_reads_torchrun_variables(monkeypatch):
 @pytest.mark.parametrize(("size", "reason"), [("2", "'RANK'"), ("two", "invalid literal")])
 def test_join_world_reports_wrong_variables(size, reason, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", size)
-    with pytest.raises(
-        UserError, match=f"^WORLD_SIZE, .*{reason}.*; start with torchrun, or unset"
-    ):
+    with pytest.raises(UserError, match=f"^WORLD_SIZE, .*{reason}.*; start with torchrun, or"):
         join_world("cpu").__enter__()
 
 

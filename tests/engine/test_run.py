@@ -119,10 +119,8 @@ def test_check_changes_lists_and_accepts():
     changes = changed_keys(stored, now)
     assert list(changes) == ["data.val", "optim.lr", "optim.momentum"]
     path = Path("step-7.pt")
-    listed = (
-        r"data\.val=c \(now b\), optim\.lr=0\.2 \(now 0\.4\), optim\.momentum=null \(now 0\.9\)"
-    )
-    with pytest.raises(UserError, match=rf"{listed}.*run\.name=NAME.*accept_changes=true"):
+    found = r"data\.val=c \(now b\), optim\.lr=0\.2 \(now 0\.4\), optim\.momentum=null \(now 0\.9\)"
+    with pytest.raises(UserError, match=rf"{found}.*run\.name=NAME.*accept_changes=true"):
         check_changes(path, changes, accept=False)
     check_changes(path, changes, accept=True)
     check_changes(path, changed_keys(now, now), accept=False)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from conf.schema import Config, TrainConfig
 from engine.classifier import accuracy
@@ -22,6 +22,8 @@ from tests.helpers.results import same
 
 IMAGES = 37
 METRICS, NAN = Metrics.of(Config()), math.nan
+PIXELS = torch.randn(IMAGES, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+LABELS = torch.randint(0, 7, (IMAGES,), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture(scope="module")
@@ -32,56 +34,39 @@ def model() -> nn.Module:
     return model
 
 
-@pytest.fixture(scope="module")
-def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(IMAGES, 3, 16, 16, generator=generator)
-    return images, torch.randint(0, 7, (IMAGES,), generator=generator)
-
-
-def padded(images: Tensor, labels: Tensor, size: int) -> Iterator[Batch]:
-    """Split into batches of equal size, padding the last one with invalid rows."""
-    for start in range(0, len(images), size):
+def padded(size: int) -> Iterator[Batch]:
+    """Split PIXELS into batches of equal size, padded, which share their memory, as on a GPU."""
+    reused = None
+    for start in range(0, IMAGES, size):
         rows = torch.arange(start, start + size)
-        places = rows.clamp(max=len(images) - 1)
+        places = rows.clamp(max=IMAGES - 1)
         samples = torch.stack([torch.zeros_like(rows), rows], 1)
-        samples[rows >= len(images)] = EMPTY_ROW
-        yield batch_of(samples=samples, image=images[places], label=labels[places])
+        samples[rows >= IMAGES] = EMPTY_ROW
+        batch = batch_of(samples=samples, image=PIXELS[places], label=LABELS[places])
+        reused = reused or batch.clone()
+        reused.copy_(batch)
+        yield reused
 
 
 @pytest.mark.parametrize("size", [8, 37, 38])
-def test_evaluate_independent_of_batch_size(model, data, size):
-    images, labels = data
-    (found,) = evaluate([model], measure, padded(images, labels, size), ALONE)
-    logits = model.eval()(images)
-    places = logits.argsort(1, descending=True).eq(labels[:, None]).int().argmax(1)
+def test_evaluate_independent_of_batch_size(model, size):
+    (found,) = evaluate([model], measure, padded(size), ALONE)
+    logits = model.eval()(PIXELS)
+    places = logits.argsort(1, descending=True).eq(LABELS[:, None]).int().argmax(1)
     assert found.images == IMAGES
     values = found.values(METRICS)
     assert values["top1"] == pytest.approx(100 * (places < 1).sum().item() / IMAGES, abs=1e-9)
     assert values["top5"] == pytest.approx(100 * (places < 5).sum().item() / IMAGES, abs=1e-9)
-    loss = nn.functional.cross_entropy(logits, labels).item()
+    loss = nn.functional.cross_entropy(logits, LABELS).item()
     assert values["loss"] == pytest.approx(loss, rel=1e-5)
     assert 0 < values["top1"] < values["top5"] < 100
     rows = found.rows
-    assert torch.equal(rows["label"], labels)
+    assert torch.equal(rows["label"], LABELS)
     assert torch.equal(rows["prediction"], logits.argmax(1))
 
 
-def test_evaluate_copies_rows(model, data):
-    """On a GPU, a later batch overwrites an earlier batch's memory."""
-
-    def batches():
-        reused = next(padded(*data, 8)).clone()
-        for batch in padded(*data, 8):
-            reused.copy_(batch)
-            yield reused
-
-    (found,) = evaluate([model], measure, batches(), ALONE)
-    assert torch.equal(found.rows["label"], data[1])
-
-
 @pytest.mark.parametrize("mode", [True, False])
-def test_evaluate_does_not_change_model(model, data, mode):
+def test_evaluate_does_not_change_model(model, mode):
     def watch(model, batch):
         output = model(batch["image"])
         assert not any((torch.is_grad_enabled(), model.training, output.requires_grad))
@@ -89,16 +74,16 @@ def test_evaluate_does_not_change_model(model, data, mode):
 
     model.train(mode)
     before = copy.deepcopy(model.state_dict())
-    evaluate([model], watch, padded(*data, 20), ALONE)
+    evaluate([model], watch, padded(20), ALONE)
     assert (torch.is_grad_enabled(), model.training, model.bn1.training) == (True, mode, mode)
     assert same(model.state_dict(), before)
 
 
 @pytest.mark.gpu
-def test_validation_values_do_not_synchronize(model, data):
+def test_validation_values_do_not_synchronize(model):
     """The host does not wait until the sums are read, even with deterministic kernels."""
     network = copy.deepcopy(model).cuda().eval()
-    batches = [on_device(batch, "cuda") for batch in padded(*data, 8)]
+    batches = [on_device(batch, "cuda") for batch in padded(8)]
     with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
         expected = [measure(network, batch) for batch in batches]
         for repeatable in (False, True):

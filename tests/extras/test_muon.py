@@ -82,11 +82,9 @@ def test_muon_formula(fixed):
 
 
 def test_hidden_weights_with_frozen_layer():
-    model = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.Conv2d(4, 6, 3), nn.Conv2d(6, 6, 3), nn.Linear(6, 2)
-    )
-    model[1].requires_grad_(False)
-    assert list(hidden_weights(model)) == [model[2].weight]
+    model = build()
+    model[2].requires_grad_(False)
+    assert list(hidden_weights(model)) == [model[1].weight, model[3].weight]
 
 
 def test_orthogonal_singular_values():

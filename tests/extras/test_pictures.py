@@ -26,19 +26,10 @@ from tests.helpers.small_run import run
 
 CLASSES, IMAGES = 7, 500
 NAMES = ["cat", "n01443537", *"abcde"]
-
-
-@pytest.fixture(scope="module")
-def logits() -> Tensor:
-    return 2 * torch.randn(IMAGES, CLASSES, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(scope="module")
-def labels(logits: Tensor) -> Tensor:
-    """Half of them equal the prediction."""
-    generator = torch.Generator().manual_seed(2)
-    drawn = torch.randint(0, CLASSES, (IMAGES,), generator=generator)
-    return torch.where(torch.rand(IMAGES, generator=generator) < 0.5, logits.argmax(1), drawn)
+RANDOM = torch.Generator().manual_seed(1)
+LOGITS = 2 * torch.randn(IMAGES, CLASSES, generator=RANDOM)
+LABELS = torch.randint(0, CLASSES, (IMAGES,), generator=RANDOM)
+LABELS[::2] = LOGITS[::2].argmax(1)  # half of them equal the prediction
 
 
 def recorded(logits: Tensor, labels: Tensor, dataset: Any = None) -> Predictions:
@@ -48,13 +39,13 @@ def recorded(logits: Tensor, labels: Tensor, dataset: Any = None) -> Predictions
     return Predictions(validation.rows, NAMES, dataset)
 
 
-def test_predictions_per_class_and_confusions(logits, labels):
-    found = recorded(logits, labels)
+def test_predictions_per_class_and_confusions():
+    found = recorded(LOGITS, LABELS)
     pairs = found.confusions
     counts = [count for _, _, count in pairs]
     assert counts == sorted(counts, reverse=True)
     for label, row in enumerate(found.per_class):
-        own, guessed = labels.numpy() == label, found.predictions == label
+        own, guessed = LABELS.numpy() == label, found.predictions == label
         for prediction in range(CLASSES):
             count = (own & (found.predictions == prediction)).sum()
             assert ((label, prediction, count) in pairs) == (count > 0)
@@ -65,7 +56,7 @@ def test_predictions_per_class_and_confusions(logits, labels):
             "top1": pytest.approx(100 * (found.predictions[own] == label).mean()),
             "top5": pytest.approx(found.values["top5"][own].mean()),
             "loss": pytest.approx(found.losses[own].mean()),
-            "precision": pytest.approx(100 * (labels.numpy()[guessed] == label).mean()),
+            "precision": pytest.approx(100 * (LABELS.numpy()[guessed] == label).mean()),
             "f1": pytest.approx(200 * (own & guessed).sum() / (own.sum() + guessed.sum())),
         }
 
@@ -79,7 +70,7 @@ def test_predictions_with_nan(tmp_path):
     _write_csv(tmp_path / "confusion.csv", found.confusions)
 
 
-def test_predictions_draw_worst(logits, labels):
+def test_predictions_draw_worst():
     """The 16 images with the largest loss are loaded."""
     loaded = []
 
@@ -88,7 +79,7 @@ def test_predictions_draw_worst(logits, labels):
             loaded.append(index)
             return {"image": np.full((8, 8, 3), index % 256, np.uint8)}
 
-    found = recorded(logits, labels, Images(IMAGES, CLASSES, 8))
+    found = recorded(LOGITS, LABELS, Images(IMAGES, CLASSES, 8))
     sheet = np.asarray(found.draw()["val/worst"])
     assert loaded == found.worst(16)
     for i, index in enumerate(loaded):

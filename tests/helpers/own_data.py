@@ -30,10 +30,6 @@ class Squares(Dataset):
         return self.images[index], self.targets[index]
 
 
-def squares(data):
-    return Squares(36), Squares(15)
-
-
 def undivided(data):
     return Squares(51), None
 
@@ -45,10 +41,6 @@ class Noisy(Squares):
         image, label = super().__getitem__(index)
         drawn = torch.rand(()).item() + np.random.rand() + random.random()
         return torch.from_numpy(image).permute(2, 0, 1) / 255 * drawn / 3, label
-
-
-def noisy(data):
-    return Noisy(36), Noisy(15)
 
 
 class Masks(Squares):
@@ -66,10 +58,6 @@ class Masks(Squares):
         }
 
 
-def masks(data):
-    return Masks(36), Masks(15), CLASSES
-
-
 class Gray(Squares):
     """Float tensors [1, H, W]."""
 
@@ -78,8 +66,11 @@ class Gray(Squares):
         return torch.from_numpy(image[..., 0])[None] / 255, label
 
 
-def gray(data):
-    return Gray(36), Gray(15)
+def both(kind, *classes):
+    return lambda data: (kind(36), kind(15), *classes)
+
+
+squares, noisy, gray, masks = both(Squares), both(Noisy), both(Gray), both(Masks, CLASSES)
 
 
 def fake(data):
@@ -131,10 +122,6 @@ def hugging_face(data):
     return found["train"], found["val"]
 
 
-def lambdas(data):
-    return ImageFolder(f"{data.root}/train", lambda image: image), ImageFolder(f"{data.root}/val")
-
-
 def not_installed(data):
     import no_such_package  # noqa: F401
 
@@ -171,10 +158,6 @@ def iterable(data):
     return iter([1]), None, CLASSES
 
 
-def no_names(data):
-    return Squares(36), Squares(15), []
-
-
 class Unlabeled(FakeDataset):
     labels = None
 
@@ -190,16 +173,15 @@ direct_val, direct_train = direct(36, 0, 3), direct(0, 15, 3)
 direct_labels = direct(36, 15, 5, Unlabeled)
 
 
+PAIR = FakeDataset(36, 3, 32), FakeDataset(15, 3, 32)
+
+
 def direct_classes(data, train, val, options):
-    return (*fake_pair(), ())
+    return (*PAIR, ())
 
 
 def direct_pair(data, train, val, options):
-    return fake_pair()
-
-
-def fake_pair():
-    return FakeDataset(36, 3, 32), FakeDataset(15, 3, 32)
+    return PAIR
 
 
 class Exit(Squares):

@@ -6,7 +6,6 @@ import os
 import random
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ class Touch:
 # Neither checkpoints nor weights, so every reader rejects them.
 FILES: dict[str, Callable[[Content, Path], object]] = {
     "directory": lambda _, path: path.mkdir(),
+    "pipe": lambda _, path: os.mkfifo(path),
     "empty": lambda _, path: path.touch(),
     "text": lambda _, path: path.write_text("step: 5\n" * 1000),
     "zip without a pickle": lambda _, path: zipfile.ZipFile(path, "w").writestr("a/data.pkl", b""),
@@ -76,12 +76,8 @@ def readers(saved: Path, image_root: Path) -> list[Reader]:
     metadata = checkpoint_metadata(parts)
 
     def resume(path: Path) -> None:
-        started = replace(
-            config,
-            run=replace(config.run, dir=str(path.parents[1] / "run")),
-            checkpoint=replace(config.checkpoint, resume=str(path)),
-        )
-        with Run(started, ALONE) as opened:
+        words = [*OPTIONS, f"checkpoint.resume={path}"]
+        with Run(small_run.compose(image_root, path.parents[1] / "run", *words), ALONE) as opened:
             opened.read_checkpoint()
             opened.resume(parts.state, metadata, parts.schedule.stop_step)
 

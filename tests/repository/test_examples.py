@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.helpers.processes import ROOT, Started, needs_extras, run_command, wait_for
-from tests.helpers.results import rows, summary_of
+from tests.helpers.results import column, rows, summary_of
 
 pytestmark = needs_extras
 OTHER_TREE = ROOT / "tests" / "helpers" / "other_tree.py"
@@ -247,10 +247,9 @@ def test_early_stopping_patch_with_two_ranks(tree, tmp_path):
     fork.run(two)
     folder = fork.root / "runs" / "two"
     steps = summary_of(folder)["step"]
-    validations = rows(folder, "val")
-    scores = [row["top1"] for row in validations]
+    scores = column(folder, "val", "top1")
     assert scores.index(max(scores)) == len(scores) - 4  # train.patience=3
-    assert validations[-1]["step"] == steps
+    assert column(folder, "val", "step")[-1] == steps
     assert summary_of(folder)["history"][0].startswith("stopped early after epoch ")
     assert f"this run finished at step {steps:,}" in fork.run(two)
     fork.run([*two, "train.patience=4"])

@@ -3,7 +3,6 @@
 import re
 import shutil
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,6 @@ def run_doctor(root: Path, *overrides: str, **options: Any) -> Rows:
 def single(rows: Any) -> Any:
     (row,) = rows
     return row
-
-
-def with_status(status: str, rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if row.status == status]
 
 
 def test_doctor_healthy_dataset(ranks, root, tmp_path):

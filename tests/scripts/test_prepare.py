@@ -282,10 +282,7 @@ FORMATS: dict[str, Format] = {
         lambda: {"train.tar": tar({**IMAGE, "a.cls": b"1", "b.jpg": jpeg(2), "b.cls": b"01"})},
         {"train/1/a.jpg": IMAGE["a.jpg"], "train/01/b.jpg": jpeg(2)},
     ),
-    "split names with words": (
-        lambda: within("Training_set", IMAGES) | within("val2017", IMAGES),
-        BOTH,
-    ),
+    "words in splits": (lambda: within("Training_set", IMAGES) | within("val2017", IMAGES), BOTH),
     # Classes may have the names of splits.
     "classes": (lambda: SPLIT_NAMES, within("train", SPLIT_NAMES)),
     "outside": (
@@ -296,10 +293,7 @@ FORMATS: dict[str, Format] = {
         lambda: nested("train/a/x", "train/b", "val/a/x", "val/b", "val/b/y"),
         nested("train/a/x", "train/b", "val/a/x", "val/b", "val/b/y"),
     ),
-    "around": (
-        lambda: {**within("x/y", IMAGES), "x/y/0.jpg": jpeg(1)},
-        within("train", IMAGES),
-    ),
+    "around": (lambda: {**within("x/y", IMAGES), "x/y/0.jpg": jpeg(1)}, within("train", IMAGES)),
     "only val": (lambda: within("x/val", IMAGES), within("val", IMAGES)),
     "val and test": (lambda: within("val", IMAGES) | within("test", IMAGES), within("val", IMAGES)),
     "test images": (
@@ -448,28 +442,16 @@ WRONG: list[tuple[Source, str]] = [
     (lambda: {"a.parquet": one_image(label=[1.5])}, "row 0: label '1.5'; expected a number >= 0"),
     (lambda: {**CIFAR_10, CIFAR_3: labeled(-1)}, "data_batch_3: image 0: label '-1'; expected an"),
     (lambda: shard_of(b"1" * 5000), "label '111111"),
-    (
-        lambda: shard_of(b"-1"),
-        "train.tar: a.cls: label '-1'; expected a number >= 0 or a cl",
-    ),
+    (lambda: shard_of(b"-1"), "train.tar: a.cls: label '-1'; expected a number >= 0 or a cl"),
     (lambda: shard_of(b'{"label": "\\ud800"}', "json"), "a.json: label '"),
     (lambda: shard_of(b'{"label": [1]}', "json"), "a.json: label '[1]'; expected a number"),
     (lambda: shard_of(b"[" * 100_000, "json"), "a.json: has no label"),
-    (
-        lambda: {"a.parquet": two_images([1, -1])},
-        "row 1: label '-1'; expected an integer from 0 to 1",
-    ),
-    (
-        lambda: {"a.parquet": two_images([None, 1])},
-        "row 0: label 'None'; expected an integer",
-    ),
+    (lambda: {"a.parquet": two_images([1, -1])}, "row 1: label '-1'; expected an integer from 0"),
+    (lambda: {"a.parquet": two_images([None, 1])}, "row 0: label 'None'; expected an integer"),
     (lambda: {"a.parquet": two_images([-1, None])}, "without labels (1), such as "),
     (lambda: nested("cat/train", "cat/val", "dog/train"), "the folders train, val are not above"),
     (lambda: nested("1/train/a", "1/val/a", "2/train/a"), "the folders train, val are not above"),
-    (
-        lambda: nested("images/train/a", "images/val/a", "docs"),
-        "the folders train, val are not above",
-    ),
+    (lambda: nested("images/train/a", "images/val/a", "docs"), "train, val are not above"),
     (lambda: nested("train", "val", "test"), "the folders test, train, val are not above class fo"),
 ]
 
@@ -484,7 +466,7 @@ def test_layouts_report_errors(tmp_path, files, message):
 
 
 def test_prepare_rejects_destinations(tmp_path, capsys):
-    """Folders in or around the source, with other files, a different size, or other images."""
+    """Folders in or around the source, with other files, size or images, or in use."""
     source = write(tmp_path / "source", FOLDERS)
     to = write(tmp_path / "to", {"train/mine.jpg": b"mine"})
 
@@ -505,6 +487,8 @@ def test_prepare_rejects_destinations(tmp_path, capsys):
     assert run(source, tmp_path / "moved") == 0
     (source / "val/n02100735/new.jpg").rename(source / "val/n02119789/new.jpg")
     assert "moved: has list of images, CRC-32 " in error(tmp_path / "moved")
+    with prepare.locked(to):
+        assert f"--to {to}: in use by a process; wait until it ends" in error(to)
     assert written(to) == EXPECTED
 
 
@@ -537,15 +521,6 @@ def test_prepare_rejects_damaged_marker(tmp_path, capsys, content):
     write(tmp_path / "to", {"prepare.json": content})
     assert run(source, tmp_path / "to") == 2
     assert "to: its prepare.json is damaged; remove the folder, or " in capsys.readouterr().err
-
-
-def test_prepare_locks_output_folder(tmp_path, capsys):
-    source = write(tmp_path / "source", BOTH)
-    (tmp_path / "to").mkdir()
-    with prepare.locked(tmp_path / "to"):
-        assert run(source, tmp_path / "to") == 2
-    assert "to: in use by a process; wait until it ends" in capsys.readouterr().err
-    assert run(source, tmp_path / "to") == 0
 
 
 def test_prepare_links_or_copies_files(tmp_path, monkeypatch):

@@ -284,10 +284,7 @@ def test_report_of_unfinished_run(folder, tmp_path):
 
 
 BROKEN = {  # file and content of a run -> what is reported
-    (
-        "metrics.jsonl",
-        '{"step": 1, "epoch": 1, "split": "val"}\n{not json}\n',
-    ): "line 2: JSONDecodeErr",
+    ("metrics.jsonl", '{"step": 1, "epoch": 1, "split": "val"}\n{no}\n'): "line 2: JSONDecode",
     ("metrics.jsonl", '{"step": 1, "epoch": 1, "split": "test"}\n'): "line 1: KeyError: 'test'",
     ("metrics.jsonl", '{"step": 1, "split": "val"}\n'): "line 1: KeyError: 'epoch'",
     ("metrics.jsonl", "\0\n"): "line 1: JSONDecodeError",
@@ -300,16 +297,17 @@ BROKEN = {  # file and content of a run -> what is reported
     ("config.yaml", "a: [1"): "ParserError: while parsing a flow sequence in",
     ("config.yaml", "\0"): "ReaderError: ",
     ("overrides.yaml", "1"): "TypeError",
-    **{
-        (name, os.mkfifo): f"{name} is not a regular file"
-        for name in ("summary.json", "config.yaml")
-    },
-    **{
-        (name, os.mkdir): f"{name} is not a regular file"
-        for name in ("verdict.json", "config.yaml")
-    },
+    ("summary.json", os.mkfifo): "summary.json is not a regular file",
+    ("verdict.json", os.mkdir): "verdict.json is not a regular file",
+    ("config.yaml", os.mkfifo): "config.yaml is not a regular file",
+    ("config.yaml", os.mkdir): "config.yaml is not a regular file",
     ("metrics.jsonl", os.mkfifo): "metrics.jsonl is not a regular file",
 }
+
+
+def replace(path: Path, content: Any) -> None:
+    path.unlink(missing_ok=True)
+    path.write_text(content) if isinstance(content, str) else content(path)
 
 
 def test_report_names_damaged_files_of_runs(folder, tmp_path, capsys):
@@ -317,11 +315,7 @@ def test_report_names_damaged_files_of_runs(folder, tmp_path, capsys):
     lines = []
     for number, ((file, content), reason) in enumerate(BROKEN.items()):
         to = copied(folder, tmp_path / f"{number}")
-        (to / file).unlink(missing_ok=True)
-        if isinstance(content, str):
-            (to / file).write_text(content)
-        else:
-            content(to / file)
+        replace(to / file, content)
         lines.append((f"{to}: damaged, skipped: ", file, reason))
     page = page_of(tmp_path)
     for printed in (page.text, capsys.readouterr().out):
@@ -344,22 +338,21 @@ def test_report_skips_text_and_lists_of_observers(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("file", "content", "named"),
     [
-        lambda folder: (folder / "worst.jpg").unlink() or os.mkfifo(folder / "worst.jpg"),
-        lambda folder: os.mkfifo(folder / "other.csv"),
-        lambda folder: (folder / "worst.csv").write_text("name\na\n") and "worst.csv: line 2: KeyE",
-        lambda folder: (folder / "evaluation.json").write_text('{"images": "1"}'),
-        lambda folder: (folder / "evaluation.json").write_text('{"images": 1, "step": [1]}'),
+        ("worst.jpg", os.mkfifo, ""),
+        ("other.csv", os.mkfifo, ""),
+        ("worst.csv", "name\na\n", "worst.csv: line 2: KeyE"),
+        ("evaluation.json", '{"images": "1"}', ""),
+        ("evaluation.json", '{"images": 1, "step": [1]}', ""),
     ],
 )
-def test_report_names_and_skips_damaged_evaluations(change, folder, tmp_path):
+def test_report_names_and_skips_damaged_evaluations(file, content, named, folder, tmp_path):
     to = copied(folder, tmp_path / "run")
-    named = change(to / "evaluation")
-    page = page_of(to)
-    assert "evaluation.json: damaged, skipped: " in page.text
-    assert not isinstance(named, str) or named in page.text
-    assert "30.00 %" in page.text
+    replace(to / "evaluation" / file, content)
+    text = page_of(to).text
+    for part in ("evaluation.json: damaged, skipped: ", named, "30.00 %"):
+        assert part in text
 
 
 @needs_extras

@@ -1,6 +1,5 @@
 """log.observers: their calls, the values they add, and failures, which do not stop a run."""
 
-import json
 import logging
 import re
 import sys
@@ -17,7 +16,7 @@ import train
 from conf.errors import UserError
 from engine.log.observer import ObservedRun, Observer
 from pipeline.feed.batch import Batch
-from tests.helpers.results import rows
+from tests.helpers.results import rows, summary_of
 from tests.helpers.small_run import compose, run
 
 pytestmark = pytest.mark.usefixtures("toy_runs")
@@ -123,7 +122,7 @@ def test_observer_values_become_json(image_root, tmp_path, caplog):
     returned(image_root, tmp_path, values)
     expected = {"tensor": [1.0, 1.0], "f32": 0.5, "count": 3, "nan": None, "text": "a"}
     expected["nested"] = {"line": 7}
-    for written in (rows(tmp_path, "val")[0], json.loads((tmp_path / "summary.json").read_text())):
+    for written in (rows(tmp_path, "val")[0], summary_of(tmp_path)):
         assert {name: written[name] for name in expected} == expected
     assert warnings_of(caplog) == []
 

@@ -18,6 +18,7 @@ STEP |= {"copy_fraction": 0.03, "copy_ms": 1.2, "image_cpu_ms": 1.8, "image_cpu_
 RUNS_WELL = StepTimes(**STEP)
 WAITS = {"data_wait_fraction": 0.38, "compute_fraction": 0.619, "images_per_second": 4150}
 WAITS |= {"image_cpu_ms": 3.6}
+WAITING = {"data_wait_fraction": 0.4, "compute_fraction": 0.599, "image_cpu_ms": 29.0}
 HOT = {"throttled_fraction": 0.125}
 
 
@@ -71,18 +72,11 @@ CASES: list[tuple[list[StepTimes], Any, str]] = [
     (ranks_of({}, HOT), NOT_ALONE, "compute-bound: ... a GPU lowered its clock 12% of the"),
     # The verdict is about the rank that the other ranks wait for.
     (
-        ranks_of(
-            {"image_cpu_ms": 9.0},
-            {"data_wait_fraction": 0.4, "compute_fraction": 0.599, "image_cpu_ms": 29.0},
-        ),
+        ranks_of({"image_cpu_ms": 9.0}, WAITING),
         NOT_ALONE,
         "by decode and augmentation: training waited 40.0% ... with 30 workers, an image takes 29",
     ),
-    (
-        ranks_of(*[{}] * 4),
-        feed_of(step_rate=300),
-        "process 1,004 img/s ... it processed 1,200 without the loader",
-    ),
+    (ranks_of(*[{}] * 4), feed_of(step_rate=300), "process 1,004 img/s ... it processed 1,200"),
 ]
 
 

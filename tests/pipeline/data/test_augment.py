@@ -66,9 +66,6 @@ def test_crop_padding_equals_torchvision(padding_mode):
         theirs = functional.center_crop(image, [size])
         np.testing.assert_array_equal(made(one("center_crop", size=size), image), theirs)
     assert made(one("resize", size=8, side="longer"), PHOTO.resize((90, 2))).shape == (1, 8, 3)
-
-
-def test_random_crop_rejects_small_image():
     with pytest.raises(ValueError, match="smaller than size 11"):
         made(one("random_crop", size=11), PHOTO.resize((10, 12)))
 
@@ -179,8 +176,7 @@ def test_transform_target_rejects_rotation():
 
 
 @pytest.mark.parametrize(
-    "mask",
-    [MASK.astype(np.uint8), MASK.astype(np.float32), np.stack([MASK, MASK + 5], axis=-1)],
+    "mask", [MASK.astype(np.uint8), MASK.astype(np.float32), np.stack([MASK, MASK + 5], axis=-1)]
 )
 def test_transform_target_without_decoding(mask):
     file = JpegFile(b"", (155, 140), lambda *_: pytest.fail("the file was decoded"))

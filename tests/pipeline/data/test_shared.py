@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import resource
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,16 @@ def descriptors() -> int:
     return len(os.listdir("/dev/fd"))
 
 
+def run_in_child(start_method: str, code: str, **variables: Any) -> None:
+    context = multiprocessing.get_context(start_method)
+    # target that every start method can pickle
+    process = context.Process(target=exec, args=(code, variables))
+    process.start()
+    process.join(HANG_SECONDS)
+    process.kill()
+    assert process.exitcode == 0
+
+
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 @pytest.mark.parametrize("memfd", [True, False])
 def test_shared_array_in_child_process(start_method, memfd, monkeypatch):
@@ -27,13 +38,7 @@ def test_shared_array_in_child_process(start_method, memfd, monkeypatch):
         monkeypatch.delattr(os, "memfd_create", raising=False)
     shared = SharedArray.copy_of(np.arange(12, dtype=np.int64).reshape(3, 4))
     code = "assert shared.array[2, 3] == 11; shared.array[1] *= 10"
-    context = multiprocessing.get_context(start_method)
-    # target that every start method can pickle
-    process = context.Process(target=exec, args=(code, {"shared": shared}))
-    process.start()
-    process.join(HANG_SECONDS)
-    process.kill()
-    assert process.exitcode == 0
+    run_in_child(start_method, code, shared=shared)
     assert shared.array.tolist() == [[0, 1, 2, 3], [40, 50, 60, 70], [8, 9, 10, 11]]
 
 
@@ -131,13 +136,7 @@ value["array"][:] = 0
 value["part"][:] = 0
 assert value["names"] == ["a", "b"] and not value["array"].any()
 """
-    context = multiprocessing.get_context("forkserver")
-    variables = {"shared": shared, "total": int(images.sum())}
-    process = context.Process(target=exec, args=(code, variables))
-    process.start()
-    process.join(HANG_SECONDS)
-    process.kill()
-    assert process.exitcode == 0
+    run_in_child("forkserver", code, shared=shared, total=int(images.sum()))
     assert shared.value["array"].any() and mapped[4000] == 4000
     pickled = shared._slices[-1]
     assert pickled.stop - pickled.start < 5000 and shared.value["array"] is not images

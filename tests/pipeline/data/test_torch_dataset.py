@@ -16,6 +16,7 @@ from pipeline.data.augment import CenterCrop, Compose, HorizontalFlip
 from pipeline.data.field import LABEL, Field
 from pipeline.data.shared import SharedObject
 from pipeline.data.torch_dataset import TorchDataset, torch_splits
+from tests.reliability.odd_images import png
 
 RGB = np.random.default_rng(0).integers(0, 256, (8, 10, 3), np.uint8)
 PLANES = RGB.transpose(2, 0, 1)
@@ -108,22 +109,13 @@ def test_torch_dataset_seeds_global_generators():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (
-            [(RGB, 1, 2)],
-            r"Rows\[0\]: a sample has type tuple; return \(image, label\) or a",
-        ),
-        (
-            [{"img": RGB, "label": 0}],
-            "a sample has the fields img, label; rename the image to",
-        ),
+        ([(RGB, 1, 2)], r"Rows\[0\]: a sample has type tuple; return \(image, label\) or a"),
+        ([{"img": RGB, "label": 0}], "a sample has the fields img, label; rename the image to"),
         ([(RGB, "cat")], "label is str; expected a 64-bit number, array or tensor; remove"),
         ([(RGB, 2**70)], "label is int; expected a 64-bit number, array or tensor; remove"),
         ([(RGB[0, 0], 1)], r"image is uint8 \[3\]; expected uint8 or float, \[H, W, C\] or"),
         ([(RGB.astype(int), 1)], r"image is int64 \[8, 10, 3\]; expected uint8 or float"),
-        (
-            [(RGB / 255 * 4 - 2, 1)],
-            r"values from -2 to 1.\d+, expected \[0, 1\]; divide by 255 or remove N",
-        ),
+        ([(RGB / 255 * 4 - 2, 1)], r"values from -2 to 1.\d+, expected \[0, 1\]; divide by 255"),
         ([(RGB / 1, 1)], r"image has values from 0 to 2\d\d, expected \[0, 1\]; .* data.std=\[1\]"),
         ([(RGB / np.nan, 1)], r"image has values from nan to nan"),
         ([], "own_data:rows: a split has no samples .Rows.; return at least one"),
@@ -171,11 +163,7 @@ def test_torch_dataset_unreadable_samples():
     """A Pillow image from a file is loaded when its array is accessed."""
 
     def damaged() -> Any:
-        file = io.BytesIO()
-        Image.fromarray(np.random.default_rng(0).integers(0, 9, (64, 64, 3), np.uint8)).save(
-            file, "PNG"
-        )
-        return Image.open(io.BytesIO(file.getvalue()[:600])), 0
+        return Image.open(io.BytesIO(png()[:600])), 0
 
     for row, message in ((damaged, ""), (lambda: next(iter(())), "StopIteration$")):
         with pytest.raises(UnreadableError, match=rf"^Rows\[1\]: {message}"):
@@ -218,6 +206,7 @@ def test_torch_splits_classes_and_labels():
             "the classes of the validation dataset differ from those of the training",
         ),
         ((Rows((RGB, 0)), None, "ab"), r"a split has no __len__ \(NoneType\); return"),
+        ((Rows((RGB, 0)), Rows((RGB, 0)), []), "the classes are unknown; return "),
     ],
 )
 def test_torch_splits_invalid(found, message):

@@ -35,9 +35,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def transforms(*names: Any, seed: int = 0, rank: int = 0, ranks: int = 1) -> BatchTransforms:
     """Return one rank's transforms for batches with targets."""
-    return BatchTransforms(
-        names, COUNT, seed, ["image"], label="target", rank=rank, world_size=ranks
-    )
+    return BatchTransforms(names, COUNT, seed, ["image"], "target", rank=rank, world_size=ranks)
 
 
 def drawn_by(seed: int, step: int) -> np.random.Generator:

@@ -200,9 +200,7 @@ def test_loader_reuses_slot_after_copy(image_root, workers, in_use):
             unread.append(batch)
             if len(unread) == in_use + 1:
                 # Workers are as far ahead as possible; without workers, nothing runs ahead.
-                wait_for(
-                    "all tasks are done", lambda: not workers or loader.pool.done(pending(loader))
-                )
+                wait_for("tasks are done", lambda: not workers or loader.pool.done(pending(loader)))
                 check(unread[0], dataset, loader.samples(unread[0].step))
                 events.append(Mock(spec=["query"]))  # the copy has ended
                 loader.keep_until(events[-1], unread.pop(0))
@@ -318,12 +316,10 @@ def test_loader_skips_and_counts_unreadable_files(train_copy, caplog, workers):
     with open_loader(dataset, workers=workers, **skipping) as loader:
         for batch in loader.batches(0, 9):  # two epochs
             samples = loader.samples(batch.step)
-            replaced = [
-                (epoch, {20: 22, 21: 22, 35: 24}.get(index, index))
-                for epoch, index in samples.tolist()
-            ]
-            check(batch, dataset, np.array(replaced))
-            assert batch.samples.tolist() == [list(pair) for pair in replaced]
+            for index, other in ((20, 22), (21, 22), (35, 24)):
+                samples[samples[:, 1] == index, 1] = other
+            check(batch, dataset, samples)
+            assert batch.samples.tolist() == samples.tolist()
         skipped = [each for reply in loader.ring.replies for each in reply.skipped]
         assert loader.pool.unreadable == bad
         assert len(skipped) == 2 * (2 + 1 + 1)  # 20 tries 21 before 22

@@ -51,15 +51,13 @@ def test_train_sampler_late_step_is_exact():
 
 
 @pytest.mark.parametrize("num_samples", [1, 5, 16, 17])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("shard_size", [1, 7])
-def test_val_batches_every_image_once(num_samples, world_size, shard_size):
-    size = shard_size * world_size
+def test_val_batches_every_image_once(num_samples, ranks, shard_size):
+    size = shard_size * ranks
     seen = []
-    for rank in range(world_size):
-        batches = val_batches(
-            num_samples=num_samples, batch_size=size, rank=rank, world_size=world_size
-        )
+    for rank in range(ranks):
+        batches = val_batches(num_samples=num_samples, batch_size=size, rank=rank, world_size=ranks)
         sizes = [*map(len, batches)]
         assert [*sizes[:-1], shard_size] == [shard_size] * -(-num_samples // size)
         assert sizes[-1] <= shard_size
