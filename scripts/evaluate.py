@@ -70,12 +70,14 @@ from pipeline.data.splits import HeldOut, check_output_path, held_out
 from pipeline.feed.batch import Batch
 from pipeline.feed.feed import Feed, open_feed
 from pipeline.feed.forkserver import start_forkserver
+from scripts.lib.calibration import calibrate, is_cross_entropy, store_temperature
 from scripts.lib.progress import with_progress
 from scripts.lib.trained import Trained, build_val, open_trained, run_main
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
 FIX = "use images of its classes, or pass --classes FILE with all class names, one per line"
 HITS = "hits.json"
+LOGITS = "logits"  # row with the network's outputs
 Names = tuple[str, ...]  # class names
 Outputs = tuple[Names, list[int]]  # names and indices of outputs
 
@@ -148,8 +150,14 @@ def evaluate_checkpoint(
         count = trained.num_classes
         network = partial(select_outputs, model, indices=kept, count=count, flip=flip)
 
+    outputs: dict[str, Tensor] = {}  # of the last forward pass
+    model.register_forward_hook(lambda *call: outputs.update({LOGITS: call[-1]}))
+
     def measure(_: nn.Module, batch: Batch) -> Rows:
-        return train.validation_values(network, batch)
+        values = train.validation_values(network, batch)
+        if network is model and "confidence" in values:  # a classifier; all outputs compete
+            values |= outputs
+        return values
 
     channels_last = trained.channels_last(model, device)
     with (
@@ -440,6 +448,23 @@ def print_result(result: Evaluated, folder: Path) -> None:
             say("note      these may be training images, so the result may be too high")
 
 
+def fit_temperature(result: Evaluated) -> None:
+    """Fit and print a classifier's temperature; store it for the run's own validation images."""
+    trained, rows = result.trained, result.rows
+    if LOGITS not in rows or not is_cross_entropy(rows["loss"], rows[LOGITS], rows["label"]):
+        return
+    found = calibrate(rows[LOGITS], rows["label"])
+    result.summary.update(found)
+    temperature = found["temperature"]
+    change = "calibration error {ece_odd:.2f} % -> {ece_odd_calibrated:.2f} %".format(**found)
+    say(f"softmax   of logits / {temperature:.4g}: {change} on images not used to fit")
+    use = f"pass --temperature {temperature:.4g} to predict.py and export.py"
+    if trained.stored.get("identity", {}).get("data.val") == result.datasets.val.fingerprint():
+        with suppress(OSError):  # a folder of a different user
+            use = f"stored in {store_temperature(trained, temperature)} for predict.py, export.py"
+    say(f"          {use}")
+
+
 def evaluate_one(options: argparse.Namespace) -> int:
     other_hits = None
     if options.against is not None:
@@ -461,6 +486,7 @@ def evaluate_one(options: argparse.Namespace) -> int:
         )
         if world.is_main:
             print_result(result, folder)
+            fit_temperature(result)
             write(result, folder)
             if other_hits is not None:
                 say(f"against   {compare(hits_of(result), other_hits)}")

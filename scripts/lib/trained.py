@@ -67,6 +67,7 @@ class Trained:
     image_shape: tuple[int, ...]
     stored: dict[str, Any]  # contents of this project's checkpoint without the weights, or empty
     fields: Mapping[str, Field] = field(default_factory=dict)  # stored fields besides the image
+    temperature: float = 1.0  # probabilities are softmax(logits / temperature)
 
     @property
     def name(self) -> str:
@@ -200,7 +201,8 @@ def open_trained(
     fields = {name: Field(**about) for name, about in metadata.fields.items()}
     fields.pop(IMAGE, None)
     shape = tuple(shape)
-    return Trained(path, config, weights, averaged, num_classes, names, shape, stored, fields)
+    found = Trained(path, config, weights, averaged, num_classes, names, shape, stored, fields)
+    return replace(found, temperature=metadata.temperature)
 
 
 def _run_metadata(content: dict[str, Any], overrides: Sequence[str]) -> Metadata:
