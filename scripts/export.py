@@ -71,6 +71,7 @@ import yaml
 from torch import Tensor, nn
 
 import train
+from engine.files import replacing
 from models.weights import safetensors_metadata
 from pipeline.data.build import build_image_transforms
 from pipeline.data.field import IMAGE, Field, describe_fields
@@ -215,7 +216,8 @@ def with_all_parameters(entry: Any) -> Any:
 def write_weights(job: Job, model: nn.Module, path: Path) -> None:
     # Clone, because safetensors rejects shared memory and CoaT shares parameters between names.
     weights = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
-    path.write_bytes(safetensors.torch.save(weights, job.metadata()))
+    with replacing(path) as temporary:
+        temporary.write_bytes(safetensors.torch.save(weights, job.metadata()))
 
 
 def write_folder(job: Job, model: nn.Module, folder: Path) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from extras import metrics
 from scripts import evaluate, export, predict
 from scripts.lib import calibration, notebook
+from scripts.lib.trained import open_trained
 from tests.helpers.results import newest
 
 HERE = ["train.device=cpu", "loader.workers=0"]
@@ -80,3 +81,28 @@ def test_temperature_of_run(folder, image_root, tmp_path, monkeypatch, capsys, c
     stored.unlink()
     stored.mkdir()
     assert "pass --temperature " in evaluated(str(run))
+
+
+def test_evaluate_soup(folder, image_root, tmp_path, monkeypatch, capsys, caplog):
+    """The first run, with a head that would turn the average around, is the worst."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.chdir(tmp_path)
+    content = torch.load(newest(folder), weights_only=True)
+    head = content["state"]["ema"]["fc.weight"].clone()
+    for name, scale in (("worst", -10), ("first", 1), ("second", 3)):
+        content["state"]["ema"]["fc.weight"] = scale * head
+        torch.save(content, f"{name}.pt")
+    words = ["worst.pt", "first.pt", "second.pt", "--soup", "soup.safetensors", *HERE]
+    assert evaluate.evaluate_one(evaluate.arguments([*words, "--out", "out"])) == 0
+    texts = "\n".join(caplog.messages)
+    assert "added: second.pt (top1 " in texts and "not added: worst.pt (top1 " in texts
+    soup, first = open_trained(Path("soup.safetensors")), open_trained(Path("first.pt"))
+    assert soup.classes == first.classes
+    for name, value in first.weights.items():
+        assert torch.equal(soup.weights[name], 2 * value if name == "fc.weight" else value)
+    content["model_input"]["classes"] = ["a", "b", "c"]
+    torch.save(content, "second.pt")
+    with pytest.raises(evaluate.UserError, match=r"^--soup: second\.pt: its model, classes, "):
+        evaluate.evaluate_one(evaluate.arguments(words))
+    with pytest.raises(evaluate.UserError, match=r"^--soup a\.pt: invalid suffix; expected \.safe"):
+        evaluate.evaluate_one(evaluate.arguments(["first.pt", "--soup", "a.pt", *HERE]))
