@@ -456,12 +456,12 @@ def print_result(result: Evaluated, folder: Path) -> None:
             say("note      these may be training images, so the result may be too high")
 
 
-def fit_temperature(result: Evaluated) -> None:
+def fit_temperature(result: Evaluated, device: torch.device) -> None:
     """Fit and print a classifier's temperature; store it for the run's own validation images."""
     trained, rows = result.trained, result.rows
     if LOGITS not in rows or not is_cross_entropy(rows["loss"], rows[LOGITS], rows["label"]):
         return
-    found = calibrate(rows[LOGITS], rows["label"])
+    found = calibrate(rows[LOGITS], rows["label"], device)
     result.summary.update(found)
     temperature = found["temperature"]
     change = "calibration error {ece_odd:.2f} % -> {ece_odd_calibrated:.2f} %".format(**found)
@@ -569,7 +569,7 @@ def evaluate_one(options: argparse.Namespace) -> int:
         result = measure(trained)
         if world.is_main:
             print_result(result, folder)
-            fit_temperature(result)
+            fit_temperature(result, world.device)
             write(result, folder)
             if other_hits is not None:
                 say(f"against   {compare(hits_of(result), other_hits)}")

@@ -24,15 +24,16 @@ BINS = 15  # bins of the expected calibration error
 CHUNK = 1024  # images; limits the memory for float64
 
 
-def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """Return the T that minimizes the cross-entropy of logits / T, in float64.
+def fit_temperature(logits: Tensor, labels: Tensor, device: torch.device) -> float:
+    """Return the T that minimizes the cross-entropy of logits / T, in float64 on a device.
 
     Labels are smoothed by 1 / (N + 2) like Platt's (1999), because T would be 0 if all predictions
     were correct. `logits`: [N, classes]; `labels`: int64 [N].
     """
-    log_t = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    log_t = torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
     optimizer = torch.optim.LBFGS([log_t], max_iter=100, line_search_fn="strong_wolfe")
-    chunks = list(zip(logits.split(CHUNK), labels.split(CHUNK), strict=True))
+    parts = logits.to(device).split(CHUNK)
+    chunks = list(zip(parts, labels.to(device).split(CHUNK), strict=True))
     smoothing = 1 / (len(labels) + 2)
 
     def closure() -> float:
@@ -63,13 +64,14 @@ def is_cross_entropy(losses: Tensor, logits: Tensor, labels: Tensor) -> bool:
     return torch.allclose(losses.float(), expected, rtol=1e-3, atol=1e-4)
 
 
-def calibrate(logits: Tensor, labels: Tensor) -> dict[str, float]:
+def calibrate(logits: Tensor, labels: Tensor, device: torch.device) -> dict[str, float]:
     """Return T, and the error on odd-numbered images without and with a T fitted to the others."""
+    half = fit_temperature(logits[::2], labels[::2], device)
     odd = logits[1::2], labels[1::2]
     return {
-        "temperature": fit_temperature(logits, labels),
+        "temperature": fit_temperature(logits, labels, device),
         "ece_odd": calibration_error(*odd),
-        "ece_odd_calibrated": calibration_error(*odd, fit_temperature(logits[::2], labels[::2])),
+        "ece_odd_calibrated": calibration_error(*odd, half),
     }
 
 

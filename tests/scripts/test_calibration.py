@@ -15,6 +15,7 @@ from scripts.lib import calibration, notebook
 from scripts.lib.trained import open_trained
 from tests.helpers.results import newest
 
+CPU = torch.device("cpu")
 HERE = ["train.device=cpu", "loader.workers=0"]
 
 
@@ -26,13 +27,13 @@ def test_fit_temperature_minimizes_cross_entropy():
     temperatures = torch.linspace(2, 3, 1001, dtype=torch.float64)
     losses = [F.cross_entropy(logits.double() / t, labels) for t in temperatures]
     best = temperatures[torch.stack(losses).argmin()].item()
-    found = calibration.calibrate(logits, labels)
+    found = calibration.calibrate(logits, labels, CPU)
     assert found["temperature"] == pytest.approx(best, abs=0.02) == pytest.approx(2.5, abs=0.1)
     assert found["ece_odd_calibrated"] < 3 < 10 < found["ece_odd"]
     confidence, prediction = logits[1::2].softmax(1).max(1)
     expected = metrics.calibration_error(100 * (prediction == labels[1::2]), confidence)
     assert found["ece_odd"] == pytest.approx(expected, abs=1e-3)
-    assert 0.01 < calibration.fit_temperature(logits, logits.argmax(1)) < 1  # all are correct
+    assert 0.01 < calibration.fit_temperature(logits, logits.argmax(1), CPU) < 1  # all are correct
 
 
 def probabilities(path: Path, image_root: Path, capsys: pytest.CaptureFixture, *words: str):
