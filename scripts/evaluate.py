@@ -7,6 +7,7 @@
 
 data.root needs no training split. If data.val has only some of the model's classes, only their
 outputs compete. Prints loss, top-1, top-5, and the metrics of log.values, such as macro recall.
+Fits a temperature for calibrated probabilities, which predict.py and export.py use.
 Writes evaluation.json, hits.json and the files of log.observers to --out. The default is
 evaluation/<name> for the run's validation images, evaluation/<name>,other,val for /other/val.
 """

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from extras import metrics
 from scripts import evaluate, export, predict
 from scripts.lib import calibration, notebook
 from scripts.lib.trained import open_trained
@@ -30,9 +29,6 @@ def test_fit_temperature_minimizes_cross_entropy():
     found = calibration.calibrate(logits, labels, CPU)
     assert found["temperature"] == pytest.approx(best, abs=0.02) == pytest.approx(2.5, abs=0.1)
     assert found["ece_odd_calibrated"] < 3 < 10 < found["ece_odd"]
-    confidence, prediction = logits[1::2].softmax(1).max(1)
-    expected = metrics.calibration_error(100 * (prediction == labels[1::2]), confidence)
-    assert found["ece_odd"] == pytest.approx(expected, abs=1e-3)
     assert 0.01 < calibration.fit_temperature(logits, logits.argmax(1), CPU) < 1  # all are correct
 
 

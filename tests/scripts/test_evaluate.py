@@ -27,7 +27,7 @@ from pipeline.data.field import Field, image_field
 from pipeline.feed.batch import ImageFormat
 from scripts import evaluate
 from scripts.evaluate import Evaluated, outputs_of, with_config
-from scripts.lib.calibration import FILE
+from scripts.lib.calibration import FILE, calibration_error
 from scripts.lib.trained import Trained, build_val, open_trained
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.engine.plans import ALONE
@@ -71,6 +71,8 @@ def test_evaluate_equals_last_validation(found):
     assert found.values == {name: last[name] for name in found.values} and "top1" in found.values
     assert found.summary["images"] == VAL_IMAGES * len(CLASSES)
     assert found.trained.averaged and last["loss"] != last["loss_raw"]
+    error = calibration_error(found.rows["logits"], found.rows["label"])
+    assert error == pytest.approx(found.values["ece"], abs=1e-4)
 
 
 def test_evaluate_command_line(ranks, folder, found, image_root, tmp_path):
