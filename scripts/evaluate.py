@@ -3,16 +3,18 @@
     python scripts/evaluate.py runs/NAME
     python scripts/evaluate.py runs/A/checkpoints/step-00112590.pt data.val_size=288 --flip
     python scripts/evaluate.py resnet50-0676ba61.pth model.name=resnet50 data.root=/imagenet
+    python scripts/evaluate.py runs/A runs/B runs/C --soup soup.safetensors
 
 data.root needs no training split. If data.val has only some of the model's classes, only their
 outputs compete. Prints loss, top-1, top-5, and the metrics of log.values, such as macro recall.
+Fits a temperature for calibrated probabilities, which predict.py and export.py use.
 Writes evaluation.json, hits.json and the files of log.observers to --out. The default is
 evaluation/<name> for the run's validation images, evaluation/<name>,other,val for /other/val.
 """
 
 import argparse
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,6 +33,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--real", type=Path, metavar="FILE", help="ReaL labels: a list per image, by file name")
     add("--against", type=Path, metavar="DIR", help="a second model's --out, for McNemar's test")
     add(*OUT, type=Path, metavar="DIR", help="output directory")
+    text = "average the runs' weights, including BatchNorm statistics, while train.best_by does not"
+    text += " get worse; write a .safetensors file and evaluate it"
+    add("--soup", type=Path, metavar="FILE", help=text)
     return parse_paths(parser, words)
 
 
@@ -38,6 +43,7 @@ if __name__ == "__main__":
     OPTIONS = arguments()
 
 import json
+import logging
 import os
 from collections import Counter
 from contextlib import suppress
@@ -63,7 +69,7 @@ from engine.metrics import Metric, Metrics
 from engine.schedule import make_schedule
 from engine.validation import Rows, evaluate
 from models.weights import has_two_orders
-from pipeline.data.build import Datasets
+from pipeline.data.build import Datasets, build_image_transforms
 from pipeline.data.class_names import imagenet_names
 from pipeline.data.dataset import Dataset
 from pipeline.data.field import IMAGE, LABEL
@@ -72,12 +78,17 @@ from pipeline.data.splits import HeldOut, check_output_path, held_out, load_spli
 from pipeline.feed.batch import Batch
 from pipeline.feed.feed import Feed, open_feed
 from pipeline.feed.forkserver import start_forkserver
+from scripts.export import Job, with_all_parameters, write_weights
+from scripts.lib.calibration import calibrate, is_cross_entropy, store_temperature
 from scripts.lib.progress import with_progress
 from scripts.lib.trained import Trained, build_val, open_trained, run_main
+
+logger = logging.getLogger(__name__)
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
 FIX = "use images of its classes, or pass --classes FILE with all class names, one per line"
 HITS = "hits.json"
+LOGITS = "logits"  # row with the network's outputs
 Names = tuple[str, ...]  # class names
 Outputs = tuple[Names, list[int]]  # names and indices of outputs
 
@@ -147,8 +158,14 @@ def evaluate_checkpoint(
     if flip or kept is not None:
         network = partial(select_outputs, model, indices=kept, count=trained.num_classes, flip=flip)
 
+    outputs: dict[str, Tensor] = {}  # of the last forward pass
+    model.register_forward_hook(lambda *call: outputs.update({LOGITS: call[-1]}))
+
     def measure(_: nn.Module, batch: Batch) -> Rows:
-        return train.validation_values(network, batch)
+        values = train.validation_values(network, batch)
+        if network is model and "confidence" in values:  # a classifier; all outputs compete
+            values |= outputs
+        return values
 
     channels_last = trained.channels_last(model, device)
     with (
@@ -450,6 +467,91 @@ def print_result(result: Evaluated, folder: Path) -> None:
         say(*map("note      {}".format, filter(None, notes)))
 
 
+def fit_temperature(result: Evaluated, device: torch.device) -> None:
+    """Fit and print a classifier's temperature; store it for the run's own validation images."""
+    trained, rows = result.trained, result.rows
+    if LOGITS not in rows or not is_cross_entropy(rows["loss"], rows[LOGITS], rows["label"]):
+        return
+    found = calibrate(rows[LOGITS], rows["label"], device)
+    result.summary.update(found)
+    temperature = found["temperature"]
+    change = "calibration error {ece_odd:.2f} % -> {ece_odd_calibrated:.2f} %".format(**found)
+    say(f"softmax   of logits / {temperature:.4g}: {change} on images not used to fit")
+    use = f"pass --temperature {temperature:.4g} to predict.py and export.py"
+    if trained.stored.get("identity", {}).get("data.val") == result.datasets.val.fingerprint():
+        with suppress(OSError):  # a folder of a different user
+            use = f"stored in {store_temperature(trained, temperature)} for predict.py, export.py"
+    say(f"          {use}")
+
+
+def write_soup(
+    trained: Trained,
+    options: argparse.Namespace,
+    world: World,
+    measure: Callable[[Trained], Evaluated],
+) -> Trained:
+    """Average runs greedily (arXiv 2203.05482), write the weights to --soup and return them.
+
+    Starts with the best run, and adds the next best unless train.best_by gets worse. At most two
+    state_dicts are in memory besides a model; that of `trained`, the first run, is cleared.
+    Collective. Raises UserError if the runs do not match.
+    """
+    if options.soup.suffix != ".safetensors":
+        raise UserError(f"--soup {options.soup}", "invalid suffix", "expected .safetensors")
+    trained.weights.clear()
+    world.on_rank_0(partial(options.soup.parent.mkdir, parents=True, exist_ok=True))  # fails early
+    metrics = Metrics.of(trained.config)
+    by = metrics.best_by
+
+    def opened(path: Path) -> Trained:
+        trained = open_trained(path, options.overrides, classes=options.classes)
+        return with_config(trained, options.overrides, world)
+
+    paths = [options.checkpoint, *map(Path, options.paths)]
+    for path in paths:
+        if properties_of(opened(path)) != properties_of(trained):
+            problem = f"its model, classes, preprocessing or images differ from {trained.path}"
+            raise UserError(f"--soup: {path}", problem, "average runs in which they are equal")
+    results = {}
+    for path in paths:
+        results[path] = measure(opened(path)).values
+        metrics.check_best_by(results[path])
+        logger.info("%s: %s", path, metrics.text(by, results[path][by]))
+    reverse = not metrics.lower_is_better
+    first, *others = sorted(paths, key=lambda path: results[path][by], reverse=reverse)
+    soup, best, count = opened(first), results[first], 1
+    for path in others:
+        mixed = opened(path)
+        for name, value in soup.weights.items():  # float64 also averages integers
+            average = value.double().lerp(mixed.weights[name].double(), 1 / (count + 1))
+            mixed.weights[name] = average.to(value.dtype)
+        values = measure(mixed).values
+        text = metrics.text(by, values[by])
+        if metrics.prefers(best, values):
+            logger.info("not added: %s (%s)", path, text)
+            mixed.weights.clear()
+            continue
+        logger.info("added: %s (%s)", path, text)
+        soup, best, count = mixed, values, count + 1
+    soup = replace(soup, path=options.soup, stored={})
+    size = build_image_transforms(soup.config.augment.val, "augment.val").image_size
+    job = Job(soup, "safetensors", inside=False, size=size)
+    model = soup.build(torch.device("cpu"))
+    world.on_rank_0(partial(write_weights, job, model, options.soup))
+    logger.info("written to %s; these images selected its %d runs", options.soup, count)
+    return soup
+
+
+def properties_of(trained: Trained) -> tuple[Any, ...]:
+    """Return the properties that models must share so that their average is meaningful."""
+    config = trained.config
+    data = config.data
+    shape = (trained.num_classes, trained.classes, trained.image_shape)
+    transforms = list(map(with_all_parameters, config.augment.val))
+    preprocessing = (data.mean, data.std, data.exif_orientation, transforms)
+    return (config.model.name, config.model.args, shape, preprocessing, images_of(data))
+
+
 def evaluate_one(options: argparse.Namespace) -> int:
     other_hits = None
     if options.against is not None:
@@ -460,17 +562,25 @@ def evaluate_one(options: argparse.Namespace) -> int:
     start_forkserver(trained.config.loader.workers)
     with join_world(trained.config.train.device, trained.config.loader.timeout_seconds) as world:
         trained = with_config(trained, options.overrides, world)
+        measure = partial(
+            evaluate_checkpoint,
+            world=world,
+            flip=options.flip,
+            all_outputs=options.all_outputs,
+            real=options.real,
+        )
+        if options.soup:
+            trained = write_soup(trained, options, world, measure)
         name = name_of(trained)
         if options.flip:
             name += ",flip"
         folder = options.out or Path("evaluation", name)
         check_output_path(folder, trained.config.data, f"--out {folder}")
         world.on_rank_0(partial(folder.mkdir, parents=True, exist_ok=True))  # fails early
-        result = evaluate_checkpoint(
-            trained, world, flip=options.flip, all_outputs=options.all_outputs, real=options.real
-        )
+        result = measure(trained)
         if world.is_main:
             print_result(result, folder)
+            fit_temperature(result, world.device)
             write(result, folder)
             if other_hits is not None:
                 say(f"against   {compare(hits_of(result), other_hits)}")

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf.errors import RunError, UserError, describe
-from scripts.lib.options import OUT, Parser, parse_paths
+from scripts.lib.options import OUT, TEMPERATURE, Parser, parse_paths, positive
 
 # format -> required packages besides torch
 FORMATS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "safetensors": (), "hub": ()}
@@ -34,6 +34,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--to", choices=FORMATS, required=True, help="output format; required")
     add(*OUT, type=Path, metavar="FILE", help="output file (./<checkpoint>.<format>)")
     add("--preprocessing", action="store_true", help="normalize inside the graph; uint8 input")
+    add("--temperature", type=positive, metavar="T", help=TEMPERATURE)
     options = parse_paths(parser, words)
     to = options.to
     packages = FORMATS[to]
@@ -70,10 +71,12 @@ import yaml
 from torch import Tensor, nn
 
 import train
+from engine.files import replacing
 from models.weights import safetensors_metadata
 from pipeline.data.build import build_image_transforms
 from pipeline.data.field import IMAGE, Field, describe_fields
 from pipeline.feed.batch import Batch, ImageFormat
+from scripts.lib.calibration import calibrated
 from scripts.lib.published import MODES, preprocessing
 from scripts.lib.trained import Trained, open_trained, run_main
 
@@ -192,6 +195,7 @@ class Job:
             "checkpoint": trained.name,
             "step": trained.stored.get("step"),
             "averaged_weights": trained.averaged,
+            "temperature": trained.temperature,
         }
         return {
             "classes": json.dumps(trained.classes),
@@ -213,7 +217,8 @@ def with_all_parameters(entry: Any) -> Any:
 def write_weights(job: Job, model: nn.Module, path: Path) -> None:
     # Clone, because safetensors rejects shared memory and CoaT shares parameters between names.
     weights = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
-    path.write_bytes(safetensors.torch.save(weights, job.metadata()))
+    with replacing(path) as temporary:
+        temporary.write_bytes(safetensors.torch.save(weights, job.metadata()))
 
 
 def write_folder(job: Job, model: nn.Module, folder: Path) -> None:
@@ -417,6 +422,7 @@ def export_model(options: argparse.Namespace) -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     overrides = [*options.overrides, "model.channels_last=false"]
     trained = open_trained(options.checkpoint, overrides, classes=options.classes)
+    trained = calibrated(trained, options.temperature)
     if not trained.classes:
         logging.warning("the class names are unknown; pass --classes FILE")
     out = output_path(options, trained)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.lib.options import Parser, parse_paths
+from scripts.lib.options import TEMPERATURE, Parser, parse_paths, positive
 
 FORMATS = ("table", "jsonl", "csv")
 
@@ -35,6 +35,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--format", choices=FORMATS, default=form, help="output (table on a terminal, else jsonl)")
     add("--top", type=int, default=5, metavar="K", help="classes per image, at most all (5)")
     add("--features", action="store_true", help="add the last layer's input")
+    add("--temperature", type=positive, metavar="T", help=TEMPERATURE)
     options = parse_paths(parser, words, several=True)
     if not options.paths:
         parser.error("PATH: missing; run `python scripts/predict.py runs/NAME PHOTO.jpg`")
@@ -72,6 +73,7 @@ from pipeline.data.dataset import FolderDataset
 from pipeline.data.field import IMAGE, Field
 from pipeline.data.listing import Ignored, contents_of, describe_ignored
 from pipeline.feed.batch import Batch, ImageFormat
+from scripts.lib.calibration import calibrated
 from scripts.lib.progress import in_threads, num_cores
 from scripts.lib.sources.files import check_regular
 from scripts.lib.trained import Trained, open_trained, run_main
@@ -170,6 +172,7 @@ class Predictor:
         config = trained.config
         data = config.data
         self.config, self.top, self.device = config, top, device
+        self.temperature = trained.temperature
         self.transform = build_image_transforms(config.augment.val, "augment.val")
         size = self.transform.image_size
         if size != trained.image_size:
@@ -253,7 +256,7 @@ class Predictor:
         inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
         batch = Batch(fields | {IMAGE: inputs}, torch.zeros(len(results), 2), step=0)
         with autocast(self.device.type, self.precision):
-            outputs = train.forward(self.model, batch)
+            outputs = train.forward(self.model, batch).float() / self.temperature
         values = dict(train.predictions(outputs))
         check_predicted(values, self.names)
         if self.last_input is not None:
@@ -379,6 +382,7 @@ def cells_of(name: str, value: Any) -> dict[str, Any]:
 def predict_all(options: argparse.Namespace) -> int:
     """Write results as they arrive and report unreadable files; return the exit status."""
     trained = open_trained(options.checkpoint, options.overrides, classes=options.classes)
+    trained = calibrated(trained, options.temperature)
     device = resolve_device(trained.config.train.device)
     predictor = Predictor(trained, device, top=options.top, features=options.features)
     # Make any path printable.

@@ -11,6 +11,7 @@ from conf.compose import from_overrides, merged
 from conf.overrides import read_yaml
 from engine.distributed import join_world, resolve_device
 from scripts.evaluate import evaluate_checkpoint, with_config
+from scripts.lib.calibration import calibrated
 from scripts.lib.trained import open_trained
 from scripts.predict import Predictor, Result, find_files
 
@@ -45,6 +46,6 @@ def evaluate(checkpoint: str, *overrides: str) -> dict[str, float]:
 
 def predict(checkpoint: str, *paths: str, top: int = 5) -> list[Result]:
     """Predict the `top` most probable classes of the images at paths of files or folders."""
-    trained = open_trained(Path(checkpoint))
+    trained = calibrated(open_trained(Path(checkpoint)))
     predictor = Predictor(trained, resolve_device(trained.config.train.device), top=top)
     return list(chain.from_iterable(predictor.predict_files(find_files(paths))))

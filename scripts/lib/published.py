@@ -24,6 +24,7 @@ class Metadata(NamedTuple):
     num_classes: int | None = None
     image_shape: tuple[int, ...] | None = None
     fields: Mapping[str, Any] = {}  # fields besides the image, from `describe_fields`
+    temperature: float = 1.0  # probabilities are softmax(logits / temperature)
 
 
 UNKNOWN = Metadata({}, ())
@@ -135,4 +136,6 @@ def exported_metadata(path: Path) -> Metadata | None:
     }
     classes = tuple(json.loads(texts["classes"]))
     shape = (*shape[1:-2], size, size)  # drop the batch size; use the training image size
-    return Metadata(config, classes, model["num_classes"], shape, preprocessing.get("fields", {}))
+    fields = preprocessing.get("fields", {})
+    temperature = model.get("temperature", 1.0)
+    return Metadata(config, classes, model["num_classes"], shape, fields, temperature)

@@ -67,6 +67,7 @@ class Trained:
     image_shape: tuple[int, ...]
     stored: dict[str, Any]  # contents of this project's checkpoint without the weights, or empty
     fields: Mapping[str, Field] = field(default_factory=dict)  # stored fields besides the image
+    temperature: float = 1.0  # probabilities are softmax(logits / temperature)
 
     @property
     def name(self) -> str:
@@ -199,7 +200,8 @@ def open_trained(
         names = ()
     fields = _stored_fields(metadata, path)
     shape = tuple(shape)
-    return Trained(path, config, weights, averaged, num_classes, names, shape, stored, fields)
+    found = Trained(path, config, weights, averaged, num_classes, names, shape, stored, fields)
+    return replace(found, temperature=metadata.temperature)
 
 
 def _run_metadata(content: dict[str, Any], overrides: Sequence[str]) -> Metadata:

@@ -27,6 +27,7 @@ from pipeline.data.field import Field, image_field
 from pipeline.feed.batch import ImageFormat
 from scripts import evaluate
 from scripts.evaluate import Evaluated, outputs_of, with_config
+from scripts.lib.calibration import FILE, calibration_error
 from scripts.lib.trained import Trained, build_val, open_trained
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.engine.plans import ALONE
@@ -70,11 +71,14 @@ def test_evaluate_equals_last_validation(found):
     assert found.values == {name: last[name] for name in found.values} and "top1" in found.values
     assert found.summary["images"] == VAL_IMAGES * len(CLASSES)
     assert found.trained.averaged and last["loss"] != last["loss_raw"]
+    error = calibration_error(found.rows["logits"], found.rows["label"])
+    assert error == pytest.approx(found.values["ece"], abs=1e-4)
 
 
 def test_evaluate_command_line(ranks, folder, found, image_root, tmp_path):
-    """The run's name contains `=`. No file is written into the run or among the images."""
-    before, last = sorted(folder.rglob("*")), newest(folder)
+    """The run's name contains `=`. The run gets only a temperature, the images get no file."""
+    folder = Path(shutil.copytree(folder, tmp_path / folder.name))
+    before, last = {*folder.rglob("*")}, newest(folder)
     against = []
     for path, name in ((folder, "best"), (last, last.stem)):
         done = ranks.run([*SCRIPT, str(path), *HERE, *against], 1, cwd=tmp_path)
@@ -87,8 +91,9 @@ def test_evaluate_command_line(ranks, folder, found, image_root, tmp_path):
     assert hits["right"] == found.rows["top1"].bool().tolist()
     assert hits["images"] == found.datasets.val.fingerprint()
     stored = json.loads((tmp_path / out / "evaluation.json").read_text())
-    assert stored.items() >= found.summary.items() and stored["made_by"]["pillow"]
-    assert sorted(folder.rglob("*")) == before
+    same = found.summary | {"checkpoint": str(last), "name": f"{folder.name},{last.stem}"}
+    assert stored.items() >= same.items() and stored["made_by"]["pillow"]
+    assert {*folder.rglob("*")} - before == {folder / "checkpoints" / FILE}
     inside = image_root / "val" / "out"  # would become a class
     done = ranks.run([*SCRIPT, str(folder), *HERE, "--out", str(inside)], 1, cwd=tmp_path, status=2)
     assert not inside.exists()
