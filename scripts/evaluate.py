@@ -8,8 +8,8 @@
 data.root needs no training split. If data.val has only some of the model's classes, only their
 outputs compete. Prints loss, top-1, top-5, and the metrics of log.values, such as macro recall.
 Fits a temperature for calibrated probabilities, which predict.py and export.py use.
-Writes evaluation.json, hits.json and the files of log.observers to --out. The default is
-evaluation/<name> for the run's validation images, evaluation/<name>,other,val for /other/val.
+Writes evaluation.json and the files of log.observers to --out. The default is evaluation/<name> for
+the run's validation images, evaluation/<name>,other,val for /other/val.
 """
 
 import argparse
@@ -31,7 +31,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--flip", action="store_true", help=text)
     add("--all-outputs", action="store_true", help="also use the outputs of classes without images")
     add("--real", type=Path, metavar="FILE", help="ReaL labels: a list per image, by file name")
-    add("--against", type=Path, metavar="DIR", help="a second model's --out, for McNemar's test")
     add(*OUT, type=Path, metavar="DIR", help="output directory")
     text = "average the runs' weights, including BatchNorm statistics, while train.best_by does not"
     text += " get worse; write a .safetensors file and evaluate it"
@@ -45,7 +44,6 @@ if __name__ == "__main__":
 import json
 import logging
 import os
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,7 +85,6 @@ logger = logging.getLogger(__name__)
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
 FIX = "use images of its classes, or pass --classes FILE with all class names, one per line"
-HITS = "hits.json"
 LOGITS = "logits"  # row with the network's outputs
 Names = tuple[str, ...]  # class names
 Outputs = tuple[Names, list[int]]  # names and indices of outputs
@@ -350,17 +347,6 @@ def top1_real(predictions: list[int], classes: Names, labels: list[list[str | No
     return 100 * sum(hits) / max(len(hits), 1)
 
 
-def hits_of(result: Evaluated) -> dict[str, Any]:
-    """Return the images' fingerprint, their paths, and which predictions were correct."""
-    data = result.datasets.val
-    return {
-        "of": "{name}, {val_size} px, {outputs} outputs, flip: {flip}".format(**result.summary),
-        "images": data.fingerprint(),
-        "paths": list(map(data.name, range(len(data)))),
-        "right": result.rows["top1"].bool().tolist(),
-    }
-
-
 def read_json(path: Path, origin: str, fix: str) -> Any:
     """Read a file named by an option. Raises UserError if it is missing or damaged."""
     try:
@@ -369,30 +355,8 @@ def read_json(path: Path, origin: str, fix: str) -> Any:
         raise UserError(origin, str(error), fix) from None
 
 
-def compare(hits: dict[str, Any], other_hits: dict[str, Any]) -> str:
-    """Report McNemar's exact test of two models. Raises UserError if their images differ."""
-    if hits["images"] != other_hits.get("images"):
-        problem = "used different images, or was written by an earlier version"
-        raise UserError("--against", problem, "evaluate both models on the same images")
-    pairs = Counter(zip(hits["right"], other_hits["right"], strict=True))
-    here, there = pairs[True, False], pairs[False, True]  # only one of the models was correct
-    differing = here + there
-    binomial = 1  # coefficient: `chosen` of the differing images
-    tail = 0
-    for chosen in range(min(here, there) + 1):
-        tail += binomial
-        binomial = binomial * (differing - chosen) // (chosen + 1)
-    p = min(1.0, 2 * tail / 2**differing)
-    images = len(hits["right"])
-    counts = f"{here:,} correct only here, {there:,} only there"
-    model = other_hits.get("of", "the other model")
-    return f"{model}: of {images:,} images, {counts}: p = {p:.2g} (McNemar, exact)"
-
-
 def write(result: Evaluated, folder: Path) -> None:
-    """Write evaluation.json, hits.json and the observers' files."""
-    if "top1" in result.rows:
-        write_json(folder / HITS, hits_of(result))
+    """Write evaluation.json and the observers' files."""
     content = {**result.summary, "made_by": provenance()}
     for _, observer, _ in named_observers(result.trained.config):
         added = observer.evaluated(folder, result.rows, result.classes, result.datasets.val)
@@ -553,10 +517,6 @@ def properties_of(trained: Trained) -> tuple[Any, ...]:
 
 
 def evaluate_one(options: argparse.Namespace) -> int:
-    other_hits = None
-    if options.against is not None:
-        origin = f"--against {options.against}"
-        other_hits = read_json(options.against / HITS, origin, "evaluate the model again")
     trained = open_trained(options.checkpoint, options.overrides, classes=options.classes)
     # The fork server imports the workers' modules while this process builds the model.
     start_forkserver(trained.config.loader.workers)
@@ -582,8 +542,6 @@ def evaluate_one(options: argparse.Namespace) -> int:
             print_result(result, folder)
             fit_temperature(result, world.device)
             write(result, folder)
-            if other_hits is not None:
-                say(f"against   {compare(hits_of(result), other_hits)}")
     return 0
 
 

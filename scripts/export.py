@@ -14,7 +14,7 @@ The result computes in fp32. It is written only if it matches eager PyTorch on r
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,7 +61,6 @@ import tempfile
 import warnings
 from dataclasses import dataclass
 from inspect import Parameter, Signature
-from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -206,12 +205,13 @@ class Job:
 
 def with_all_parameters(entry: Any) -> Any:
     """Return an augment.val entry in which a resize states its size or sizes and interpolation."""
-    if not isinstance(entry, dict) or "resize" not in entry:
-        return entry
-    parameters = {"interpolation": "bilinear", **entry["resize"]}
-    sides = np.divide(parameters["size"], parameters.pop("crop_ratio", 1.0))
-    parameters["size"] = np.rint(sides).astype(int).tolist()
-    return {"resize": parameters}
+    match entry:
+        case {"resize": resize}:
+            parameters = {"interpolation": "bilinear", **resize}
+            sides = np.divide(parameters["size"], parameters.pop("crop_ratio", 1.0))
+            parameters["size"] = np.rint(sides).astype(int).tolist()
+            return {"resize": parameters}
+    return entry
 
 
 def write_weights(job: Job, model: nn.Module, path: Path) -> None:
@@ -353,11 +353,6 @@ def call_with(job: Job, network: nn.Module, *inputs: Tensor) -> Tensor:
     return call(network, dict(zip(job.fields, inputs, strict=True)))
 
 
-def in_batches(fields: Mapping[str, Tensor]) -> Iterable[tuple[Tensor, ...]]:
-    """Split each field's tensor into batches of different sizes."""
-    return zip(*(tensor.split(BATCHES) for tensor in fields.values()), strict=True)
-
-
 @torch.no_grad()
 def compare(job: Job, predict: Callable[..., Tensor], model: nn.Module) -> str:
     """Return the largest difference from eager mode on random samples. RunError above BOUND."""
@@ -368,10 +363,10 @@ def compare(job: Job, predict: Callable[..., Tensor], model: nn.Module) -> str:
     samples = Batch.zeros(job.fields, CPU, len(images)).fields
     for value in samples.values():  # integers are 0 or 1; larger ones may be invalid indices
         value.copy_(torch.from_numpy(2 * rng.random(value.shape)))
-    plain = in_batches(samples | {IMAGE: job.format.normalize(images)})
-    eager = torch.cat(list(starmap(partial(call_with, job, model), plain)))
-    inputs = in_batches(samples | {IMAGE: job.input(images)})
-    exported = torch.cat(list(starmap(predict, inputs)))
+    eager = call(model, samples | {IMAGE: job.format.normalize(images)})
+    inputs = samples | {IMAGE: job.input(images)}
+    parts = [value.split(BATCHES) for value in inputs.values()]
+    exported = torch.cat(list(map(predict, *parts)))
     difference = (exported - eager).abs().amax()  # NaN if any difference is NaN
     bound = BOUND * eager.abs().amax()
     result = f"largest difference {difference:.2g}, bound {bound:.2g}"

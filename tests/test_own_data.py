@@ -106,7 +106,7 @@ def test_scripts_with_torch_dataset_runs(kind, image_root, tmp_path, frozen_gc):
     photo = image_root / "val" / "dots" / "00.jpg"
     done = run_python("scripts/predict.py", folder, photo, "--format", "jsonl")
     assert len(json.loads(done.stdout)["predictions"]) == 3, done.stderr
-    assert "augment.val is applied, but no transform inside" in done.stderr
+    assert "augment.val is applied, but not the transforms inside" in done.stderr
     done = run_python("scripts/evaluate.py", folder)
     (evaluation,) = folder.glob("evaluation/**/evaluation.json")
     top1 = json.loads(evaluation.read_text())["top1"]

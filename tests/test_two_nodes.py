@@ -80,7 +80,7 @@ def test_two_nodes_restart_and_one_continues(nodes, image_root, tmp_path):
         kill_until_gone(started[1].members)  # without a clean shutdown
         assert started[0].wait() == 0, logs[0].read_text()
     console = logs[0].read_text()
-    assert "(ranks: 4, images on each: 2, micro-batches: 1)" in console
+    assert "(ranks: 4, images per rank: 2, micro-batches: 1)" in console
     assert "resumed at step " in console
     summary = summary_of(folder)
     assert (summary["status"], summary["step"]) == ("finished", 180)

@@ -21,7 +21,6 @@ from scripts.lib.trained import Trained
 
 FILE = "temperatures.json"  # fingerprint -> T
 BINS = 15  # bins of the expected calibration error
-CHUNK = 1024  # images; limits the memory for float64
 
 
 def fit_temperature(logits: Tensor, labels: Tensor, device: torch.device) -> float:
@@ -32,19 +31,14 @@ def fit_temperature(logits: Tensor, labels: Tensor, device: torch.device) -> flo
     """
     log_t = torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
     optimizer = torch.optim.LBFGS([log_t], max_iter=100, line_search_fn="strong_wolfe")
-    parts = logits.to(device).split(CHUNK)
-    chunks = list(zip(parts, labels.to(device).split(CHUNK), strict=True))
+    logits, labels = logits.to(device).double(), labels.to(device)
     smoothing = 1 / (len(labels) + 2)
 
     def closure() -> float:
         optimizer.zero_grad()
-        total = 0.0
-        for part, targets in chunks:
-            scaled = part.double() / log_t.exp()
-            loss = F.cross_entropy(scaled, targets, reduction="sum", label_smoothing=smoothing)
-            (loss / len(labels)).backward()
-            total += loss.item() / len(labels)
-        return total
+        loss = F.cross_entropy(logits / log_t.exp(), labels, label_smoothing=smoothing)
+        loss.backward()
+        return loss.item()
 
     optimizer.step(closure)
     return log_t.exp().item()

@@ -11,7 +11,7 @@ import pytest
 from conf import start
 from conf.errors import UserError
 from conf.named import import_object
-from tests.helpers.processes import ROOT, run_command
+from tests.helpers.processes import ROOT, needs_extras, run_command
 
 PROGRAMS = ["train.py", *(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))]
 # The system's Python, because from 3.14 on, the one in .venv detects .venv even with -S.
@@ -39,6 +39,7 @@ def test_start_packages_equal_requirements():
     assert all(importlib.util.find_spec(name) for name in start.PACKAGES)
 
 
+@needs_extras
 def test_import_object_reports_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "hydra", None)
     monkeypatch.delitem(sys.modules, "extras.sweep", raising=False)

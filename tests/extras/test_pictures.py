@@ -104,7 +104,7 @@ def test_pictures_files_of_run(image_root, tmp_path, toy_runs):
     assert evaluate_script.evaluate_one(evaluate_script.arguments(words)) == 0
     names = {"worst.jpg", "per_class.csv", "confusion.csv", "worst.csv"}
     written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {*names, "evaluation.json", "hits.json"}
+    assert written == {*names, "evaluation.json"}
     for name in names:  # written by the run for its best checkpoint
         assert (tmp_path / "out" / name).read_bytes() == (found / name).read_bytes()
 

@@ -292,10 +292,10 @@ def test_second_input_patch_with_scripts(tree, tmp_path):
         found = re.findall(r'"index": (\d)', printed)
         assert found == labels
     output = fork.run(["scripts/predict.py", folder, "data/ages/val"], status=2)
-    assert output.splitlines() == [
+    assert output.splitlines()[-1] == (
         "predict.py: the network also reads age, which image files do not have; "
         "pass a CSV file with the columns path,age"
-    ]
+    )
 
 
 @pytest.mark.slow

@@ -79,17 +79,11 @@ def test_evaluate_command_line(ranks, folder, found, image_root, tmp_path):
     """The run's name contains `=`. The run gets only a temperature, the images get no file."""
     folder = Path(shutil.copytree(folder, tmp_path / folder.name))
     before, last = {*folder.rglob("*")}, newest(folder)
-    against = []
     for path, name in ((folder, "best"), (last, last.stem)):
-        done = ranks.run([*SCRIPT, str(path), *HERE, *against], 1, cwd=tmp_path)
+        done = ranks.run([*SCRIPT, str(path), *HERE], 1, cwd=tmp_path)
         lines = rf"^result    loss .*\nimages    15 images of 32 px.*\nfiles     (.*,{name})\n"
         weights, (out,) = done.stdout.splitlines()[0], re.findall(lines, done.stdout, re.MULTILINE)
         assert re.fullmatch(rf"weights   {name}.pt, step \d+", weights)
-        against = ["--against", out]
-    assert f"\nagainst   {folder.name},best, 32 px, 3 outputs, flip: False: of 15" in done.stdout
-    hits = json.loads((tmp_path / out / "hits.json").read_text())
-    assert hits["right"] == found.rows["top1"].bool().tolist()
-    assert hits["images"] == found.datasets.val.fingerprint()
     stored = json.loads((tmp_path / out / "evaluation.json").read_text())
     same = found.summary | {"checkpoint": str(last), "name": f"{folder.name},{last.stem}"}
     assert stored.items() >= same.items() and stored["made_by"]["pillow"]
@@ -98,16 +92,6 @@ def test_evaluate_command_line(ranks, folder, found, image_root, tmp_path):
     done = ranks.run([*SCRIPT, str(folder), *HERE, "--out", str(inside)], 1, cwd=tmp_path, status=2)
     assert not inside.exists()
     assert done.stderr.startswith(f"evaluate.py: --out {inside}: is inside {image_root / 'val'}")
-
-
-def test_compare_mcnemar_equals_r():
-    """binom.test(1, 9)$p.value is 0.0390625."""
-    hits = {"images": "a", "right": [True] * 9 + [False]}
-    others = {"images": "a", "right": [False] * 8 + [True, True]}
-    assert "8 correct only here, 1 only there: p = 0.039 (M" in evaluate.compare(hits, others)
-    assert evaluate.compare(hits, hits).endswith(": p = 1 (McNemar, exact)")
-    with pytest.raises(UserError, match=r"^--against: used different images, .*; evaluate both "):
-        evaluate.compare(hits, {"images": "b", "right": [True] * 10})
 
 
 def test_evaluate_other_classes(folder, image_root, tmp_path):

@@ -42,7 +42,7 @@ def test_sbatch_requeues_preempted_job(image_root, tmp_path):
         first.terminate()
         console, _ = first.communicate()
     assert first.returncode == 1  # torchrun's status
-    assert "(ranks: 2, images on each: 4, micro-batches: 1)" in console
+    assert "(ranks: 2, images per rank: 4, micro-batches: 1)" in console
     assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
     started = f" {(tmp_path / 'started').read_text()}"
     # Processors per task; and no task may end rank 0 before it has written summary.json.
