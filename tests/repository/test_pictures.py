@@ -17,7 +17,7 @@ from engine.schedule import make_schedule
 from pipeline.data.build import Datasets
 from pipeline.data.dataset import FakeDataset
 from tests.engine.plans import ALONE
-from tests.helpers.processes import ROOT
+from tests.helpers.processes import ROOT, needs_extras
 
 PICTURES = runpy.run_path(str(ROOT / ".ci" / "pictures"))
 DOCS = ROOT / "docs"
@@ -56,6 +56,7 @@ def test_speed_chart_shows_table_of_benchmarks():
     assert chart.count("<rect") >= 3
 
 
+@needs_extras
 def test_console_picture_shows_lines_of_the_program(tmp_path, monkeypatch):
     """Compare lines made from stored rows, except for their numbers."""
     config = from_overrides(["recipe=demo"])

@@ -32,6 +32,7 @@ from scripts.lib.trained import Trained, build_val, open_trained
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.engine.plans import ALONE
 from tests.helpers import small_run
+from tests.helpers.processes import needs_extras
 from tests.helpers.results import newest
 from tests.helpers.stored import as_list, as_tar
 
@@ -66,6 +67,7 @@ def outputs(found: Evaluated, images: int | None = None) -> torch.Tensor:
     return sum(found_both) / 2 if found.summary["flip"] else found_both[0]
 
 
+@needs_extras
 def test_evaluate_equals_last_validation(found):
     last = checkpoint.load(found.trained.path)["state"]["last"]
     assert found.values == {name: last[name] for name in found.values} and "top1" in found.values

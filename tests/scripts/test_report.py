@@ -337,6 +337,7 @@ def test_report_skips_text_and_lists_of_observers(folder, tmp_path):
     assert page.curves("one")["validation"][1] == [5.0, 5.0]
 
 
+@needs_extras
 @pytest.mark.parametrize(
     ("file", "content", "named"),
     [
