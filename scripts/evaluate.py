@@ -86,6 +86,7 @@ logger = logging.getLogger(__name__)
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
 FIX = "use images of its classes, or pass --classes FILE with all class names, one per line"
 LOGITS = "logits"  # row with the network's outputs
+MAX_LOGITS = 10**8  # numbers to keep for the temperature; ImageNet's validation has half as many
 Names = tuple[str, ...]  # class names
 Outputs = tuple[Names, list[int]]  # names and indices of outputs
 
@@ -152,15 +153,15 @@ def evaluate_checkpoint(
     if indices != list(range(trained.num_classes)):
         kept = torch.tensor(indices, device=device)
     network: Any = model
+    outputs: dict[str, Tensor] = {}  # of the last forward pass, if all outputs compete
     if flip or kept is not None:
         network = partial(select_outputs, model, indices=kept, count=trained.num_classes, flip=flip)
-
-    outputs: dict[str, Tensor] = {}  # of the last forward pass
-    model.register_forward_hook(lambda *call: outputs.update({LOGITS: call[-1]}))
+    elif len(datasets.val) * trained.num_classes <= MAX_LOGITS:
+        model.register_forward_hook(lambda *call: outputs.update({LOGITS: call[-1]}))
 
     def measure(_: nn.Module, batch: Batch) -> Rows:
         values = train.validation_values(network, batch)
-        if network is model and "confidence" in values:  # a classifier; all outputs compete
+        if "confidence" in values:  # a classifier
             values |= outputs
         return values
 
@@ -322,7 +323,11 @@ def read_real(path: Path, dataset: Dataset, classes: Names) -> list[list[str | N
     if imagenet_names().keys().isdisjoint(classes):
         problem = f"has ImageNet labels, but the first classes are {', '.join(classes[:3])}"
         raise UserError(f"--real {path}", problem, "name folders by WordNet ID, such as n01443537")
-    lists = read_json(path, f"--real {path}", "pass real.json from the paper's authors")
+    try:
+        lists = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        fix = "pass real.json from the paper's authors"
+        raise UserError(f"--real {path}", str(error), fix) from None
     count = list(map(type, lists)).count(list)
     paths = map(dataset.name, range(len(dataset)))
     names = list(map(os.path.basename, paths))
@@ -345,14 +350,6 @@ def top1_real(predictions: list[int], classes: Names, labels: list[list[str | No
     pairs = zip(predictions, labels, strict=True)
     hits = [classes[prediction] in correct for prediction, correct in pairs if correct]
     return 100 * sum(hits) / max(len(hits), 1)
-
-
-def read_json(path: Path, origin: str, fix: str) -> Any:
-    """Read a file named by an option. Raises UserError if it is missing or damaged."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(origin, str(error), fix) from None
 
 
 def write(result: Evaluated, folder: Path) -> None:
