@@ -30,12 +30,13 @@ def test_scripts_report_missing_packages(program, tmp_path):
 
 
 def test_start_packages_equal_requirements():
-    """Except jinja2, which torch needs, and tensorboard and plotly, which a run does not need."""
+    """Except jinja2, which torch needs, and packages that a run does not need."""
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     assert [line for line in lines if line[0] != "#"] == required
     required = [re.split("[>=]", line)[0] for line in required]
-    assert set(start.PACKAGES.values()) | {"plotly"} == set(required) - {"jinja2", "tensorboard"}
+    needless = {"jinja2", "plotly", "tensorboard", "torchcodec"}
+    assert set(start.PACKAGES.values()) == set(required) - needless
     assert all(importlib.util.find_spec(name) for name in start.PACKAGES)
 
 
