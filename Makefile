@@ -62,7 +62,7 @@ clean:  ## remove .venv and caches; keep runs/ and data/
 	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache
 	@find . \( -path ./runs -o -path ./data \) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
-lock:  ## rewrite the lock files from requirements.txt and pyproject.toml's groups; needs uv
+lock: env  ## rewrite the lock files from requirements.txt and pyproject.toml's groups
 	@.ci/lock $(ARGS)
 
 address:  ## write a fork's URL=https://github.com/OWNER/NAME into the files that contain it
