@@ -3,7 +3,7 @@
 
 Hardware: one H200 with 16 cores; torch 2.11. Time: 15 to 60 s for each file or set of tars, and one
 to two minutes for each training. Needs: torchvision, psutil and nvidia-ml-py; for its own rows ffcv
-1.0.2 (with cupy and pytorch_pfn_extras), nvidia-dali-cuda130 2.4 or webdataset 1.0.
+(commit 3a12966, with cupy and pytorch_pfn_extras), nvidia-dali-cuda130 2.4 or webdataset 1.0.
 
     B=benchmarks/peers_loaders.py
     python3 $B write half-500 IMAGES/train half-500.beton
