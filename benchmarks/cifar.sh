@@ -28,11 +28,21 @@ done
 git clone https://github.com/KellerJordan/cifar10-airbench "$data/airbench"
 git -C "$data/airbench" checkout f1c599c
 airbench() { # script, number of runs
-    sed -i.before "s/max-autotune/default/; s/range(200)/range($2)/" "$data/airbench/$1"
+    sed -i.before "s/max-autotune/default/; s/range([0-9]*)\]/range($2)]/" "$data/airbench/$1"
     (cd "$data/airbench" && python3 "$1")
 }
 airbench airbench94_muon.py 5
 airbench airbench96_faster.py 3
+sed -i.before "s/ceil(8 \*/ceil(14 */" "$data/airbench/airbench94_muon.py"
+airbench airbench94_muon.py 10
+
+for seed in 0 1 2; do # 94 % in as few seconds as possible
+    python train.py recipe=cifar10 data.root="$data/cifar10" train.seed=$seed run.name=fast-$seed train.epochs=16 \
+        optim.name=extras.muon:muon optim.lr=0.01 'optim.args={rate: 0.06, beta: 0.8, fixed_norm: true}' \
+        loader.batch_size=512 train.label_smoothing=0.2 train.ema_decay=0.98 schedule.warmup_epochs=1 \
+        train.validate_every_epochs=16 augment.batch=[] \
+        'augment.train=[{random_crop: {size: 32, padding: 2, padding_mode: reflect}}, horizontal_flip]'
+done
 
 for rate in 0.005 0.01 0.02 0.05 0.1; do
     python train.py recipe=cifar10 data.root="$data/cifar10" optim.name=extras.muon:muon \

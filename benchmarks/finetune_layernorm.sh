@@ -3,7 +3,8 @@
 # Hardware: one H200 with 16 cores, torch 2.11; fifteen runs shared the GPU (nvidia-cuda-mps-control -d). Time: 7 minutes for both
 # models, 1 to 3 minutes per run.
 # Needs: an active .venv with timm; run benchmarks/tiny_imagenet.sh and `benchmarks/finetune_photos.sh images DATA` first to prepare
-# the images, and shrink them with scripts/prepare.py --side 160. Imagenette was validated on 200 images of each class.
+# the images, and shrink them with scripts/prepare.py --side 160. Imagenette was validated on 200 images of each class. Rows with
+# other lengths, such as `24 epochs`, set train.epochs.
 # Argument: their folder (data).
 set -eu
 cd "$(dirname "$0")/.."
