@@ -72,7 +72,7 @@ from pipeline.data.class_names import readable
 from pipeline.data.dataset import FolderDataset
 from pipeline.data.field import IMAGE, Field
 from pipeline.data.listing import Ignored, contents_of, describe_ignored
-from pipeline.feed.batch import Batch, ImageFormat
+from pipeline.feed.batch import Batch, DeviceSlot, ImageFormat
 from scripts.lib.calibration import calibrated
 from scripts.lib.progress import in_threads, num_cores
 from scripts.lib.sources.files import check_regular
@@ -197,7 +197,7 @@ class Predictor:
             self.fields = trained.inputs(self.model, size)
         self.fields.pop(IMAGE, None)
         self.last_input = watch_head(self.model) if features else None
-        self.format = ImageFormat(
+        format = ImageFormat(
             device,
             data.mean,
             data.std,
@@ -205,6 +205,7 @@ class Predictor:
             trained.channels_last(self.model, device),
             self.dataset.fields[IMAGE].highest,
         )
+        self.slot = DeviceSlot(format)
         self.batch_size = config.loader.batch_size
         if device.type != "cuda" and "loader.batch_size" not in override_keys(config.overrides):
             self.batch_size = min(CPU_BATCH, self.batch_size)
@@ -252,9 +253,8 @@ class Predictor:
         for name in (IMAGE, *self.fields):
             stacked = np.stack([result.values[name] for result in results])  # images: [B, S, S, C]
             fields[name] = torch.from_numpy(stacked).to(self.device)
-        inputs = self.format.normalize(fields[IMAGE])  # float32 [B, C, S, S]
-        inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
-        batch = Batch(fields | {IMAGE: inputs}, torch.zeros(len(results), 2), step=0)
+        fields[IMAGE] = self.slot.normalize(IMAGE, fields[IMAGE])  # [B, C, S, S]
+        batch = Batch(fields, torch.zeros(len(results), 2), step=0)
         with autocast(self.device.type, self.precision):
             outputs = train.forward(self.model, batch).float() / self.temperature
         values = dict(train.predictions(outputs))
