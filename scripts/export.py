@@ -74,7 +74,7 @@ from engine.files import replacing
 from models.weights import safetensors_metadata
 from pipeline.data.build import build_image_transforms
 from pipeline.data.field import IMAGE, Field, describe_fields
-from pipeline.feed.batch import Batch, ImageFormat
+from pipeline.feed.batch import Batch, DeviceSlot, ImageFormat
 from scripts.lib.calibration import calibrated
 from scripts.lib.published import MODES, preprocessing
 from scripts.lib.trained import Trained, open_trained, run_main
@@ -156,7 +156,7 @@ class Job:
 
     def input(self, batch: Tensor) -> Tensor:
         """Convert uint8 images [B, S, S, C] to the exported model's input."""
-        return batch if self.inside else self.format.normalize(batch)
+        return batch if self.inside else DeviceSlot(self.format).normalize(IMAGE, batch)
 
     def example(self) -> Tensor:
         """Return an example input of the exported model, a batch of two black images."""
@@ -363,7 +363,7 @@ def compare(job: Job, predict: Callable[..., Tensor], model: nn.Module) -> str:
     samples = Batch.zeros(job.fields, CPU, len(images)).fields
     for value in samples.values():  # integers are 0 or 1; larger ones may be invalid indices
         value.copy_(torch.from_numpy(2 * rng.random(value.shape)))
-    eager = call(model, samples | {IMAGE: job.format.normalize(images)})
+    eager = call(model, samples | {IMAGE: DeviceSlot(job.format).normalize(IMAGE, images)})
     inputs = samples | {IMAGE: job.input(images)}
     parts = [value.split(BATCHES) for value in inputs.values()]
     exported = torch.cat(list(map(predict, *parts)))

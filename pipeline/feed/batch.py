@@ -91,10 +91,6 @@ class ImageFormat:
         """Return each channel's scale and shift, float32 [2, channels], on the device."""
         return torch.stack([self.scale, self.shift]).flatten(1).expand(2, channels).contiguous()
 
-    def normalize(self, pixels: Tensor) -> Tensor:
-        """Normalize levels [..., H, W, C] to float32 [..., C, H, W], rounded as in training."""
-        return (channels_first(pixels).float() * self.scale).add_(self.shift)
-
 
 @dataclass(eq=False)
 class DeviceSlot:

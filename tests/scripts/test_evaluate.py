@@ -24,7 +24,7 @@ from engine.distributed import join_world
 from pipeline.data.class_names import imagenet_names
 from pipeline.data.dataset import FolderDataset
 from pipeline.data.field import Field, image_field
-from pipeline.feed.batch import ImageFormat
+from pipeline.feed.batch import DeviceSlot, ImageFormat
 from scripts import evaluate
 from scripts.evaluate import Evaluated, outputs_of, with_config
 from scripts.lib.calibration import FILE, calibration_error
@@ -61,7 +61,8 @@ def outputs(found: Evaluated, images: int | None = None) -> torch.Tensor:
     model, data = found.trained.build(ALONE.device), found.datasets.val
     levels = np.stack([data[i]["image"] for i in range(len(data))[:images]])
     config = found.trained.config.data
-    inputs = ImageFormat(ALONE.device, config.mean, config.std).normalize(torch.tensor(levels))
+    slot = DeviceSlot(ImageFormat(ALONE.device, config.mean, config.std))
+    inputs = slot.normalize("image", torch.tensor(levels))
     with torch.no_grad():
         found_both = model(inputs), model(inputs.flip(-1))
     return sum(found_both) / 2 if found.summary["flip"] else found_both[0]

@@ -18,6 +18,7 @@ from models.vit import PatchEmbed, VisionTransformer
 from pipeline.data import decode
 from pipeline.data.augment import TRANSFORMS, Compose, build_by_name
 from pipeline.data.field import Field
+from pipeline.feed.batch import DeviceSlot
 from scripts import export
 from scripts.export import CPU, Job
 from scripts.lib.published import MODES, library_metadata, preprocessing
@@ -75,7 +76,7 @@ def test_export_formats(trained, tmp_path, to, inside):
     assert texts["preprocessing"]["transforms"] == steps
     images = torch.from_numpy(np.stack([files[i]["image"] for i in range(len(files))]))
     with torch.no_grad():
-        eager = trained.build(CPU)(job.format.normalize(images))
+        eager = trained.build(CPU)(DeviceSlot(job.format).normalize("image", images))
         assert job.names == ["images"]
         assert eager.argmax(1).unique().numel() > 1
         torch.testing.assert_close(predict(job.input(images)), eager)
