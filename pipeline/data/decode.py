@@ -257,11 +257,7 @@ def whole_pixels(image: ImageFile.ImageFile, data: bytes) -> np.ndarray:
         if image.format == "TIFF":  # otherwise Pillow rotates it while decoding
             image.getexif()[ORIENTATION] = 1
         return rgb_pixels(image)
-    try:
-        pixels = decoder(torch.from_dlpack(np.frombuffer(data, np.uint8)))
-    except RuntimeError:
-        open_image(data).verify()  # raises a clearer error for most files
-        raise
+    pixels = decoder(torch.from_dlpack(np.frombuffer(data, np.uint8)))
     return pixels.permute(1, 2, 0).numpy()
 
 
@@ -275,8 +271,8 @@ def torchcodec_decoders() -> dict[Any, Callable[[torch.Tensor], torch.Tensor]]:
     with suppress(ImportError, OSError, RuntimeError):
         from torchcodec.decoders import decode_png, decode_webp
 
-        pngs = {(b"IHDR", mode, (41, mode)): decode_png for mode in ("L", "RGB")}
-        return {**pngs, **dict.fromkeys([(b"VP8 ", "RGB"), (b"VP8L", "RGB")], decode_webp)}
+        webps = dict.fromkeys([(b"VP8 ", "RGB"), (b"VP8L", "RGB")], decode_webp)
+        return {(b"IHDR", "RGB", (41, "RGB")): decode_png, **webps}
     return {}
 
 
