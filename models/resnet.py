@@ -109,7 +109,7 @@ def init_convolutions(model: nn.Sequential) -> nn.Sequential:
 
 
 def resnet_tiny(num_classes: int, image_size: int, **options: Any) -> nn.Sequential:
-    """ResNet with 0.3 M parameters, for 64 px images."""
+    """ResNet with 0.3 M parameters, for 32 to 64 px images."""
     widths = (32, 64, 128)
     return small_resnet(num_classes, widths, depths=(1, 1, 1), stem_stride=2, **options)
 
