@@ -2,7 +2,7 @@
 """Train ResNet-50 on batches from ffcv, DALI and webdataset, for the table of other trainers.
 
 Hardware: one H200 with 16 cores; torch 2.11. Time: 15 to 60 s for each file or set of tars, and one
-to two minutes for each training. Needs: torchvision, psutil and nvidia-ml-py; for its own rows ffcv
+to two minutes for each training. Needs: torchvision, psutil and nvidia-ml-py; for their rows ffcv
 (commit 3a12966, with cupy and pytorch_pfn_extras), nvidia-dali-cuda130 2.4 or webdataset 1.0.
 
     B=benchmarks/peers_loaders.py
@@ -43,7 +43,7 @@ import psutil
 import torch
 from torchvision.models import resnet50
 
-MEAN = (123.675, 116.28, 103.53)  # of pixels from 0 to 255
+MEAN = (123.675, 116.28, 103.53)  # levels are 0 to 255
 STD = (58.395, 57.12, 57.375)
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SKIPPED_STEPS = 10  # before the first window of a turn; batches in a queue are free
@@ -161,7 +161,7 @@ def ffcv_batches(options):
         ToTorchImage,
     )
 
-    fields = {"image": RGBImageField, "label": IntField}  # as-is names no type of its own
+    fields = {"image": RGBImageField, "label": IntField}  # as-is has no type
     to_device = ToDevice(torch.device(options.device), non_blocking=True)
     decode = RandomResizedCropRGBImageDecoder((options.size, options.size))
     image = [decode, RandomHorizontalFlip(), ToTensor(), to_device, ToTorchImage()]
@@ -340,7 +340,7 @@ def report(name, windows):
 def train(options):
     began = time.perf_counter()
     batches = LOADERS[options.what](options)
-    kept = [tensor.clone() for tensor in next(batches)]  # ffcv will overwrite its own
+    kept = [tensor.clone() for tensor in next(batches)]  # ffcv reuses its memory
     name = f"{options.what} {options.source.stem}"
     print(f"{name}: {kept[0].dtype} after {time.perf_counter() - began:.1f} s", flush=True)
     report(f"{name} load", measure(batches, lambda images, labels: None, options))
