@@ -10,7 +10,7 @@ from conf.schema import Config
 from tests.helpers import toy
 
 SMALL = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8"]
-SMALL += ["train.device=cpu"]
+SMALL += ["data.val_size=32", "train.device=cpu"]
 # 36 images in batches of 8 are 9 steps, validated after steps 5 and 9.
 SMALL_RUN = [*SMALL, "loader.workers=1", "train.epochs=2", "schedule.warmup_epochs=0.5"]
 SMALL_RUN += ["log.every_steps=1", "log.trackers=[]"]
