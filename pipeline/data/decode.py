@@ -237,7 +237,7 @@ def _open_stored(data: bytes, decoder: str) -> JpegFile | np.ndarray:
     if size is None:
         image = open_image(data)
         # libjpeg decodes neither a region nor a smaller image of a lossless file.
-        markers = {marker for marker, _, _ in segments(data)}
+        markers = next(zip(*segments(data), strict=True), ())
         kind = image.format, image.mode, LOSSLESS in markers
         if kind == ("JPEG", "L", False):
             return DECODERS[decoder](data, (0, 0, *image.size), 1)
@@ -257,7 +257,11 @@ def whole_pixels(image: ImageFile.ImageFile, data: bytes) -> np.ndarray:
         if image.format == "TIFF":  # otherwise Pillow rotates it while decoding
             image.getexif()[ORIENTATION] = 1
         return rgb_pixels(image)
-    pixels = decoder(torch.from_dlpack(np.frombuffer(data, np.uint8)))
+    try:
+        pixels = decoder(torch.from_dlpack(np.frombuffer(data, np.uint8)))
+    except RuntimeError:
+        open_image(data).verify()  # raises a clearer error for most files
+        raise UnreadableError("damaged or incomplete; download it again") from None
     return pixels.permute(1, 2, 0).numpy()
 
 

@@ -106,7 +106,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], tuple[int, int] | str]] = {
     "png alpha": (lambda: encoded(with_alpha(), "PNG"), SIZE),
     "png 16 bits gray": (lambda: encoded(wide_gray("<u2"), "PNG"), SIZE),
     "png 16 bits color": (DEEP.read_bytes, (30, 20)),
-    "png ends in its data": (lambda: png()[:-2000], ""),
+    "png ends in its data": (lambda: png()[:-2000], "Truncated File Read"),
     "png with metadata ends in zeros": (
         lambda: png(dpi=(72, 72))[:-2000] + bytes(2000),
         "broken PNG file",
@@ -147,7 +147,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], tuple[int, int] | str]] = {
 if decode.torchcodec_decoders():  # without it, the other rows are black
     KINDS["png of rows that end early"] = (
         lambda: changed(png(), b"IDAT", first_rows),
-        "Not enough image data",
+        "damaged or incomplete",
     )
 
 

@@ -86,7 +86,7 @@ BAD = {
     b"": "empty, 0 bytes",
     b"<html>404": "a web page; download the image again",
     encoded(drawn())[:-200]: ("image file is", "the JPEG data is damaged"),  # Pillow's and region's
-    encoded(drawn(), "PNG")[:-100]: "image file is truncated",
+    encoded(drawn(), "PNG")[:-100]: "Truncated File Read",
 }
 
 
