@@ -81,7 +81,6 @@ def test_console_picture_shows_lines_of_the_program(tmp_path, monkeypatch):
         *planned(datasets, make_schedule(config, 2000, ALONE, {}), compute),
         console.header(metrics),
         console.train_line({**TRAIN_ROW, "seconds_left": 62}, VALUES, metrics, 10),
-        console.val_line(ROW, VALUES, metrics, 10, best=False),
         console.val_line(ROW, VALUES, metrics, 10, best=True),
         *console.outcome(folder, SUMMARY, metrics, resumes=True),
     ]
