@@ -5,7 +5,7 @@ Data flow, step 3: file bytes -> uint8 [H, W, 3], or only the cropped region, in
 A JPEG is a grid of frequency blocks, so a decoder can output it at 1/2, 1/4 or 1/8 of its size for
 less work, and skip blocks outside a region (region.py). So a picture first collects the geometry
 that the transforms sample, and its pixels are computed when they are needed. torchcodec decodes
-most PNG and WebP files. Pillow decodes the other formats, and files that a faster decoder rejects.
+most PNG and WebP files. Pillow decodes all others, and JPEGs that the region decoder cannot read.
 """
 
 import io
